@@ -88,7 +88,7 @@ _REMOTE = ("api_key", "model")
     options.compiled,
 )
 @options.weights
-def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) -> None:
+def chat(url: str | None, api_key: str | None, model: str | None, **params: Any) -> None:
     """Chat with the instruct model in PATH.
 
     With --url instead of PATH, the model of a running server answers, such as that of `quantkit
@@ -102,13 +102,13 @@ def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) 
     printed. Under torchrun all processes share the model, and rank 0 reads the questions.
     """
 
-    if (url is None) == (given["path"] is None):
+    if (url is None) == (params["path"] is None):
         raise RequestError(
             "PATH and --url exclude each other" if url else "give PATH, or --url for a server"
         )
     _require_unused(_REMOTE if url is None else _LOCAL, "--url" if url is None else "PATH")
     if url is not None:
-        _talk_to_server(url, api_key, model, given)
+        _talk_to_server(url, api_key, model, params)
         return
 
     def check() -> None:
@@ -117,15 +117,15 @@ def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) 
         """
         if is_rank0_process():
             require_stdout()
-        options.requested_sampling(given)
-        check_max_new_tokens(given["max_new_tokens"])
-        require_models(given["path"], given["draft"])
-        sampling_defaults(given["path"])
-        chat_format(given["path"], load_tokenizer(given["path"]), given["template"])
+        options.validate_sampling_options(params)
+        check_max_new_tokens(params["max_new_tokens"])
+        require_models(params["path"], params["draft"])
+        sampling_defaults(params["path"])
+        chat_format(params["path"], load_tokenizer(params["path"]), params["template"])
 
-    with together({**given, "path": None, "draft": None}, given["device"], check=check) as group:
-        session = _session(given, group)
-        converse(session, group, str(given["path"]))
+    with together({**params, "path": None, "draft": None}, params["device"], check=check) as group:
+        session = _session(params, group)
+        converse(session, group, str(params["path"]))
 
 
 def _is_given(name: str) -> bool:
@@ -144,18 +144,18 @@ def _require_unused(names: Collection[str], goes_with: str) -> None:
 
 
 def _talk_to_server(
-    url: str, api_key: str | None, model: str | None, given: dict[str, Any]
+    url: str, api_key: str | None, model: str | None, params: dict[str, Any]
 ) -> None:
     """Chat with the model of a server."""
     if not is_single_process():
         raise RequestError("--url goes with one process, not with torchrun")
     require_stdout()
-    request: dict[str, Any] = dict(options.requested_sampling(given))
+    request: dict[str, Any] = dict(options.validate_sampling_options(params))
     # Else the server's own maximum.
     if _is_given("max_new_tokens"):
-        request["max_tokens"] = check_max_new_tokens(given["max_new_tokens"])
-    if given["stop"]:
-        request["stop"] = list(given["stop"])
+        request["max_tokens"] = check_max_new_tokens(params["max_new_tokens"])
+    if params["stop"]:
+        request["stop"] = list(params["stop"])
 
     from quantkit.serve.client import Server
     from quantkit.serve.remote_chat import RemoteChat
@@ -166,51 +166,54 @@ def _talk_to_server(
             f"the key and the conversation are sent to {server.url} without encryption; prefer"
             " https"
         )
-    session = RemoteChat(server, model, system=given["system"], options=request)
+    session = RemoteChat(server, model, system=params["system"], options=request)
     converse(session, Alone(), f"{printable(session.model)} at {server.url}", lambda: session.usage)
 
 
-def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
+def _session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
     import torch
 
     from quantkit.jobs.inference.load import Placement, load, load_draft
     from quantkit.runtime.chat_session import ChatSession, conversation_length
     from quantkit.runtime.engine import Engine
 
-    path: Path = given["path"]
+    path: Path = params["path"]
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         placement: Placement = {
-            "device": group.device or given["device"],
-            "dtype": given["dtype"],
-            "backend": given["backend"],
-            "allow_slow": given["allow_slow"],
+            "device": group.device or params["device"],
+            "dtype": params["dtype"],
+            "backend": params["backend"],
+            "allow_slow": params["allow_slow"],
             "tp": group,
             "progress": progress,
         }
-        model, tokenizer = load(path, weights=given["weights"], **placement)
-        if given["draft"] is not None:
-            draft = load_draft(given["draft"], tokenizer, **placement)
-    length = conversation_length(model.config, given["context"])
-    if given["int8_cache"]:
+        model, tokenizer = load(path, weights=params["weights"], **placement)
+        if params["draft"] is not None:
+            draft = load_draft(params["draft"], tokenizer, **placement)
+    length = conversation_length(model.config, params["context"])
+    if params["int8_cache"]:
         cache = torch.int8
     else:
         cache = None
-    sampling: SamplingOptions = {**sampling_defaults(path), **options.requested_sampling(given)}
+    sampling: SamplingOptions = {
+        **sampling_defaults(path),
+        **options.validate_sampling_options(params),
+    }
     engine = Engine(
         model,
         length,
         cache_dtype=cache,
-        compiled=given["compiled"],
+        compiled=params["compiled"],
         draft=draft,
-        draft_tokens=given["draft_tokens"],
+        draft_tokens=params["draft_tokens"],
     )
     return ChatSession(
         engine,
         tokenizer,
-        chat_format(path, tokenizer, given["template"]),
-        system=given["system"],
-        max_new_tokens=given["max_new_tokens"],
-        stop=given["stop"],
+        chat_format(path, tokenizer, params["template"]),
+        system=params["system"],
+        max_new_tokens=params["max_new_tokens"],
+        stop=params["stop"],
         **sampling,
     )

@@ -105,7 +105,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
     "--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source."
 )
 @options.data
-def doctor(data: str | None, **given: Any) -> None:
+def doctor(data: str | None, **params: Any) -> None:
     """Check what is wrong with a model, whoever made it.
 
     PATH is a folder, or a file of weights. Without --deep and --against only headers are read.
@@ -114,9 +114,9 @@ def doctor(data: str | None, **given: Any) -> None:
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        found = diagnose(**given, progress=progress)
+        found = diagnose(**params, progress=progress)
     outputs.write(found.to_json(), show=lambda: outputs.say(found.lines(columns())))
-    if found.broken:
+    if found.is_broken:
         sys.exit(BROKEN)
 
 
@@ -162,7 +162,7 @@ def verify(
 @click.argument("dst", type=options.PATH)
 @options.of_job(QuantizeOptions, only=("calibration", "text_column", "samples", "length", "seed"))
 @options.data
-def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
+def imatrix(src: str, dst: Path, data: str | None, **params: Any) -> None:
     """Measure the importance of inputs for llama.cpp.
 
     DST is a new file for its quantizer, or for `quantkit quantize --imatrix`: GGUF if its name ends
@@ -176,7 +176,7 @@ def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
         made = job(
             src,
             dst,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in params.items() if value is not None},
             progress=progress,
         )
     report_result(outputs, made)
@@ -209,7 +209,7 @@ def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
     "--dry-run", is_flag=True, help="Check the model and list what would be sent; send nothing."
 )
 @options.data
-def push(data: str | None, **given: Any) -> None:
+def push(data: str | None, **params: Any) -> None:
     """Send a model to a repository on the Hugging Face hub.
 
     PATH is a folder or a GGUF file, NAME is owner/name. The model is checked first, as by doctor
@@ -221,7 +221,7 @@ def push(data: str | None, **given: Any) -> None:
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        found = job(**given, on_steps=progress.expect, progress=progress)
+        found = job(**params, on_steps=progress.expect, progress=progress)
     report_result(outputs, found)
 
 
@@ -238,24 +238,24 @@ _CONVERT = {
 @options.dst
 @options.of_job(ConvertOptions, _CONVERT)
 @section("Output", options.data)
-def convert(data: str | None, **given: Any) -> None:
+def convert(data: str | None, **params: Any) -> None:
     """Write a model in another format, sharding or float type.
 
     The model in SRC is written to the new folder DST, or to a file DST.gguf. Without --requantize
     and --dequantize, the codes of a quantized model stay exactly the same, or the conversion fails.
     The result is read back and compared with SRC. Under torchrun, rank 0 does the work.
     """
-    require_models(given["src"], makes=given["dst"])
+    require_models(params["src"], makes=params["dst"])
 
     from quantkit.jobs.convert.convert import convert as job
 
     with together(device="cpu") as group:
-        outputs = Outputs(data, makes=given["dst"])
+        outputs = Outputs(data, makes=params["dst"])
         if not group.is_rank0:
             return
         with ProgressDisplay() as progress:
             made = job(
-                **given,
+                **params,
                 on_estimate=lambda estimate: progress.expect(estimate.steps),
                 progress=progress,
             )
@@ -277,15 +277,15 @@ def convert(data: str | None, **given: Any) -> None:
     click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe."),
 )
 @section(OUTPUT, options.data)
-def quantize(data: str | None, **given: Any) -> None:
+def quantize(data: str | None, **params: Any) -> None:
     """Quantize a model's linear layers to int8 or int4.
 
     The model in SRC is written to the new folder DST, or to a file DST.gguf. The result is compared
     with SRC before DST appears. If it differs too much, DST is not written and the exit code is 8.
     Under torchrun all processes share the calibration, and rank 0 does the rounding.
     """
-    reads = files_read(given)
-    arguments = job_arguments(given)
+    reads = list_input_files(params)
+    arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.distributed.shard import require_same_checkpoint
@@ -317,11 +317,11 @@ def quantize(data: str | None, **given: Any) -> None:
         _report_written(outputs, made)
 
 
-def files_read(given: dict[str, Any]) -> list[Any]:
+def list_input_files(params: dict[str, Any]) -> list[Any]:
     """Return the files that `quantkit quantize` reads in addition to the model; None for options
     that are not given.
     """
-    return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
+    return [params[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
 
 def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
@@ -338,25 +338,25 @@ def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
     return any(one is not None and one.bits == 4 for one in named)
 
 
-def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `quantkit.quantize` for the options of the command. Raises
     `RequestError` unless there is one of a scheme, a recipe and a size, or if a head goes with a
     recipe.
     """
     from quantkit.tensors.recipe import Recipe
 
-    path = given.pop("recipe")
-    old = given.pop("plan")
+    path = params.pop("recipe")
+    old = params.pop("plan")
     if old is not None:
         note("--plan is called --recipe now; the old name goes with the next release")
         if path is not None:
             raise RequestError("--plan is the old name of --recipe; give one of them")
         path = old
     sources = {
-        "--scheme": given["scheme"],
+        "--scheme": params["scheme"],
         "--recipe": path,
-        "--target-bits": given["target_bits"],
-        "--max-size": given["max_size"],
+        "--target-bits": params["target_bits"],
+        "--max-size": params["max_size"],
     }
     chosen = [name for name, value in sources.items() if value is not None]
     if not chosen:
@@ -364,34 +364,34 @@ def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
             f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE"
         )
     if len(chosen) > 1:
-        sized = given["target_bits"] is not None or given["max_size"] is not None
+        sized = params["target_bits"] is not None or params["max_size"] is not None
         if sized:
             hint = "a size chooses the schemes"
         else:
             hint = "a recipe's default is its scheme"
         raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
     if path is None:
-        named = given["scheme"]
+        named = params["scheme"]
         return {
-            **given,
+            **params,
             "scheme": named if named is None or mix_named(named) else QuantScheme.parse(named),
         }
-    if given["head"] is not None:
+    if params["head"] is not None:
         raise RequestError(
             "--head does not go with --recipe", hint="a recipe names lm_head among its overrides"
         )
-    return {**given, "scheme": Recipe.from_json(path)}
+    return {**params, "scheme": Recipe.from_json(path)}
 
 
-def report_result(outputs: Outputs, found: Any) -> None:
+def report_result(outputs: Outputs, result: Any) -> None:
     """Write a job's result as JSON if that was requested, and print its lines."""
-    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
+    outputs.write(result.to_json(), show=lambda: outputs.say(result.lines()))
 
 
-def _report_written(outputs: Outputs, made: ConvertResult | QuantizeResult) -> None:
+def _report_written(outputs: Outputs, result: ConvertResult | QuantizeResult) -> None:
     """Report what a command has written, with the notes on it."""
-    for line in made.notes:
+    for line in result.notes:
         note(line)
-    for line in made.lines():
+    for line in result.lines():
         mention(spell(line), err=outputs.json_on_stdout)
-    outputs.write(made.to_json())
+    outputs.write(result.to_json())

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import click
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.hints import spell
 from quantkit.cli.output import mention, note, print_generated
@@ -198,7 +198,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         if not polled:
             raise KeyboardInterrupt
 
-    def interrupted() -> bool:
+    def poll_interrupt() -> bool:
         nonlocal polled
         polled = True
         return pressed
@@ -207,7 +207,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, remember)
     try:
-        yield interrupted
+        yield poll_interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -280,7 +280,7 @@ def _run_command(session: Answerer, name: str, text: str) -> str:
     if text:
         raise RequestError(
             f"{name} takes no argument",
-            found=shown(text),
+            found=format_value(text),
             hint=f"/{name} begins a question with {name}",
         )
     if name == "/reset":

@@ -44,7 +44,7 @@ def main() -> None:
             command()
     except KeyboardInterrupt as error:
         report_interrupted(error)
-        sys.exit(interrupted_code(error))
+        sys.exit(get_interrupt_exit_code(error))
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             # Nothing is left that needs a traceback.
@@ -122,7 +122,7 @@ def with_kept(message: str, error: BaseException) -> str:
     return message
 
 
-def interrupted_code(error: BaseException) -> int:
+def get_interrupt_exit_code(error: BaseException) -> int:
     """Return the exit code of an interrupted process."""
     if isinstance(error, Terminated):
         return TERMINATED

@@ -70,7 +70,7 @@ def environment_lines() -> list[str]:
         "quantkit": __version__,
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
-        "libraries": ", ".join(_installed()),
+        "libraries": ", ".join(_iter_library_versions()),
         "system": " ".join(
             [platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]
         ),
@@ -97,7 +97,7 @@ def environment_lines() -> list[str]:
     return lines
 
 
-def _installed() -> Iterator[str]:
+def _iter_library_versions() -> Iterator[str]:
     for name in _LIBRARIES:
         try:
             yield f"{name} {version(name)}"

@@ -75,7 +75,7 @@ _OWN_OPTIONS = {
     "backend": options.backend(
         "xla",
         "transformers",
-        more=(
+        extra_help=(
             " xla runs the whole model on TPUs; see docs/parallel.md. transformers runs whatever it"
             " knows, slowly."
         ),
@@ -323,7 +323,7 @@ class _WithPrompt(Command):
 @click.argument("path", type=options.PATH)
 @click.argument("text", metavar="[PROMPT]", required=False)
 @options.of_job(GenerateArgs, _OWN_OPTIONS)
-def generate(**given: Any) -> None:
+def generate(**params: Any) -> None:
     """Continue a prompt, or many, with the model in PATH.
 
     PROMPT is the text, or - to read it from stdin. It is used as the shell passes it: \\n stays a
@@ -334,7 +334,7 @@ def generate(**given: Any) -> None:
     line on stderr shows the speed at the end. With --prompts and --output all prompts of a file are
     continued, several at a time. Under torchrun all processes share the model.
     """
-    sampling, others = options.split_sampling(given)
+    sampling, others = options.split_sampling(params)
     args = GenerateArgs(**others, sampling_options=sampling)
     job = None
 
@@ -355,7 +355,7 @@ def generate(**given: Any) -> None:
             require_stdout()
         prompts.show_on_devices(args)
         return
-    shared = {name: value for name, value in given.items() if name not in _RANK0_OPTIONS}
+    shared = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
     with together(shared, args.device, check=check) as group:
         if job is not None:
             prompts.run_file(job, group)

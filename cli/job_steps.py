@@ -27,13 +27,13 @@ class JobSteps:
         self._began = self._step_began = self._changed = now
         self._current: str | None = None
         self._first = self._done = self._shown = 0.0
-        self._taken: dict[str, float] = {}
+        self._measured_seconds: dict[str, float] = {}
 
     def report(self, phase: str, share: float, now: float) -> None:
         """A phase reports that a share of it is done."""
         if phase != self._current:
             if self._current is not None:
-                self._taken[self._current] = now - self._step_began
+                self._measured_seconds[self._current] = now - self._step_began
             self._current = phase
             self._first = share
             self._done = share
@@ -49,7 +49,7 @@ class JobSteps:
             return phase
         return f"step {self._names.index(phase) + 1} of {len(self._names)}, {phase}"
 
-    def left(self, now: float) -> float:
+    def estimate_remaining_seconds(self, now: float) -> float:
         """Return the seconds left of the whole job."""
         elapsed = now - self._step_began
         pace = self._pace(elapsed)
@@ -73,14 +73,14 @@ class JobSteps:
         left to the job.
         """
         passed = now - self._began
-        total = passed + self.left(now)
+        total = passed + self.estimate_remaining_seconds(now)
         self._shown = max(self._shown, min(passed / total if total else 0.0, 0.99))
         return self._shown
 
     def _later(self) -> list[str]:
         """Return the steps after the current one."""
         reached = []
-        for name in (*self._taken, self._current):
+        for name in (*self._measured_seconds, self._current):
             if name in self._seconds:
                 reached.append(self._names.index(name))
         return self._names[max(reached, default=-1) + 1 :]
@@ -89,8 +89,8 @@ class JobSteps:
         """Return the time that work takes, in units of its estimate, by the steps that are done;
         and by the current one, once it takes longer than estimated.
         """
-        known = [name for name in self._taken if name in self._seconds]
-        taken = sum(self._taken[name] for name in known)
+        known = [name for name in self._measured_seconds if name in self._seconds]
+        taken = sum(self._measured_seconds[name] for name in known)
         estimated = sum(self._seconds[name] for name in known)
         current = self._seconds.get(self._current or "", 0.0)
         if elapsed > current > 0:

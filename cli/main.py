@@ -14,7 +14,7 @@ from click.shell_completion import shell_complete
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
 from quantkit.cli.entry import (
-    interrupted_code,
+    get_interrupt_exit_code,
     interruptible,
     open_missing_streams,
     report_interrupted,
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = stop.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
         report_interrupted(error)
-        code = interrupted_code(error)
+        code = get_interrupt_exit_code(error)
     except click.ClickException as error:
         usage = io.StringIO()
         error.show(usage)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import RUN, Command, section
@@ -16,7 +16,7 @@ from quantkit.cli.output import columns, note, warn
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.evals.table import named
+from quantkit.evals.table import parse_named_paths
 from quantkit.quality.positions import TOKENS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def evaluate(
     report: Path | None,
     data: str | None,
     plot: Path | None,
-    **given: Any,
+    **params: Any,
 ) -> None:
     """Measure models: perplexity, divergence, tasks, speed.
 
@@ -125,13 +125,13 @@ def evaluate(
     computed in float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
     each model, on CPUs.
     """
-    texts = given["texts"]
-    against = given["against"]
-    shared = {name: given[name] for name in _SHARED}
-    shared["positions"] = [given["positions"], given["position_windows"]]
-    given["tasks"] = names = [name.strip() for name in given["tasks"].split(",") if name.strip()]
+    texts = params["texts"]
+    against = params["against"]
+    shared = {name: params[name] for name in _SHARED}
+    shared["positions"] = [params["positions"], params["position_windows"]]
+    params["tasks"] = names = [name.strip() for name in params["tasks"].split(",") if name.strip()]
     folders = []
-    for _, path in named([*models, *([against] if against else [])]):
+    for _, path in parse_named_paths([*models, *([against] if against else [])]):
         folders.append(path)
     # The job checks tasks first.
     if not names:
@@ -139,7 +139,7 @@ def evaluate(
 
     from quantkit.evals.evaluate import evaluate as job
     from quantkit.evals.plot import picture, require_drawable
-    from quantkit.evals.report import markdown, sheet, tables
+    from quantkit.evals.report import build_sheet, build_tables, render_markdown
     from quantkit.evals.table import render
 
     with together(shared, "cpu") as group:
@@ -147,23 +147,30 @@ def evaluate(
         if plot is not None and ((against is None and len(models) == 1) or (names and not texts)):
             require_drawable(folders)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(models, **given, details=outputs.wants_page, group=group, progress=progress)
+            report_data = job(
+                models, **params, details=outputs.wants_page, group=group, progress=progress
+            )
         if group.is_rank0:
 
             def show() -> None:
                 lines = render(
-                    [sheet(found)] if table == "csv" else tables(found), table, width=columns()
+                    [build_sheet(report_data)] if table == "csv" else build_tables(report_data),
+                    table,
+                    width=columns(),
                 )
                 outputs.say(lines, wrap=False)
-                for line in found.notes:
+                for line in report_data.notes:
                     note(line)
 
             if outputs.wants_page:
-                report_of = found.to_html
+                report_of = report_data.to_html
             else:
-                report_of = partial(markdown, found)
+                report_of = partial(render_markdown, report_data)
             outputs.write(
-                found.to_json(), report=report_of, picture=partial(picture, found), show=show
+                report_data.to_json(),
+                report=report_of,
+                picture=partial(picture, report_data),
+                show=show,
             )
 
 
@@ -238,7 +245,7 @@ def bench(
     data: str | None,
     plot: Path | None,
     threads: int | None,
-    **given: Any,
+    **params: Any,
 ) -> None:
     """Time models: prefill, decoding, loading, memory, cost.
 
@@ -251,10 +258,10 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has its own schemes")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    given["threads"] = threads
+    params["threads"] = threads
     for name in ("prompt_lengths", "batches", "contexts"):
-        given[name] = () if given[name] is None else _numbers(given[name])
-    require_models(*(path for _, path in named(models)))
+        params[name] = () if params[name] is None else _numbers(params[name])
+    require_models(*(path for _, path in parse_named_paths(models)))
 
     from quantkit.evals import bench_report
     from quantkit.evals.bench import BenchModel
@@ -265,11 +272,11 @@ def bench(
     sources = []
     for scheme in quantized or (None,):
         sources.append(BenchModel(shape=synthetic, scheme=scheme, head=head))
-    with together(given, given["device"]) as group:
+    with together(params, params["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(
-                models if synthetic is None else sources, **given, group=group, progress=progress
+                models if synthetic is None else sources, **params, group=group, progress=progress
             )
         if group.is_rank0:
             warnings = bench_report.warnings(found)
@@ -279,9 +286,9 @@ def bench(
             else:
                 below = []
             if table == "csv":
-                tables = [bench_report.sheet(found)]
+                tables = [bench_report.build_sheet(found)]
             else:
-                tables = bench_report.tables(found)
+                tables = bench_report.build_tables(found)
 
             def show() -> None:
                 outputs.say([*render(tables, table, width=columns()), *below], wrap=False)
@@ -297,4 +304,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise RequestError("expected numbers separated by commas", found=shown(text)) from error
+        raise RequestError(
+            "expected numbers separated by commas", found=format_value(text)
+        ) from error

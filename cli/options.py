@@ -18,9 +18,9 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from quantkit import errors
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, find_option_fields
-from quantkit.base.processors import checked_threads, set_threads
+from quantkit.base.processors import set_threads, validate_threads
 from quantkit.cli.hints import set_command, spell
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
@@ -78,13 +78,13 @@ def in_order(*options: Decorator) -> Decorator:
 def section(title: str, *options: Decorator) -> Decorator:
     """Options that stand together in the help, under a title."""
 
-    def decorated(command: Any) -> Any:
+    def decorate(command: Any) -> Any:
         before = len(getattr(command, "__click_params__", ()))
         command = in_order(*options)(command)
         _sections.update(dict.fromkeys(command.__click_params__[before:], title))
         return command
 
-    return decorated
+    return decorate
 
 
 class _Formatter(click.HelpFormatter):
@@ -282,7 +282,7 @@ def memory(text: str) -> int:
             " release"
         )
         text += "G"
-    return _bytes(text, "amount of memory")
+    return _parse_bytes(text, "amount of memory")
 
 
 def file_size(text: str) -> int:
@@ -290,14 +290,14 @@ def file_size(text: str) -> int:
 
     Raises `RequestError` otherwise.
     """
-    return _bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
+    return _parse_bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
 
 
-def _bytes(text: str, what: str) -> int:
+def _parse_bytes(text: str, quantity: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or not (match["unit"] or match["bytes"]):
         raise RequestError(
-            f"no {what}", found=shown(text), expected="one such as 4GB, 512MB or 2GiB"
+            f"no {quantity}", found=format_value(text), expected="one such as 4GB, 512MB or 2GiB"
         )
     return int(float(match["number"]) * _UNITS[(match["unit"] or "").upper()])
 
@@ -497,12 +497,15 @@ _KINDS: dict[type | str, dict[str, Any]] = {
 
 
 def of_job(
-    job_options: type, own: Mapping[str, Decorator] | None = None, *, only: Collection[str] = ()
+    job_options: type,
+    overrides: Mapping[str, Decorator] | None = None,
+    *,
+    only: Collection[str] = (),
 ) -> Decorator:
     """Return the options of a command, from the fields of its job's options, or `only` from some of
     them. `own` ones replace the shared ones for fields without a help text.
     """
-    shared = {**_SHARED, **(own or {})}
+    shared = {**_SHARED, **(overrides or {})}
     made = (
         section(
             spell(info.section),
@@ -531,23 +534,23 @@ def sampling(max_tokens: int, about: str) -> Decorator:
     return in_order(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
 
 
-def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
+def split_sampling(params: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
     """Return the sampling options among the arguments of a command with `sampling`, not checked
     yet; and the other ones.
     """
     requested: Any = {}
     for name in SAMPLING_NAMES:
-        if given[name] is not None:
-            requested[name] = given[name]
+        if params[name] is not None:
+            requested[name] = params[name]
     options: SamplingOptions = requested
-    return options, {name: value for name, value in given.items() if name not in SAMPLING_NAMES}
+    return options, {name: value for name, value in params.items() if name not in SAMPLING_NAMES}
 
 
-def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
+def validate_sampling_options(params: Mapping[str, Any]) -> SamplingOptions:
     """Return the sampling options among the arguments of a command with `sampling`; checked,
     without torch. Raises `RequestError` for a value out of its range.
     """
-    requested, _ = split_sampling(given)
+    requested, _ = split_sampling(params)
     SamplingParams(**requested)
     return requested
 
@@ -562,17 +565,20 @@ def token_bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise RequestError(
-            "no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100"
+            "no bias of a token", found=format_value(text), expected="ID=NUMBER, such as 1234=-100"
         ) from None
 
 
-def backend(*others: str, more: str = "") -> Decorator:
+def backend(*extra_backends: str, extra_help: str = "") -> Decorator:
     """Return the option for kernels, with `others` as further choices; `more` is added to its
     help.
     """
     about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option(
-        "--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more
+        "--backend",
+        type=click.Choice([*BACKENDS, *extra_backends]),
+        metavar="NAME",
+        help=about + extra_help,
     )
 
 
@@ -597,13 +603,13 @@ def add_threads(*commands: click.Command) -> None:
 
 
 def _set_threads(context: click.Context, option: click.Parameter, count: int | None) -> int | None:
-    set_threads(None if count is None else checked_threads(count))
+    set_threads(None if count is None else validate_threads(count))
     return count
 
 
-def plot(what: str) -> Decorator:
+def plot(subject: str) -> Decorator:
     """Return the option for a picture of something."""
-    return click.option("--plot", type=PATH, help=f"Draw {what}: a .png, .pdf or .svg file.")
+    return click.option("--plot", type=PATH, help=f"Draw {subject}: a .png, .pdf or .svg file.")
 
 
 class BareJson(Command):

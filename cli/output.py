@@ -104,14 +104,14 @@ def _print(text: str, *, err: bool, wrap: bool) -> None:
     if wrap and stream.isatty():
         width = terminal_columns(stream) or DEFAULT_COLUMNS
         text = "\n".join(
-            _colored(part) for line in text.split("\n") for part in _wrapped(line, width)
+            _color_label(part) for line in text.split("\n") for part in _wrap_line(line, width)
         )
     with _room_to_print(stream):
         click.echo(text, err=err)
         stream.flush()
 
 
-def _wrapped(line: str, width: int) -> list[str]:
+def _wrap_line(line: str, width: int) -> list[str]:
     """Return a line for a terminal: a longer one is broken between words, its other lines
     indented.
     """
@@ -123,7 +123,7 @@ def _wrapped(line: str, width: int) -> list[str]:
     )
 
 
-def _colored(line: str) -> str:
+def _color_label(line: str) -> str:
     """Return a message with its label, such as ``error:``, in color, unless the environment asks
     for none.
     """

@@ -9,7 +9,13 @@ from typing import Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.commands import convert, files_read, job_arguments, quantize, report_result
+from quantkit.cli.commands import (
+    build_job_arguments,
+    convert,
+    list_input_files,
+    quantize,
+    report_result,
+)
 from quantkit.cli.files import Outputs
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
@@ -56,30 +62,30 @@ def plan() -> None:
 )
 @options.dtype
 @options.data
-def _plan_generate(model: str, scheme: str | None, data: str | None, **given: Any) -> None:
+def _plan_generate(model: str, scheme: str | None, data: str | None, **params: Any) -> None:
     """Show what each chip of a TPU slice would hold and exchange.
 
     The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only
     a config.json, or the name of a shape such as llama-2-70b. This takes minutes. A model that does
     not fit is an error.
     """
-    from quantkit.evals.synthetic import shaped
+    from quantkit.evals.synthetic import open_shape_checkpoint
     from quantkit.jobs.plan import generate as job
 
-    report_result(Outputs(data), job(shaped(model, scheme), **given))
+    report_result(Outputs(data), job(open_shape_checkpoint(model, scheme), **params))
 
 
-def _plan_convert(data: str | None, **given: Any) -> None:
-    require_models(given["src"], makes=given["dst"])
+def _plan_convert(data: str | None, **params: Any) -> None:
+    require_models(params["src"], makes=params["dst"])
 
     from quantkit.jobs.plan import convert as job
 
-    report_result(Outputs(data, makes=given["dst"]), job(**given))
+    report_result(Outputs(data, makes=params["dst"]), job(**params))
 
 
-def _plan_quantize(data: str | None, **given: Any) -> None:
-    outputs = Outputs(data, reads=files_read(given), makes=given["dst"])
-    arguments = job_arguments(given)
+def _plan_quantize(data: str | None, **params: Any) -> None:
+    outputs = Outputs(data, reads=list_input_files(params), makes=params["dst"])
+    arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.jobs.plan import quantize as job
@@ -93,43 +99,43 @@ def _plan_refine(
     dst: Path | None,
     target: str | None,
     scheme: str | None,
-    **given: Any,
+    **params: Any,
 ) -> None:
     if target is not None:
-        _plan_training(data, quantized, target, scheme, {**given, "dst": dst})
+        _plan_training(data, quantized, target, scheme, {**params, "dst": dst})
         return
-    if given["against"] is None:
+    if params["against"] is None:
         raise RequestError(
             "give the float model with --against", hint="or --target SLICE for a TPU slice"
         )
     if scheme is not None:
         raise RequestError("--scheme goes with --target")
-    require_models(quantized, given["against"], makes=dst)
+    require_models(quantized, params["against"], makes=dst)
 
     from quantkit.jobs.plan import refine as job
 
     outputs = Outputs(
-        data, reads=[given["calibration"]], makes=dst if dst is not None else given["delta"]
+        data, reads=[params["calibration"]], makes=dst if dst is not None else params["delta"]
     )
-    report_result(outputs, job(quantized, dst, **given))
+    report_result(outputs, job(quantized, dst, **params))
 
 
 def _plan_training(
-    data: str | None, model: Path, target: str, scheme: str | None, given: dict[str, Any]
+    data: str | None, model: Path, target: str, scheme: str | None, params: dict[str, Any]
 ) -> None:
-    used = {name: given.pop(name) for name in ("mesh", "batch", "length", "train_norms")}
+    used = {name: params.pop(name) for name in ("mesh", "batch", "length", "train_norms")}
     unset = {"source_check": True}
     if others := [
-        name for name, value in given.items() if value not in (None, unset.get(name, False))
+        name for name, value in params.items() if value not in (None, unset.get(name, False))
     ]:
         raise RequestError(f"--{others[0].replace('_', '-')} does not go with --target")
 
-    from quantkit.evals.synthetic import shaped
+    from quantkit.evals.synthetic import open_shape_checkpoint
     from quantkit.formats.checkpoint import schemes
     from quantkit.jobs.plan import training as job
 
     outputs = Outputs(data)
-    found = shaped(model, scheme)
+    found = open_shape_checkpoint(model, scheme)
     if not schemes(found):
         raise RequestError("the model is not quantized", hint="give --scheme")
     with ProgressDisplay() as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.entry import ignore_signals, interrupted_code
+from quantkit.cli.entry import get_interrupt_exit_code, ignore_signals
 from quantkit.errors import QuantkitError
 from quantkit.files.located import require_there
 from quantkit.formats.output.destination import MANIFEST
@@ -36,7 +36,7 @@ def together(
 
     Args:
         options: must be the same in all processes.
-        device: see `joined`.
+        device: see `join_processes`.
         check: validates the options; in a single process this is done before torch is imported.
 
     Raises:
@@ -44,14 +44,14 @@ def together(
     """
     if is_single_process() and check is not None:
         check()
-    from quantkit.distributed.group import SINGLE, joined
+    from quantkit.distributed.group import SINGLE, join_processes
 
     if is_single_process():
         yield SINGLE
         return
     group = SINGLE
     try:
-        with joined(device) as group:
+        with join_processes(device) as group:
             group.require_same({f"option {name}": value for name, value in (options or {}).items()})
             if check is not None:
                 check()
@@ -102,5 +102,5 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)):
-        return interrupted_code(error)
+        return get_interrupt_exit_code(error)
     return INTERNAL_ERROR

@@ -39,7 +39,7 @@ class _Phase:
     done: int
     since: float
 
-    def left(self, now: float) -> float | None:
+    def estimate_remaining_seconds(self, now: float) -> float | None:
         """Return the seconds left at the rate so far; None if the rate is not known yet."""
         made = self.done - self.first
         taken = self.since - self.began
@@ -157,10 +157,10 @@ class ProgressDisplay:
             return
         self._shown_at = now
         name = phase.name
-        left = phase.left(now)
+        left = phase.estimate_remaining_seconds(now)
         if self._steps is not None:
             name = self._steps.label(name)
-            left = self._steps.left(now)
+            left = self._steps.estimate_remaining_seconds(now)
         rest = []
         for part in (self._details(), left and f"{_clock_time(left)} left"):
             if part:
@@ -172,7 +172,7 @@ class ProgressDisplay:
         else:
             click.echo(", ".join([f"quantkit: {name}: {phase.count()}", *rest]), file=self._stream)
 
-    def _draw(self, phase: _Phase, name: str, rest: Sequence[str], share: float) -> None:
+    def _draw(self, phase: _Phase, name: str, postfix_parts: Sequence[str], share: float) -> None:
         width = (terminal_columns(self._stream) or DEFAULT_COLUMNS) - 1
         if self._bar is None:
             # Takes a tenth of a second.
@@ -192,7 +192,7 @@ class ProgressDisplay:
         bar = self._bar
         bar.ncols, bar.n, bar.unit = width, share, phase.count()
         bar.set_description_str(name, refresh=False)
-        bar.set_postfix_str(", ".join(rest), refresh=False)
+        bar.set_postfix_str(", ".join(postfix_parts), refresh=False)
         with bar.get_lock():  # type: ignore[no-untyped-call]  # other output takes it while the bar is hidden
             bar.refresh(nolock=True)
 

@@ -67,7 +67,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
     engine = _engine(args, model, len(ids), draft)
-    pieces = _continued(
+    pieces = _stream_continuations(
         args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace
     )
     _print(args, pieces, pace, len(ids), engine, show=group.is_rank0)
@@ -92,7 +92,9 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
         )
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
-    pieces = _continued(args, None, model.generate, model.config, tokenizer, prompt, ids, pace)
+    pieces = _stream_continuations(
+        args, None, model.generate, model.config, tokenizer, prompt, ids, pace
+    )
     _print(args, pieces, pace, len(ids), None, show=True)
 
 
@@ -116,11 +118,13 @@ def show_on_devices(args: GenerateArgs) -> None:
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
     runner = model.runner(args.slots)
-    pieces = _continued(args, runner, model.generate, model.config, tokenizer, prompt, ids, pace)
+    pieces = _stream_continuations(
+        args, runner, model.generate, model.config, tokenizer, prompt, ids, pace
+    )
     _print(args, pieces, pace, len(ids), None, show=model.first)
 
 
-def _continued(
+def _stream_continuations(
     args: GenerateArgs,
     engine: Engine | Runner[Any] | None,
     run: Callable[..., Iterator[int]],

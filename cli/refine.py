@@ -29,30 +29,30 @@ from quantkit.jobs.refine.options import OUTPUT, RefineOptions
 )
 @options.of_job(RefineOptions)
 @section(OUTPUT, options.data)
-def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) -> None:
+def refine(quantized: Path, dst: Path | None, data: str | None, **params: Any) -> None:
     """Train a quantized model's scales against its float model.
 
     The model in QUANTIZED, from any tool, is written to DST in the same format and size, with the
     same codes. Text that is held back decides which step is kept; if no step is closer to SRC,
     nothing is written and the exit code is 8.
     """
-    require_models(quantized, given["against"], makes=dst)
+    require_models(quantized, params["against"], makes=dst)
 
     from quantkit.jobs.refine.refine import refine as job
 
     if dst is not None:
         output = dst
     else:
-        output = given["delta"]
-    with together({**given, "against": None}, given["device"]) as group:
-        outputs = Outputs(data, reads=[given["calibration"]], makes=output)
+        output = params["delta"]
+    with together({**params, "against": None}, params["device"]) as group:
+        outputs = Outputs(data, reads=[params["calibration"]], makes=output)
         with ProgressDisplay(show=group.is_rank0) as progress:
 
             def begin(estimate: Any) -> None:
                 note(estimate.line())
                 progress.expect(estimate.steps)
 
-            made = job(quantized, dst, **given, group=group, on_estimate=begin, progress=progress)
+            made = job(quantized, dst, **params, group=group, on_estimate=begin, progress=progress)
     if group.is_rank0:
         _report(outputs, made)
 
@@ -82,9 +82,9 @@ def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | N
     _report(outputs, made)
 
 
-def _report(outputs: Outputs, made: Any) -> None:
-    for line in made.notes:
+def _report(outputs: Outputs, result: Any) -> None:
+    for line in result.notes:
         note(line)
-    for line in made.lines():
+    for line in result.lines():
         mention(spell(line), err=outputs.json_on_stdout)
-    outputs.write(made.to_json())
+    outputs.write(result.to_json())

@@ -121,22 +121,22 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
     options.int8_cache,
 )
 @options.weights
-def serve(path: Path, log: Path | None, **given: Any) -> None:
+def serve(path: Path, log: Path | None, **params: Any) -> None:
     """Serve the model in PATH with OpenAI's API.
 
     Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
     /metrics; / is a page to chat with it. Answers are those of `quantkit generate`. Ctrl-C or
     SIGTERM lets running requests end, for half a minute at most.
     """
-    if given["log_prompts"] and log is None:
+    if params["log_prompts"] and log is None:
         raise RequestError("--log-prompts goes with --log")
-    require_models(path, given["draft"])
+    require_models(path, params["draft"])
 
     from quantkit.serve.log_file import LogFile
     from quantkit.serve.server import ServeOptions, load_for_serving
     from quantkit.serve.server import serve as job
 
-    requested = ServeOptions(**given)
+    requested = ServeOptions(**params)
     on_stdout = str(log) == STDOUT
     if on_stdout:
         require_stdout()

@@ -29,18 +29,18 @@ from quantkit.base.arguments import (
     require_instance,
     wrong_type,
 )
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.memory import enough_memory, total_bytes
 from quantkit.base.option_fields import accept_fields_of
-from quantkit.base.processors import checked_threads
-from quantkit.base.progress import Progress, deduplicated
+from quantkit.base.processors import validate_threads
+from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
 from quantkit.evals.bench_result import Bench, BenchResult
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
-from quantkit.evals.table import named, short_names
+from quantkit.evals.table import parse_named_paths, short_names
 from quantkit.evals.timing import MIN_CONTEXT, PROMPT, Decoding, LeftOut, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -128,25 +128,27 @@ class BenchArguments:
         smallest = min((*self.prompt_lengths, *self.batches, self.runs))
         if smallest < 1 or not (self.prompt_lengths or self.batches):
             raise RequestError(
-                "prompt lengths, batches and runs must be at least 1", found=shown(smallest)
+                "prompt lengths, batches and runs must be at least 1", found=format_value(smallest)
             )
         if self.runs > _MAX_RUNS:
             raise RequestError(
-                "runs are out of range", found=shown(self.runs), expected=f"1 to {_MAX_RUNS}"
+                "runs are out of range", found=format_value(self.runs), expected=f"1 to {_MAX_RUNS}"
             )
         if self.threads is not None:
-            checked_threads(self.threads)
+            validate_threads(self.threads)
         if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
                 f"contexts must be at least {MIN_CONTEXT}, and need batches",
-                found=shown(min(self.contexts)),
+                found=format_value(min(self.contexts)),
             )
         if (
             self.price_per_hour is not None
             and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf
         ):
             raise RequestError(
-                "invalid price", found=shown(self.price_per_hour), expected="an amount above 0"
+                "invalid price",
+                found=format_value(self.price_per_hour),
+                expected="an amount above 0",
             )
 
     def sources(self) -> list[BenchModel]:
@@ -157,7 +159,9 @@ class BenchArguments:
             else [self.models]
         )
         given = list(listed)
-        paths = named(as_paths("models", [one for one in given if not isinstance(one, BenchModel)]))
+        paths = parse_named_paths(
+            as_paths("models", [one for one in given if not isinstance(one, BenchModel)])
+        )
         short = short_names([path for _, path in paths])
         folders = (
             BenchModel(path, name=name or end)
@@ -190,7 +194,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
     """
     models = arguments.sources()
     group = arguments.group
-    progress = deduplicated(arguments.progress)
+    progress = skip_repeated_reports(arguments.progress)
     options = replace(arguments, models=(), group=SINGLE, progress=None)  # for another process
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     if not models:
@@ -200,7 +204,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
         require_room(model, options)
     if group.size > 1 and len(models) > 1:
         raise RequestError("several processes measure one model at a time", found=len(models))
-    allowed = dispatch.allowed_backends(options.backend, allow_slow=options.allow_slow)
+    allowed = dispatch.list_allowed_backends(options.backend, allow_slow=options.allow_slow)
     for checkpoint in (model.checkpoint() for model in models):
         require_kernels(
             checkpoint,
@@ -231,7 +235,7 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
             "the model's context is too short",
             path=model.path or checkpoint.path,
             found=max_context,
-            expected=f"at least {shown(needed)}",
+            expected=f"at least {format_value(needed)}",
         )
     batches = options.batches or (0,)
     positions = max(
@@ -243,7 +247,7 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
         raise RequestError(
             "keys and values do not fit in memory",
             path=model.path,
-            found=f"{shown(positions)} tokens",
+            found=f"{format_value(positions)} tokens",
             expected=f"at most {memory * positions // cache}",
         )
 
@@ -416,7 +420,7 @@ def _measure_model(
         bandwidth=timing.bandwidth(model.device),
         peak_bytes=max([peak, *(at_context.peak_bytes or 0 for at_context in at_contexts)]),
         cache_dtype=DType.of(cache),
-        loaded_bytes=timing.loaded_bytes(model),
+        loaded_bytes=timing.count_loaded_bytes(model),
         at_contexts=at_contexts,
         left_out=[*too_long, *left_out],
         price_per_hour=options.price_per_hour,

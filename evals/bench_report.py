@@ -17,34 +17,40 @@ _WIDE_SPREAD = 0.3  # of runs: beyond it a median says little
 _FASTER = 1.1
 
 
-def tables(found: Sequence[Bench]) -> list[Table]:
+def build_tables(benches: Sequence[Bench]) -> list[Table]:
     """Speed, start and memory, and the use of memory bandwidth; decoding and prefill with long
     contexts; with a price the cost of tokens.
     """
     return [
-        *_of_models(found),
-        *([_decoding(found), _prefill(found)] if _with_contexts(found) else []),
+        *_build_model_tables(benches),
+        *(
+            [_build_decode_table(benches), _build_prefill_table(benches)]
+            if _has_contexts(benches)
+            else []
+        ),
     ]
 
 
-def sheet(found: Sequence[Bench]) -> Table:
+def build_sheet(benches: Sequence[Bench]) -> Table:
     """Return all tables as one, for programs: a row for each model, or with contexts for each
     context and number of sequences.
     """
-    first, *others = _of_models(found)
+    first, *others = _build_model_tables(benches)
     head = first.head
     rows = first.rows
     for table in others:
         head += table.head[1:]
         rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
-    if not _with_contexts(found):
+    if not _has_contexts(benches):
         return Table(None, head, rows)
-    decoding = _decoding(found)
-    prefill = _prefill(found)
+    decoding = _build_decode_table(benches)
+    prefill = _build_prefill_table(benches)
     longer = []
-    for one, row in zip(found, rows, strict=True):
-        prefills = {context: cells for _, context, *cells in _prefill([one]).rows}
-        longer += [(*cells, *prefills[cells[1]], *row[1:]) for cells in _decoding([one]).rows]
+    for one, row in zip(benches, rows, strict=True):
+        prefills = {context: cells for _, context, *cells in _build_prefill_table([one]).rows}
+        longer += [
+            (*cells, *prefills[cells[1]], *row[1:]) for cells in _build_decode_table([one]).rows
+        ]
         if not one.at_contexts:
             longer.append(
                 (one.name, *[NONE] * (len(decoding.head) + len(prefill.head) - 3), *row[1:])
@@ -54,14 +60,14 @@ def sheet(found: Sequence[Bench]) -> Table:
     )
 
 
-def _of_models(found: Sequence[Bench]) -> list[Table]:
+def _build_model_tables(benches: Sequence[Bench]) -> list[Table]:
     """Tables with a row for each model."""
-    rates = [_rates(one) for one in found]
+    rates = [_rates(one) for one in benches]
     speed = Table(
         "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N"
         " sequences",
         ("model", *rates[0]),
-        [(one.name, *map(_rate, of.values())) for one, of in zip(found, rates, strict=True)],
+        [(one.name, *map(_rate, of.values())) for one, of in zip(benches, rates, strict=True)],
     )
     start = Table(
         f"Loading, and from a prompt of {PROMPT} tokens to its first new token: the first time, and"
@@ -79,7 +85,7 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
                 str(one.threads),
                 one.device,
             )
-            for one in found
+            for one in benches
         ],
     )
     memory = Table(
@@ -105,23 +111,23 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
                 ),
                 ", ".join(one.backends) or "torch",
             )
-            for one in found
+            for one in benches
         ],
     )
-    if not _priced(found):
+    if not _has_price(benches):
         return [speed, start, memory]
     cost = Table(
-        f"{_cost_title(found)} tokens: of a prompt (prefill), new (decode)",
+        f"{_cost_title(benches)} tokens: of a prompt (prefill), new (decode)",
         ("model", *(f"{name} cost" for name in rates[0])),
         [
-            (one.name, *(_cost(one, rate) for rate in of.values()))
-            for one, of in zip(found, rates, strict=True)
+            (one.name, *(_format_cost(one, rate) for rate in of.values()))
+            for one, of in zip(benches, rates, strict=True)
         ],
     )
     return [speed, start, memory, cost]
 
 
-def _decoding(found: Sequence[Bench]) -> Table:
+def _build_decode_table(benches: Sequence[Bench]) -> Table:
     """Return a row for each context and number of sequences."""
     table = Table(
         f"Decoding the last {CONTEXT_NEW} tokens of a context: tokens a second for each sequence"
@@ -132,25 +138,28 @@ def _decoding(found: Sequence[Bench]) -> Table:
                 one.name,
                 str(at.context),
                 str(at.batch),
-                _digits(at.each),
+                _digits(at.sequence_rate),
                 _rate(at.together),
                 _digits(one.loaded_bytes / 1e6),
                 _digits(at.cache_bytes / 1e6),
                 NONE if at.peak_bytes is None else _digits(at.peak_bytes / 1e6),
             )
-            for one in found
+            for one in benches
             for at in one.at_contexts
         ],
     )
-    return _with_costs(
-        table, found, "new tokens", [(one, at.together) for one in found for at in one.at_contexts]
+    return _add_costs(
+        table,
+        benches,
+        "new tokens",
+        [(one, at.together) for one in benches for at in one.at_contexts],
     )
 
 
-def _prefill(found: Sequence[Bench]) -> Table:
+def _build_prefill_table(benches: Sequence[Bench]) -> Table:
     """Return a row for each context."""
     rates = []
-    for one in found:
+    for one in benches:
         for of in prefill_rates(one.at_contexts).items():
             rates.append((one, *of))
     table = Table(
@@ -161,38 +170,38 @@ def _prefill(found: Sequence[Bench]) -> Table:
             for one, context, rate in rates
         ],
     )
-    return _with_costs(table, found, "tokens of a prompt", [(one, rate) for one, _, rate in rates])
+    return _add_costs(table, benches, "tokens of a prompt", [(one, rate) for one, _, rate in rates])
 
 
-def _with_costs(
-    table: Table, found: Sequence[Bench], what: str, rates: Sequence[tuple[Bench, Rate]]
+def _add_costs(
+    table: Table, benches: Sequence[Bench], token_kind: str, rates: Sequence[tuple[Bench, Rate]]
 ) -> Table:
     """Return a table with a column of costs, if there is a price."""
-    if not _priced(found):
+    if not _has_price(benches):
         return table
     rows = []
     for row, (one, rate) in zip(table.rows, rates, strict=True):
-        rows.append((*row, _cost(one, rate)))
-    return Table(f"{table.title}. {_cost_title(found)} {what}", (*table.head, "cost"), rows)
+        rows.append((*row, _format_cost(one, rate)))
+    return Table(f"{table.title}. {_cost_title(benches)} {token_kind}", (*table.head, "cost"), rows)
 
 
-def _cost_title(found: Sequence[Bench]) -> str:
-    return f"Cost, where an hour costs {found[0].price_per_hour:.12g}, of a thousand"
+def _cost_title(benches: Sequence[Bench]) -> str:
+    return f"Cost, where an hour costs {benches[0].price_per_hour:.12g}, of a thousand"
 
 
-def _with_contexts(found: Sequence[Bench]) -> bool:
-    return any(one.at_contexts for one in found)
+def _has_contexts(benches: Sequence[Bench]) -> bool:
+    return any(one.at_contexts for one in benches)
 
 
-def _priced(found: Sequence[Bench]) -> bool:
-    return found[0].price_per_hour is not None
+def _has_price(benches: Sequence[Bench]) -> bool:
+    return benches[0].price_per_hour is not None
 
 
-def warnings(found: Sequence[Bench]) -> list[str]:
+def warnings(benches: Sequence[Bench]) -> list[str]:
     """Reasons to doubt figures, and models that quantization made slower."""
     lines = []
     if loads := [
-        (one.other_load, one.cores) for one in found if one.busy and one.other_load is not None
+        (one.other_load, one.cores) for one in benches if one.busy and one.other_load is not None
     ]:
         load, cores = max(loads)
         lines = [
@@ -200,7 +209,7 @@ def warnings(found: Sequence[Bench]) -> list[str]:
             " are low"
         ]
     spreads = []
-    for one in found:
+    for one in benches:
         at_contexts = {}
         for at in one.at_contexts:
             at_contexts[f"context {at.context}, decode {at.batch}"] = at.together
@@ -217,7 +226,7 @@ def warnings(found: Sequence[Bench]) -> list[str]:
         else:
             few = f"{len(wide)} figures spread by up to {spread:.0%}"
         lines.append(f"{few} ({what}): measure again on a quiet machine, or with more `runs`")
-    decoded = [(one, one.decode[1].median) for one in found if 1 in one.decode]
+    decoded = [(one, one.decode[1].median) for one in benches if 1 in one.decode]
     return lines + [
         f"{one.name} decodes slower than {other.name}, which is not quantized"
         for (one, speed), (other, other_speed) in product(decoded, decoded)
@@ -225,22 +234,22 @@ def warnings(found: Sequence[Bench]) -> list[str]:
     ]
 
 
-def notes(found: Sequence[Bench]) -> list[str]:
+def notes(benches: Sequence[Bench]) -> list[str]:
     """Return a line for each model that one thread decodes faster than several, and for each
     omitted measurement.
     """
     return [
         f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second,"
         f" not {_digits(one.decode[1].median)}): try `threads=1`"
-        for one in found
+        for one in benches
         if one.one_thread is not None and one.one_thread.median > _FASTER * one.decode[1].median
-    ] + [f"{one.name} is not measured at {line}" for one in found for line in one.left_out]
+    ] + [f"{one.name} is not measured at {line}" for one in benches for line in one.left_out]
 
 
-def _rates(one: Bench) -> dict[str, Rate]:
+def _rates(bench: Bench) -> dict[str, Rate]:
     """Rates of short prompts, by the heads of their columns."""
-    prefill = {f"prefill {length}": rate for length, rate in one.prefill.items()}
-    return prefill | {f"decode {batch}": rate for batch, rate in one.decode.items()}
+    prefill = {f"prefill {length}": rate for length, rate in bench.prefill.items()}
+    return prefill | {f"decode {batch}": rate for batch, rate in bench.decode.items()}
 
 
 def _rate(rate: Rate) -> str:
@@ -249,8 +258,8 @@ def _rate(rate: Rate) -> str:
     return f"{_digits(rate.median)} ± {rate.spread:.0%}"
 
 
-def _cost(one: Bench, rate: Rate) -> str:
-    if (cost := one.cost(rate.median)) is None:
+def _format_cost(bench: Bench, rate: Rate) -> str:
+    if (cost := bench.cost(rate.median)) is None:
         return NONE
     # three significant digits, no exponent
     return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"
@@ -273,16 +282,16 @@ _LINES = list(zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True))
 _MAX_TITLE = 36  # characters
 
 
-def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
+def picture(benches: Sequence[Bench], kind: str = "png") -> bytes:
     """Bars of decoding by batch and of prefill by length; below them, for each model measured with
     long contexts, decoding by batch with a line for each context.
 
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed.
     """
-    decoding = "decoding", "sequences at once", [one.decode for one in found]
-    prefill = "prefill", "tokens of the prompt", [one.prefill for one in found]
+    decoding = "decoding", "sequences at once", [one.decode for one in benches]
+    prefill = "prefill", "tokens of the prompt", [one.prefill for one in benches]
     panels = [panel for panel in (decoding, prefill) if panel[2][0]]
-    with_contexts = [one for one in found if one.at_contexts]
+    with_contexts = [one for one in benches if one.at_contexts]
     columns = min(len(with_contexts), _MAX_COLUMNS)
     rows = -(-len(with_contexts) // _MAX_COLUMNS)
     figure = new_figure(_PANEL_WIDTH * max(len(panels), columns), _PANEL_HEIGHT * (1 + rows))
@@ -291,10 +300,10 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     for axes, (title, label, rates) in zip(
         upper.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
-        _bars(axes, [one.name for one in found], rates)
+        _bars(axes, [one.name for one in benches], rates)
         _titles(axes, title, label)
     per_row = max(
-        1, _LEGEND_WIDTH * len(panels) // max(len(one.name) + _LEGEND_KEY for one in found)
+        1, _LEGEND_WIDTH * len(panels) // max(len(one.name) + _LEGEND_KEY for one in benches)
     )
     upper.legend(
         *upper.axes[0].get_legend_handles_labels(),
@@ -330,13 +339,13 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
     axes.set_xticks(range(len(rates[0])), [str(key) for key in rates[0]])
 
 
-def _contexts(axes: Any, one: Bench) -> None:
+def _contexts(axes: Any, bench: Bench) -> None:
     """A line for each context, by the number of sequences; both axes from 0."""
-    batches = sorted({at.batch for at in one.at_contexts})
+    batches = sorted({at.batch for at in bench.at_contexts})
     for context, (style, mark) in zip(
-        dict.fromkeys(at.context for at in one.at_contexts), cycle(_LINES), strict=False
+        dict.fromkeys(at.context for at in bench.at_contexts), cycle(_LINES), strict=False
     ):
-        line = sorted((at.batch, at.together) for at in one.at_contexts if at.context == context)
+        line = sorted((at.batch, at.together) for at in bench.at_contexts if at.context == context)
         axes.errorbar(
             [batch for batch, _ in line],
             [rate.median for _, rate in line],
@@ -349,7 +358,7 @@ def _contexts(axes: Any, one: Bench) -> None:
             capsize=2,
             label=f"{context:,}",
         )
-    _titles(axes, f"decoding, {shorten(one.name, _MAX_TITLE)}", "sequences at once")
+    _titles(axes, f"decoding, {shorten(bench.name, _MAX_TITLE)}", "sequences at once")
     axes.set_xlim(0, 1.06 * batches[-1])
     axes.set_ylim(0)
     axes.set_ylabel("tokens a second, together")

@@ -97,7 +97,8 @@ class Bench:
             "share_of_bandwidth": self.share_of_bandwidth,
             "busy": self.busy,
             "at_contexts": [
-                {**asdict(at_context), "each": at_context.each} for at_context in self.at_contexts
+                {**asdict(at_context), "each": at_context.sequence_rate}
+                for at_context in self.at_contexts
             ],
             "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
         }
@@ -125,7 +126,7 @@ class BenchResult(list[Bench]):
 
     def lines(self) -> list[str]:
         """Return the tables as text."""
-        from quantkit.evals.bench_report import tables  # which knows this type
+        from quantkit.evals.bench_report import build_tables  # which knows this type
         from quantkit.evals.table import render
 
-        return render(tables(self), "terminal")
+        return render(build_tables(self), "terminal")

@@ -93,7 +93,7 @@ class DemoReport:
     def lines(self, width: int = WIDTH) -> list[str]:
         """Return the report as text, in lines of at most `width` columns."""
 
-        def wrapped(text: str, indent: str = "") -> str:
+        def wrap(text: str, indent: str = "") -> str:
             return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
         table = Table(
@@ -112,7 +112,7 @@ class DemoReport:
             ],
         )
         environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-        environment.filters["wrapped"] = wrapped
+        environment.filters["wrapped"] = wrap
         template = environment.from_string(
             Path(__file__).with_name("demo.jinja").read_text(encoding="utf-8")
         )

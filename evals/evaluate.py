@@ -23,7 +23,7 @@ from quantkit.base.arguments import (
     require_flags,
     require_instance,
 )
-from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.calibration.conversations import ModelChat, model_chat
 from quantkit.calibration.documents import TextSource
 from quantkit.data.files import EXCERPT, excerpt
@@ -38,7 +38,7 @@ from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, score_documents, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
-from quantkit.kernels.dispatch import allowed_backends
+from quantkit.kernels.dispatch import list_allowed_backends
 from quantkit.model.device import usable_device
 from quantkit.model.load import choose_default_dtype, require_kernels
 from quantkit.quality.figures import Estimate, layer_errors, method_of
@@ -153,8 +153,8 @@ def evaluate(
         speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code
     )
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
-    progress = deduplicated(progress)
-    by_positions = _checked_positions(positions, position_windows, against=against is not None)
+    progress = skip_repeated_reports(progress)
+    by_positions = _validate_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
         raise RequestError("task data needs tasks, and none are named")
     if kept is not None and against is None:
@@ -187,7 +187,7 @@ def evaluate(
             *([choose_default_dtype(checkpoint)] if speed else []),
         ]
         for dtype in dtypes:
-            require_kernels(checkpoint, where, dtype, allowed_backends(allow_slow=allow_slow))
+            require_kernels(checkpoint, where, dtype, list_allowed_backends(allow_slow=allow_slow))
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
     chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
     notes = [f"{model.name}: run by {model.checkpoint.config.run_by}" for model in by_others]
@@ -196,7 +196,7 @@ def evaluate(
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
-    read = [streams(models, text, length, same=against is not None) for text in chosen]
+    read = [streams(models, text, length, same_tokens=against is not None) for text in chosen]
     if kept is None:
         hidden: Hidden = final_hidden
     else:
@@ -405,7 +405,7 @@ def _row(
     )
 
 
-def _checked_positions(
+def _validate_positions(
     positions: object, windows: object, *, against: bool
 ) -> tuple[int, int | None] | None:
     """Return the validated tokens of a window and number of windows; None if no positions are

@@ -19,7 +19,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.evals.table import named, short_names
+from quantkit.evals.table import parse_named_paths, short_names
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.files.safetensors_io import build_header, open_file
 from quantkit.files.tensor_file import StoredTensor
@@ -70,9 +70,9 @@ def open_models(
     reference, two have one name, the window exceeds a context, or processes cannot share a model,
     and `QuantkitError` if one cannot be opened.
     """
-    requested = named(paths)
+    requested = parse_named_paths(paths)
     if against is not None:
-        name, path = named([against])[0]
+        name, path = parse_named_paths([against])[0]
         same = [one for one in requested if one[1].resolve() == path.resolve()]
         name = name or next((other for other, _ in same if other), None)
         requested = [(name, path), *(one for one in requested if one not in same)]
@@ -113,14 +113,14 @@ def backend_names(model: Decoder) -> list[str]:
 
 
 def streams(
-    models: Sequence[Model], text: Text, length: int, *, same: bool
+    models: Sequence[Model], text: Text, length: int, *, same_tokens: bool
 ) -> list[tuple[int, Tensor]]:
     """Return a text as each model reads it: the number of its tokens, and the text as one stream,
     cut into windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if
     `same` is set and they do not all read the same tokens, or if there are less than two tokens.
     """
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
-    if same and (
+    if same_tokens and (
         odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]
     ):
         raise RequestError(

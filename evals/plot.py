@@ -47,16 +47,16 @@ class _Point(NamedTuple):
     mark: str
 
 
-def picture(found: Evaluation, kind: str = "png") -> bytes:
+def picture(evaluation: Evaluation, kind: str = "png") -> bytes:
     """KL from the reference, or without one word perplexity, by bits per weight; below it the worst
     layers of up to three models that quantkit quantized by one method.
 
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or
     if there are neither models to compare on a text nor manifests with comparable errors of layers.
     """
-    points = _points(found)
-    rows = [row for row in found.rows if row.layer_errors]
-    if not _drawn_by_layers([row.method for row in rows]):
+    points = _collect_points(evaluation)
+    rows = [row for row in evaluation.rows if row.layer_errors]
+    if not _are_layers_comparable([row.method for row in rows]):
         rows = []
     if not points and not rows:
         raise _nothing_to_draw()
@@ -66,9 +66,9 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     parts = iter(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if points:
         axes = next(parts).subplots()
-        _costs(axes, found, points)
+        _draw_costs(axes, evaluation, points)
     if rows:
-        _layers(next(parts), rows, found.layer_error)
+        _layers(next(parts), rows, evaluation.layer_error)
     if points:
         canvas = optional("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         with ignore_missing_glyphs():
@@ -84,11 +84,11 @@ def require_drawable(models: Sequence[Path]) -> None:
     """
     folders = [open_checkpoint(model).path for model in models]
     measured = zip(folders, layer_errors(folders)[0], strict=True)
-    if not _drawn_by_layers([method_of(folder) for folder, errors in measured if errors]):
+    if not _are_layers_comparable([method_of(folder) for folder, errors in measured if errors]):
         raise _nothing_to_draw()
 
 
-def _drawn_by_layers(methods: Sequence[str]) -> bool:
+def _are_layers_comparable(methods: Sequence[str]) -> bool:
     """Return whether the layers of models are drawn that were quantized by these methods.
 
     GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding,
@@ -105,16 +105,16 @@ def _nothing_to_draw() -> RequestError:
     return RequestError("nothing to draw", expected=expected)
 
 
-def _points(found: Evaluation) -> list[_Point]:
+def _collect_points(evaluation: Evaluation) -> list[_Point]:
     """With a reference the models that differ from it, otherwise two models or more."""
-    if found.reference is None and len(found.rows) < 2:
+    if evaluation.reference is None and len(evaluation.rows) < 2:
         return []
     points: list[_Point] = []
-    for number, index, cost in found.costs():
+    for number, index, cost in evaluation.costs():
         if cost.value > 0:
             points.append(
                 _Point(
-                    found.rows[index],
+                    evaluation.rows[index],
                     cost.value,
                     cost.error,
                     f"C{index % 10}",
@@ -124,7 +124,7 @@ def _points(found: Evaluation) -> list[_Point]:
     return points
 
 
-def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
+def _draw_costs(axes: Any, evaluation: Evaluation, points: Sequence[_Point]) -> None:
     """Each model by its size, with one standard error to each side if it is known."""
     ticker = optional("matplotlib.ticker")
     lines = optional("matplotlib.lines")
@@ -148,7 +148,7 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         )
     costs = [point.cost for point in points]
     bits = [point.row.bits_per_weight for point in points]
-    if found.reference is not None or max(costs) > _LOG_RATIO * min(costs):
+    if evaluation.reference is not None or max(costs) > _LOG_RATIO * min(costs):
         axes.set_yscale("log")
         axes.set_ylim(min(costs) / 1.8, max(costs) * 1.8)
         wide = max(costs) / min(costs) > 100
@@ -164,19 +164,19 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     axes.minorticks_off()
     axes.set_xlabel("bits per weight", fontsize=_SIZE)
     axes.set_ylabel(
-        "word perplexity" if found.reference is None else "KL per token, nats", fontsize=_SIZE
+        "word perplexity" if evaluation.reference is None else "KL per token, nats", fontsize=_SIZE
     )
-    if found.reference is not None:
-        name = shorten(found.reference, _MAX_LABEL)
-        bits_per_weight = significant(found.rows[0].bits_per_weight)
+    if evaluation.reference is not None:
+        name = shorten(evaluation.reference, _MAX_LABEL)
+        bits_per_weight = significant(evaluation.rows[0].bits_per_weight)
         axes.set_title(
             f"KL from {name} ({bits_per_weight} bits a weight)",
             fontsize=_SIZE + 1,
             parse_math=False,
         )
     axes.tick_params(labelsize=_SIZE)
-    if len(found.texts) > 1:
-        labels = [shorten(text, _MAX_LABEL).lstrip("_") for text in found.texts]
+    if len(evaluation.texts) > 1:
+        labels = [shorten(text, _MAX_LABEL).lstrip("_") for text in evaluation.texts]
         style = {"linestyle": "", "color": "0.4"}
         marks = []
         for label, mark in zip(labels, cycle(_MARKS)):
@@ -322,7 +322,7 @@ def place_label(
     size: tuple[float, float],
     distances: Iterable[float],
     within: Box,
-    taken: list[Box],
+    occupied_boxes: list[Box],
 ) -> Box:
     """Return the box for a label of this width and height, at one of the distances from a point,
     that overlaps `taken` the least and stays within an area if it can. If several do, the nearest
@@ -332,7 +332,7 @@ def place_label(
     def cost(box: Box) -> float:
         outside = size[0] * size[1] - box.overlap(within)
         # Equal where only floats differ.
-        return round(sum(box.overlap(other) for other in taken) + 10 * outside, 3)
+        return round(sum(box.overlap(other) for other in occupied_boxes) + 10 * outside, 3)
 
     candidates = []
     for distance, (right, up) in product(distances, _DIRECTIONS):
@@ -340,7 +340,7 @@ def place_label(
         low = point[1] + up * distance - size[1] * (1 - up) / 2
         candidates.append(Box(left, low, left + size[0], low + size[1]))
     place = min(candidates, key=cost)
-    taken.append(place)
+    occupied_boxes.append(place)
     return place
 
 

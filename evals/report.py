@@ -42,91 +42,101 @@ _KEYS = {
 """Heads of columns for programs, where the usual ones have units or signs."""
 
 
-def markdown(found: Evaluation) -> str:
+def render_markdown(evaluation: Evaluation) -> str:
     """Return the whole report."""
     lines = [
         "# Evaluation",
         "",
-        *render(tables(found), "markdown"),
+        *render(build_tables(evaluation), "markdown"),
         "",
         "## How it was measured",
         "",
     ]
-    return "\n".join([*lines, *(f"- {line}" for line in method(found)), ""])
+    return "\n".join([*lines, *(f"- {line}" for line in method(evaluation)), ""])
 
 
-def tables(found: Evaluation) -> list[Table]:
+def build_tables(evaluation: Evaluation) -> list[Table]:
     """Return a table for each text, a row per model, tasks and speed in the first; then those of
     divergence.
     """
-    rest = _task_and_speed_columns(found)
-    if found.rows[0].tasks:
+    rest = _task_and_speed_columns(evaluation)
+    if evaluation.rows[0].tasks:
         task_note = _TASK_ERRORS
     else:
         task_note = ""
     result = []
-    for text in found.texts:
-        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}"
-        result.append(_table(title.rstrip(), found.rows, [*_SIZE, *_text_columns(text), *rest]))
+    for text in evaluation.texts:
+        title = (
+            f"On {_describe_text(evaluation, text)}; token ppl in windows of"
+            f" {evaluation.window}. {task_note}"
+        )
+        result.append(
+            _table(title.rstrip(), evaluation.rows, [*_SIZE, *_text_columns(text), *rest])
+        )
         rest = []
         task_note = ""
-    if not found.texts:
-        result.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
-    elif found.reference is not None:
-        result += [_divergence_table(found, found.reference), *position_tables(found).values()]
+    if not evaluation.texts:
+        result.append(_table(task_note or None, evaluation.rows, [*_SIZE, *rest]))
+    elif evaluation.reference is not None:
+        result += [
+            _build_divergence_table(evaluation, evaluation.reference),
+            *build_position_tables(evaluation).values(),
+        ]
     return result
 
 
-def side_by_side(found: Evaluation) -> list[Table]:
+def build_full_tables(evaluation: Evaluation) -> list[Table]:
     """Return a table for each text with all figures of the models; then one of means over the
     texts.
     """
-    rest = _task_and_speed_columns(found)
+    rest = _task_and_speed_columns(evaluation)
     made = []
-    for text in found.texts:
-        if found.reference is None:
+    for text in evaluation.texts:
+        if evaluation.reference is None:
             divergence = []
         else:
-            divergence = _divergence_columns(found, text)
-        title = f"On {_counted(found, text)}"
-        made.append(_table(title, found.rows, [*_SIZE, *divergence, *_text_columns(text), *rest]))
+            divergence = _divergence_columns(evaluation, text)
+        title = f"On {_describe_text(evaluation, text)}"
+        made.append(
+            _table(title, evaluation.rows, [*_SIZE, *divergence, *_text_columns(text), *rest])
+        )
         rest = []
-    if means := _means(found):
+    if means := _means(evaluation):
         head = "model", "KL, nats/token", "top-1, %", "ppl ratio"
         rows: list[tuple[str, ...]] = []
         for name, _, kl, _, _, top1, ratio in means:
             rows.append((name, kl, top1, ratio))
-        made.append(Table(f"Mean of {len(found.texts)} texts", head, rows))
-    return made or [_table(None, found.rows, [*_SIZE, *rest])]
+        made.append(Table(f"Mean of {len(evaluation.texts)} texts", head, rows))
+    return made or [_table(None, evaluation.rows, [*_SIZE, *rest])]
 
 
-def sheet(found: Evaluation) -> Table:
+def build_sheet(evaluation: Evaluation) -> Table:
     """Everything in one table for programs, a row per text and model, with shares as fractions."""
-    texts: list[str | None] = [*found.texts] or [None]
-    whole = [_table(None, found.rows, _all_columns(found, text)) for text in texts]
+    texts: list[str | None] = [*evaluation.texts] or [None]
+    whole = [_table(None, evaluation.rows, _all_columns(evaluation, text)) for text in texts]
     return Table(None, whole[0].head, [row for one in whole for row in one.rows])
 
 
-def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
-    columns = [*_SIZE, *_task_and_speed_columns(found)]
+def _all_columns(evaluation: Evaluation, text: str | None) -> list[_Column]:
+    columns = [*_SIZE, *_task_and_speed_columns(evaluation)]
     if text is not None:
-        if found.reference is None:
+        if evaluation.reference is None:
             divergence = []
         else:
-            divergence = _divergence_columns(found, text, share=1)
+            divergence = _divergence_columns(evaluation, text, share=1)
         columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
         columns = [
             columns[0],
             ("text", lambda row: text),
             *columns[1:],
-            *_position_columns(found, text),
+            *_position_columns(evaluation, text),
         ]
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
-def _counted(found: Evaluation, text: str) -> str:
+def _describe_text(evaluation: Evaluation, text: str) -> str:
     """Return a text and its length, as a range where tokenizers differ."""
-    counts = {row.texts[text].tokens for row in found.rows}
+    counts = {row.texts[text].tokens for row in evaluation.rows}
     return (
         f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
     )
@@ -140,46 +150,53 @@ def _text_columns(text: str) -> list[_Column]:
     ]
 
 
-def _divergence_table(found: Evaluation, reference: str) -> Table:
-    compared = found.rows[1:]
-    several = len(found.texts) > 1
+def _build_divergence_table(evaluation: Evaluation, reference: str) -> Table:
+    compared = evaluation.rows[1:]
+    several = len(evaluation.texts) > 1
 
     def part(text: str) -> Table:
         if several:
             name: list[_Column] = [("text", lambda _: text)]
         else:
             name = []
-        return _table(None, compared, [_SIZE[0], *name, *_divergence_columns(found, text)])
+        return _table(None, compared, [_SIZE[0], *name, *_divergence_columns(evaluation, text)])
 
-    made = [part(text) for text in found.texts]
-    texts = ", ".join(_counted(found, text) for text in found.texts)
+    made = [part(text) for text in evaluation.texts]
+    texts = ", ".join(_describe_text(evaluation, text) for text in evaluation.texts)
     title = (
-        f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model),"
+        f"Against {reference}, on {texts} in windows of {evaluation.window}:"
+        f" KL({reference} || model),"
         " its median and 99th percentile; tokens whose likeliest is the same; ratio of token ppl."
         f" {_ERRORS}"
-        + (" That of a mean is from the spread between the texts." if len(found.texts) > 2 else "")
+        + (
+            " That of a mean is from the spread between the texts."
+            if len(evaluation.texts) > 2
+            else ""
+        )
     )
-    return Table(title, made[0].head, [*(row for one in made for row in one.rows), *_means(found)])
+    return Table(
+        title, made[0].head, [*(row for one in made for row in one.rows), *_means(evaluation)]
+    )
 
 
-def _means(found: Evaluation) -> list[tuple[str, ...]]:
+def _means(evaluation: Evaluation) -> list[tuple[str, ...]]:
     """Rows of the divergence table, of three texts or more."""
     return [
         (
             row.name,
-            f"mean of {len(found.texts)}",
+            f"mean of {len(evaluation.texts)}",
             str(over.kl),
             NONE,
             NONE,
             str(over.top1_agreement.times(100)),
             str(over.perplexity_ratio),
         )
-        for row in found.rows
-        if (over := found.over_texts(row)) is not None
+        for row in evaluation.rows
+        if (over := evaluation.over_texts(row)) is not None
     ]
 
 
-def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
+def _divergence_columns(evaluation: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
     """Figures of models compared with the reference; the reference's cells are empty. `share` is
     the value of all tokens in the column of top-1 agreement.
     """
@@ -194,7 +211,7 @@ def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> 
         return head, cell
 
     def ratio(row: Row) -> str:
-        value = found.perplexity_ratio(row, text)
+        value = evaluation.perplexity_ratio(row, text)
         error = row.texts[text].perplexity_ratio_error
         if value is None or row.texts[text].divergence is None:
             return NONE
@@ -212,15 +229,16 @@ def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> 
     ]
 
 
-def _task_and_speed_columns(found: Evaluation) -> list[_Column]:
+def _task_and_speed_columns(evaluation: Evaluation) -> list[_Column]:
     def score(task: str, row: Row) -> str:
         return str(row.tasks[task].estimate)
 
     columns: list[_Column] = []
     columns += [
-        (f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()
+        (f"{task} {one.metric}", partial(score, task))
+        for task, one in evaluation.rows[0].tasks.items()
     ]
-    if found.rows[0].speed is not None:
+    if evaluation.rows[0].speed is not None:
         columns.append(
             (
                 "tok/s",
@@ -243,7 +261,7 @@ def method(evaluation: Evaluation) -> list[str]:
     backends.
     """
 
-    def each(describe: Callable[..., str], *args: str) -> str:
+    def summarize_models(describe: Callable[..., str], *args: str) -> str:
         """Return what all models share, or what each has."""
         names: dict[str, list[str]] = {}
         for row in evaluation.rows:
@@ -260,7 +278,7 @@ def method(evaluation: Evaluation) -> list[str]:
     )
     text = template.render(
         evaluation=evaluation,
-        each=each,
+        each=summarize_models,
         windows_by_position=_windows_by_position(evaluation),
         runs=RUNS,
         device={"cpu": "the CPU", "cuda": "a GPU"}.get(evaluation.device, evaluation.device),
@@ -270,19 +288,19 @@ def method(evaluation: Evaluation) -> list[str]:
     return [line for line in text.split("\n") if line]
 
 
-def position_tables(found: Evaluation) -> dict[str, Table]:
+def build_position_tables(evaluation: Evaluation) -> dict[str, Table]:
     """Return a table by text: a row per model and bucket, and one with the change of divergence
     with the position.
     """
     result: dict[str, Table] = {}
-    for text, extent in _windows_by_position(found).items():
-        result[text] = _position_table(found, text, *extent)
+    for text, extent in _windows_by_position(evaluation).items():
+        result[text] = _build_position_table(evaluation, text, *extent)
     return result
 
 
-def _position_table(found: Evaluation, text: str, length: int, windows: int) -> Table:
+def _build_position_table(evaluation: Evaluation, text: str, length: int, windows: int) -> Table:
     rows = []
-    for row in found.rows:
+    for row in evaluation.rows:
         if caches := row.texts[text].positions:
             for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
                 cells = []
@@ -295,9 +313,11 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
             ]
             rows.append((row.name, "last / first", NONE, rises[0], NONE, rises[1], NONE))
     title = (
-        f"By position, against {found.reference}, on {text} ({windows} x {length} tokens):"
-        f" KL({found.reference} || model) in nats/token, and tokens whose likeliest is the same,"
-        f" with keys and values in a float and in an int8 cache ({found.reference}'s are floats)."
+        f"By position, against {evaluation.reference}, on {text} ({windows} x {length} tokens):"
+        f" KL({evaluation.reference} || model) in nats/token, and tokens whose"
+        " likeliest is the same,"
+        " with keys and values in a float and in an int8 cache"
+        f" ({evaluation.reference}'s are floats)."
         " last / first is the KL of the last positions over that of the first: above 1, divergence"
         " rises with the position."
     )
@@ -308,12 +328,14 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
     return Table(title, ("model", "positions", "tokens", *heads), rows)
 
 
-def _position_columns(found: Evaluation, text: str) -> list[_Column]:
+def _position_columns(evaluation: Evaluation, text: str) -> list[_Column]:
     """For programs, columns for each bucket and cache of all texts; cells of a text without the
     bucket are empty.
     """
     every = (
-        of_text.positions.get(FLOAT, []) for row in found.rows for of_text in row.texts.values()
+        of_text.positions.get(FLOAT, [])
+        for row in evaluation.rows
+        for of_text in row.texts.values()
     )
     buckets = {}
     for some in every:
@@ -334,11 +356,11 @@ def _position_columns(found: Evaluation, text: str) -> list[_Column]:
     return position_columns
 
 
-def _windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
+def _windows_by_position(evaluation: Evaluation) -> dict[str, tuple[int, int]]:
     """Return the windows' length and number, for each text measured by position."""
     return {
         text: (buckets[-1].stop, buckets[0].tokens // buckets[0].stop)
-        for text in found.texts
-        for row in found.rows
+        for text in evaluation.texts
+        for row in evaluation.rows
         if (buckets := row.texts[text].positions.get(FLOAT))
     }

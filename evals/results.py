@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quantkit.base.json_values import finite, shown
+from quantkit.base.json_values import finite, format_value
 from quantkit.errors import RequestError
 from quantkit.evals.samples import TextDetails
 from quantkit.evals.tasks import TaskScore
@@ -139,7 +139,9 @@ class Evaluation:
         """
         if text not in self.texts:
             raise RequestError(
-                "no such text was measured on", found=shown(text), expected=", ".join(self.texts)
+                "no such text was measured on",
+                found=format_value(text),
+                expected=", ".join(self.texts),
             )
         if self.reference is None:
             return None
@@ -165,10 +167,10 @@ class Evaluation:
         """Return the tables as text: models side by side, and their divergence from the
         reference.
         """
-        from quantkit.evals.report import tables  # which knows this type
+        from quantkit.evals.report import build_tables  # which knows this type
         from quantkit.evals.table import render
 
-        return render(tables(self), "terminal")
+        return render(build_tables(self), "terminal")
 
     def to_html(self) -> str:
         """Return a page that needs nothing else: tables, charts, and texts with their tokens

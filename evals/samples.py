@@ -66,7 +66,7 @@ class Predictions:
     """A `Listener` that keeps the likeliest tokens of every position, some hundred bytes each."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Tensor, ...]] = []
+        self._batches: list[tuple[Tensor, ...]] = []
 
     def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
         right = targets.clamp(min=0).unsqueeze(-1)
@@ -78,13 +78,13 @@ class Predictions:
                 likeliest.values.exp(),
                 log.gather(-1, right).squeeze(-1).exp(),
             ]
-        self._found.append(tuple(parts))
+        self._batches.append(tuple(parts))
 
-    def gathered(self) -> tuple[Tensor, ...]:
+    def concatenate(self) -> tuple[Tensor, ...]:
         """KL [N]; then for reference and model: tokens [N, K], probabilities [N, K], that of the
         text's token [N].
         """
-        return tuple(torch.cat(parts) for parts in zip(*self._found, strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*self._batches, strict=True))
 
 
 def text_details(
@@ -93,7 +93,7 @@ def text_details(
     """Samples and divergence by position from the predictions of the models, by name, on one text,
     whose token ids are in `windows` [W, T] one after the other.
     """
-    found = {name: prediction.gathered() for name, prediction in predictions.items()}
+    found = {name: prediction.concatenate() for name, prediction in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
     samples = []
     for some in _parts(kls, windows.flatten().tolist(), tokenizer):
@@ -130,7 +130,7 @@ def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> 
 
 
 def _sample(
-    found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
+    predictions: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
 ) -> TextSample:
     """Return one part; a token is predicted one position before it, except the first of a
     window.
@@ -152,10 +152,10 @@ def _sample(
             max(kls[row].item(), 0.0),
         )
 
-    kl, *first = next(iter(found.values()))[:4]
+    kl, *first = next(iter(predictions.values()))[:4]
     reference = tuple(guess(torch.zeros_like(kl), first, row) for row in rows)
     models = {}
-    for name, tensors in found.items():
+    for name, tensors in predictions.items():
         models[name] = tuple(guess(tensors[0], tensors[4:7], row) for row in rows)
     tokens = tuple(ids[places.start : places.stop].tolist())
     every = []
@@ -174,12 +174,12 @@ def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | st
         {} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"}
     )
 
-    def added(token: int) -> bytes:
+    def encode_token(token: int) -> bytes:
         if tokenizer.token_bytes is None:
             return tokenizer.decode([token]).encode()
         return tokenizer.token_bytes.of(token) or b""
 
     pieces: dict[int, bytes | str] = {}
     for token in sorted(set(tokens)):
-        pieces[token] = names.get(token) or added(token) or f"token {token}"
+        pieces[token] = names.get(token) or encode_token(token) or f"token {token}"
     return pieces

@@ -154,7 +154,7 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
     return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 
 
-def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
+def open_shape_checkpoint(source: str | Path, scheme: str | None) -> Checkpoint:
     """Return a checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a
     named shape.
 

@@ -68,26 +68,26 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
             several, each with the first column.
     """
     if style == "terminal":
-        blocks = [_terminal(table, width) for table in tables]
+        blocks = [_render_terminal(table, width) for table in tables]
     else:
         writers: dict[str, Callable[[Table], list[str]]] = {
-            "markdown": _markdown,
-            "latex": _latex,
-            "csv": _csv,
+            "markdown": _render_markdown,
+            "latex": _render_latex,
+            "csv": _render_csv,
         }
         blocks = [writers[style](table) for table in tables]
     return [line for block in blocks for line in (*block, "")][:-1]
 
 
-def _terminal(table: Table, width: int) -> list[str]:
+def _render_terminal(table: Table, width: int) -> list[str]:
     if table.title is None:
         lines = []
     else:
         lines = textwrap.wrap(table.title, width, break_on_hyphens=False)
     columns = _columns(table)
-    columns = [_wrapped(columns[0], 2 * width // 5), *columns[1:]]
+    columns = [_wrap_column(columns[0], 2 * width // 5), *columns[1:]]
     room = width - _wide(columns[0]) - len(_GAP)
-    columns = [columns[0], *(_wrapped(column, room) for column in columns[1:])]
+    columns = [columns[0], *(_wrap_column(column, room) for column in columns[1:])]
     narrow = [columns[0], *map(_narrow, columns[1:])]
     if _total(columns) > width >= _total(narrow):
         columns = narrow
@@ -100,7 +100,7 @@ def _terminal(table: Table, width: int) -> list[str]:
             for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
                 cells = []
                 for one in zip(parts, widths, (to_right[place] for place in some), strict=True):
-                    cells.append(_padded(*one))
+                    cells.append(_pad_cell(*one))
                 lines.append(_GAP.join(cells).rstrip())
     return lines
 
@@ -119,7 +119,7 @@ def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
     yield some
 
 
-def _wrapped(column: Sequence[str], width: int) -> list[str]:
+def _wrap_column(column: Sequence[str], width: int) -> list[str]:
     """Return a column whose cells are broken between words; a word that is longer than the width,
     also at hyphens.
     """
@@ -135,7 +135,7 @@ def _narrow(column: Sequence[str]) -> list[str]:
     """Return a column whose head is no wider than its cells or its longest word."""
     head, *cells = column
     return [
-        *_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])),
+        *_wrap_column([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])),
         *cells,
     ]
 
@@ -148,7 +148,7 @@ def _wide(column: Sequence[str]) -> int:
     return max(len(line) for cell in column for line in cell.split("\n"))
 
 
-def _markdown(table: Table) -> list[str]:
+def _render_markdown(table: Table) -> list[str]:
     columns = []
     for column in _columns(table):
         columns.append([cell.replace("|", r"\|") for cell in column])
@@ -158,7 +158,7 @@ def _markdown(table: Table) -> list[str]:
     for row in zip(*columns, strict=True):
         lines.append(
             "| "
-            + " | ".join(_padded(*one) for one in zip(row, widths, to_right, strict=True))
+            + " | ".join(_pad_cell(*one) for one in zip(row, widths, to_right, strict=True))
             + " |"
         )
     rule = []
@@ -171,7 +171,7 @@ def _markdown(table: Table) -> list[str]:
     return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 
-def _latex(table: Table) -> list[str]:
+def _render_latex(table: Table) -> list[str]:
     head, *rows = (
         " & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True)
     )
@@ -180,7 +180,7 @@ def _latex(table: Table) -> list[str]:
     end = r"\end{tabular}"
     body = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
     if table.title is not None:
-        caption = rf"\caption{{{_escaped(table.title)}}}"
+        caption = rf"\caption{{{_escape_latex(table.title)}}}"
         body = [r"\begin{table}", r"\centering", caption, *body, r"\end{table}"]
     return [r"% \usepackage{booktabs}", *body]
 
@@ -191,7 +191,7 @@ def _latex_cell(text: str) -> str:
         return "--"
     figure = _FIGURE.fullmatch(text)
     if figure is None:
-        return _escaped(text)
+        return _escape_latex(text)
     if figure["exponent"] is None:
         power = ""
     else:
@@ -202,11 +202,11 @@ def _latex_cell(text: str) -> str:
     return digits
 
 
-def _escaped(text: str) -> str:
+def _escape_latex(text: str) -> str:
     return "".join(_ESCAPES.get(sign, sign) for sign in " ".join(text.split()))
 
 
-def _csv(table: Table) -> list[str]:
+def _render_csv(table: Table) -> list[str]:
     columns = []
     for head, *cells in _columns(table):
         key = re.sub(r"\W+", "_", head.lower()).strip("_")
@@ -258,7 +258,7 @@ def columns_to_right(table: Table) -> list[bool]:
     return [False, *numbers[1:]]
 
 
-def _padded(text: str, width: int, to_right: bool) -> str:
+def _pad_cell(text: str, width: int, to_right: bool) -> str:
     if to_right:
         return text.rjust(width)
     return text.ljust(width)
@@ -271,18 +271,18 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     result: list[str] = []
     for part in parts:
-        result.append(_end(part, {other for other in parts if other != part}))
+        result.append(_find_distinct_suffix(part, {other for other in parts if other != part}))
     return result
 
 
-def _end(own: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
-    for count in range(1, len(own)):
-        if not any(other[-count:] == own[-count:] for other in others):
-            return "/".join(own[-count:])
-    return str(Path(*own))
+def _find_distinct_suffix(parts: tuple[str, ...], other_paths: set[tuple[str, ...]]) -> str:
+    for count in range(1, len(parts)):
+        if not any(other[-count:] == parts[-count:] for other in other_paths):
+            return "/".join(parts[-count:])
+    return str(Path(*parts))
 
 
-def named(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
+def parse_named_paths(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
     """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole
     string.
     """

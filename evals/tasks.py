@@ -110,7 +110,7 @@ def open_tasks(
         raise RequestError(
             f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint
         )
-    with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
+    with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _fix_seeds():
         loaded = []
         for index, name in enumerate(names):
             progress("data of tasks", index, len(names), "tasks")
@@ -353,7 +353,7 @@ def _one_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seeded() -> Iterator[None]:
+def _fix_seeds() -> Iterator[None]:
     states = (random.getstate(), np.random.get_state())
     seeds = optional("lm_eval.defaults")
     random.seed(seeds.DEFAULT_RANDOM_SEED)

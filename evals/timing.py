@@ -85,7 +85,7 @@ class OtherProcesses:
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
-        self._started, self._own, self._all = (
+        self._started, self._process_cpu_start, self._total_cpu_start = (
             time.perf_counter(),
             time.process_time(),
             _cpu_seconds(),
@@ -94,9 +94,9 @@ class OtherProcesses:
     def cores(self) -> float:
         """Busy cores on average; the load at the start if the system does not count CPU time."""
         now = _cpu_seconds()
-        if now is None or self._all is None:
+        if now is None or self._total_cpu_start is None:
             return self._load
-        others = now - self._all - (time.process_time() - self._own)
+        others = now - self._total_cpu_start - (time.process_time() - self._process_cpu_start)
         return max(0.0, others / (time.perf_counter() - self._started))
 
 
@@ -244,15 +244,15 @@ def weight_bytes(model: Decoder) -> int:
     if model.config.tied_embeddings:
         left_out = 0
     else:
-        left_out = loaded_bytes(model.model.embed_tokens)
+        left_out = count_loaded_bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
         experts = [part.experts for part in model.modules() if isinstance(part, Experts)]
-        left_out += round(sum(unused * loaded_bytes(expert) for expert in experts))
-    return loaded_bytes(model) - left_out
+        left_out += round(sum(unused * count_loaded_bytes(expert) for expert in experts))
+    return count_loaded_bytes(model) - left_out
 
 
-def loaded_bytes(module: nn.Module) -> int:
+def count_loaded_bytes(module: nn.Module) -> int:
     """Bytes of all weights of a model or a part of it, in the layout of the kernels."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
@@ -266,11 +266,11 @@ def bandwidth(device: torch.device) -> float:
         return probe.nbytes / min(seconds(probe.sum) for _ in range(5))
     copy = torch.empty_like(probe)
 
-    def copied() -> None:
+    def copy_probe() -> None:
         copy.copy_(probe)
         torch.cuda.synchronize(device)
 
-    return 2 * probe.nbytes / min(seconds(copied) for _ in range(10))
+    return 2 * probe.nbytes / min(seconds(copy_probe) for _ in range(10))
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class AtContext:
     peak_bytes: int | None
 
     @property
-    def each(self) -> float:
+    def sequence_rate(self) -> float:
         """Tokens a second of one sequence."""
         return self.together.median / self.batch
 
@@ -356,10 +356,10 @@ class LeftOut:
         return f"context {self.context}{row}: {self.reason}"
 
 
-def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
+def prefill_rates(measurements: Sequence[AtContext]) -> dict[int, Rate]:
     """Prefill in tokens a second by context, with one run for each batch size."""
     rates: dict[int, list[float]] = {}
-    for one in found:
+    for one in measurements:
         rates.setdefault(one.context, []).append(one.prompt_rate)
     return {context: Rate.of(runs) for context, runs in rates.items()}
 

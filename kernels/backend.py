@@ -250,7 +250,7 @@ class Backend:
 
     name: str = "reference"
 
-    def unsupported_reason(
+    def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         """Why it does not support this case; None if it does."""
@@ -301,7 +301,7 @@ class Backend:
 REFERENCE = Backend()
 
 
-def gated(
+def apply_gate(
     gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA
 ) -> Tensor:
     """Return the product of an activated gate and `up`, [..., F] each; it may reuse their

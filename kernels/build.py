@@ -55,7 +55,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit"
 
 
-def compiled(name: str) -> Path:
+def ensure_compiled(name: str) -> Path:
     """Return the library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is
     in the cache. Raises `UnsupportedError` if there is no compiler, it fails, or the cache can't be
     written.
@@ -95,10 +95,10 @@ def is_compiled(name: str) -> bool:
     return intact(_library(name)[1])
 
 
-def seal(made: Path, target: Path) -> None:
+def seal(library: Path, target: Path) -> None:
     """Move a library to where it is kept, with its SHA-256 in a file next to it."""
-    target.with_suffix(".sha256").write_text(hashlib.sha256(made.read_bytes()).hexdigest())
-    os.replace(made, target)
+    target.with_suffix(".sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+    os.replace(library, target)
 
 
 def intact(library: Path) -> bool:

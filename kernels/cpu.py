@@ -69,10 +69,10 @@ class CpuBackend(Backend):
     def __init__(self, name: str, *, exact: bool) -> None:
         self.name = name
         self._exact = exact
-        # Once `unsupported_reason` has found that they can be had.
+        # Once `explain_unsupported` has found that they can be had.
         self._operators: Any = None
 
-    def unsupported_reason(
+    def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         if device.type != "cpu":
@@ -126,7 +126,7 @@ class CpuBackend(Backend):
     def operations(self) -> Operations | None:
         operators = self._operators
 
-        def cached_attention(
+        def attend_to_cache(
             queries: Tensor,
             keys: CachedRows,
             values: CachedRows,
@@ -162,7 +162,7 @@ class CpuBackend(Backend):
             return summed
 
         return Operations(
-            cached_attention,
+            attend_to_cache,
             float_linear=operators.float_linear,
             block=BlockKernel(partial(prepare_blocks, operators), BLOCK_FEATURES, torch.float32),
             experts=ExpertKernel(operators.stack, experts),
@@ -226,18 +226,18 @@ def prepare_blocks(
     return run
 
 
-def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> BlockOperands:
+def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) -> BlockOperands:
     """Return the weights of attention and of the feed-forward, and the settings."""
     attention = [
         weights.input_norm,
-        *_packed(weights.qkv),
+        *_extract_packed(weights.qkv),
         weights.q_norm,
         weights.k_norm,
         weights.sinks,
-        *_packed(weights.out),
+        *_extract_packed(weights.out),
         weights.attention_output_norm,
     ]
-    inside = [*_packed(weights.gate_up), *_packed(weights.down)]
+    inside = [*_extract_packed(weights.gate_up), *_extract_packed(weights.down)]
     routing = (0, True)
     if (experts := weights.experts) is not None:
         banks = (
@@ -251,22 +251,22 @@ def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> Bloc
         attention,
         [weights.mlp_norm, *inside, weights.mlp_output_norm],
         (
-            own.num_heads,
-            own.num_kv_heads,
-            own.window or 0,
-            own.attention_scale,
-            own.attention_softcap,
-            own.clip_qkv,
-            own.activation,
-            own.activation_limit,
-            own.norm_eps,
-            own.residual_multiplier,
+            settings.num_heads,
+            settings.num_kv_heads,
+            settings.window or 0,
+            settings.attention_scale,
+            settings.attention_softcap,
+            settings.clip_qkv,
+            settings.activation,
+            settings.activation_limit,
+            settings.norm_eps,
+            settings.residual_multiplier,
             *routing,
         ),
     )
 
 
-def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+def _extract_packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
     if linear is None:
         return None, None
     return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()

@@ -42,7 +42,9 @@ def require_backend(name: str | None) -> None:
         )
 
 
-def allowed_backends(name: str | None = None, *, allow_slow: bool = False) -> tuple[Backend, ...]:
+def list_allowed_backends(
+    name: str | None = None, *, allow_slow: bool = False
+) -> tuple[Backend, ...]:
     """Return the backends that may run a model, fastest first: the named one, or all with kernels
     if `name` is None; with `allow_slow` also the reference, for layers that these do not support.
     Raises `RequestError` for an unknown name.
@@ -72,16 +74,18 @@ def select_backend(
     # The backends that have each.
     reasons: dict[str, list[str]] = {}
     for backend in allowed:
-        reason = backend.unsupported_reason(scheme, device, dtype)
+        reason = backend.explain_unsupported(scheme, device, dtype)
         if reason is None and backend is not REFERENCE:
             reason = self_test(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
             if backend is REFERENCE and reasons:
-                _warn_once(_listed(reasons), f"{scheme} runs without kernels ({_slower(device)})")
+                _warn_once(
+                    _join_reasons(reasons), f"{scheme} runs without kernels ({_slower(device)})"
+                )
             return backend
         reasons.setdefault(reason, []).append(backend.name)
     raise RequestError(
-        f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_listed(reasons)}",
+        f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_join_reasons(reasons)}",
         hint=None
         if REFERENCE in allowed
         else f"`allow_slow=True` runs it without kernels ({_slower(device)})",
@@ -97,7 +101,7 @@ def _slower(device: torch.device) -> str:
     return "much slower"
 
 
-def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
+def _join_reasons(reasons: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
@@ -108,7 +112,7 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
     if device.type == "cpu":
         return None
     for backend in BACKENDS:
-        if backend.unsupported_reason(QuantScheme(8, None), device, dtype) is None:
+        if backend.explain_unsupported(QuantScheme(8, None), device, dtype) is None:
             return backend.operations()
     return None
 
@@ -191,23 +195,23 @@ def _wrong_tokens(
             found = backend.linear(x, prepared, scheme, size.rows, added)
             right = x.double() @ wide.t() + (0 if added is None else added.double())
             off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
-            if not within(
+            if not is_within(
                 found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result
             ):
                 return tokens
     return None
 
 
-def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
+def is_within(result: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
     """Return whether each number is right, up to its slack and `steps` steps of its dtype; false if
     one is not finite.
     """
-    own = torch.finfo(found.dtype)
+    own = torch.finfo(result.dtype)
     # A step of the smallest numbers.
     smallest = own.smallest_normal * own.eps
     rounding = steps * own.eps * (right.abs() + slack) + smallest
-    return found.shape == right.shape and bool(
-        ((found.double() - right).abs() <= slack + rounding).all()
+    return result.shape == right.shape and bool(
+        ((result.double() - right).abs() <= slack + rounding).all()
     )
 
 

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
-from quantkit.kernels.build import NATIVE, compiled, intact, is_compiled
+from quantkit.kernels.build import NATIVE, ensure_compiled, intact, is_compiled
 from quantkit.kernels.variants import VARIANTS, runs_here
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def load_kernels(name: str | None = None) -> Operators:
     """Return the kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none
     of that name, and `UnsupportedError` if they do not run here or cannot be compiled.
     """
-    once = _load_once(_chosen(name))
+    once = _load_once(_choose_kernels(name))
     if isinstance(once, UnsupportedError):
         raise once
     return once
@@ -48,8 +48,8 @@ def describe_kernels() -> str:
     Compiles nothing.
     """
     try:
-        name = _chosen(None)
-        if _shipped(name):
+        name = _choose_kernels(None)
+        if _find_shipped_library(name):
             return f"{name}, included"
         if is_compiled(name):
             return f"{name}, compiled"
@@ -58,11 +58,11 @@ def describe_kernels() -> str:
         return f"none: {error}"
 
 
-def _chosen(name: str | None) -> str:
+def _choose_kernels(name: str | None) -> str:
     name = (
         name
         or os.environ.get(SETTING)
-        or next(filter(_shipped, filter(runs_here, VARIANTS)), NATIVE)
+        or next(filter(_find_shipped_library, filter(runs_here, VARIANTS)), NATIVE)
     )
     if name not in (NATIVE, *VARIANTS):
         expected = ", ".join((NATIVE, *VARIANTS))
@@ -82,8 +82,8 @@ def compile_ahead() -> Thread:
 
     def work() -> None:
         with suppress(QuantkitError):
-            if not _shipped(name := _chosen(None)):
-                compiled(name)
+            if not _find_shipped_library(name := _choose_kernels(None)):
+                ensure_compiled(name)
 
     thread = Thread(target=work, daemon=True)
     thread.start()
@@ -96,11 +96,11 @@ def _load_once(name: str) -> Operators | UnsupportedError:
     layer.
     """
     try:
-        return _open(_shipped(name) or compiled(name), name)
+        return _open(_find_shipped_library(name) or ensure_compiled(name), name)
     except UnsupportedError as error:
         return error
     except (OSError, AttributeError) as error:  # of a library without the functions
-        if _shipped(name):
+        if _find_shipped_library(name):
             hint = "reinstall quantkit"
         else:
             hint = "name another folder in QUANTKIT_CACHE"
@@ -120,7 +120,7 @@ def _open(path: Path, name: str) -> Operators:
 
 
 @functools.cache
-def _shipped(name: str) -> Path | None:
+def _find_shipped_library(name: str) -> Path | None:
     """Return the library that this installation of quantkit has; None if it has none, or, with a
     warning, a damaged one.
     """

@@ -72,7 +72,9 @@ def live(
 
 
 @triton.jit
-def cached(rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+def load_cached_rows(
+    rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr
+):
     """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not
     inside.
     """
@@ -86,7 +88,7 @@ def cached(rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: t
 
 
 @triton.jit
-def capped(scores, SOFTCAP: tl.constexpr):
+def apply_softcap(scores, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(scores / SOFTCAP)."""
     return SOFTCAP * (1 - 2 / (1 + tl.exp2(scores * (2 * LOG2_E / SOFTCAP))))
 
@@ -152,12 +154,12 @@ def attend_span(
         weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for block in tl.range(start, tl.minimum(start + each, last), BLOCK_N):
             at = block + tl.arange(0, BLOCK_N)
-            key = cached(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
+            key = load_cached_rows(keys, at, at < last, SIZE, BLOCK_D, DTYPE)
             scores = dot_add(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * SCALE
             if CODES:
                 scores *= tl.load(key_scales + at, mask=at < last, other=0)[None, :]
             if SOFTCAP > 0:
-                scores = capped(scores, SOFTCAP) * LOG2_E
+                scores = apply_softcap(scores, SOFTCAP) * LOG2_E
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
@@ -169,7 +171,7 @@ def attend_span(
             sums = sums * before + tl.sum(weights, 1)
             if CODES:
                 weights *= tl.load(value_scales + at, mask=at < last, other=0)[None, :] * MAX_CODE
-            value = cached(values, at, at < last, SIZE, BLOCK_D, DTYPE)
+            value = load_cached_rows(values, at, at < last, SIZE, BLOCK_D, DTYPE)
             if CODES and BLOCK_M < 64 and not WIDEN:
                 # By one: a dot that takes what was loaded, converted only, gathers codes one by one
                 # from shared memory; of products it takes pairs, transposed on the way. Of 64 rows
@@ -384,7 +386,7 @@ def attend_and_join(
     lambda q, *_: q.new_empty(len(q), q.shape[2], q.shape[1] * q.shape[3]),
     ("arrived",),
 )
-def cached_attention(
+def attend_to_cache(
     queries: Tensor,
     keys: Tensor,
     key_scales: Tensor | None,

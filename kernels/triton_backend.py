@@ -17,7 +17,7 @@ from quantkit.kernels.backend import (
     Prepared,
     PreparedLinear,
     Rounding,
-    gated,
+    apply_gate,
 )
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.triton_tiles import (
@@ -25,7 +25,7 @@ from quantkit.kernels.triton_tiles import (
     TOKENS,
     UNIT,
     gpu_spec,
-    measured_configs,
+    read_measured_configs,
     save_configs,
 )
 from quantkit.tensors.cached_rows import CachedRows
@@ -61,7 +61,7 @@ class TritonBackend(Backend):
 
     name = "triton"
 
-    def unsupported_reason(
+    def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,11 +102,11 @@ class TritonBackend(Backend):
         from quantkit.kernels.triton_words import pack
 
         words = pack(weight.codes, weight.scheme.bits)
-        scale = _padded(weight.scale, weight)
+        scale = _pad_groups(weight.scale, weight)
         if weight.zero is None:
             zero = {}
         else:
-            zero = {"zero": _padded(weight.zero, weight)}
+            zero = {"zero": _pad_groups(weight.zero, weight)}
         prepared = {
             "words": words,
             "scale": scale,
@@ -142,7 +142,7 @@ class TritonBackend(Backend):
         else:
             block = blocks
         return Operations(
-            _cached_attention, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
+            _attend_to_cache, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
         )
 
     def linear(
@@ -160,7 +160,7 @@ class TritonBackend(Backend):
         return product.view(*x.shape[:-1], rows)
 
 
-def _cached_attention(
+def _attend_to_cache(
     queries: Tensor,
     keys: CachedRows,
     values: CachedRows,
@@ -188,7 +188,7 @@ def _experts(
 ) -> Tensor:
     """See `ExpertKernel`."""
     gate, up = _of_chosen(rows, chosen, gate_up).chunk(2, dim=-1)
-    given = _of_chosen(gated(gate, up, activation, limit), chosen, down)
+    given = _of_chosen(apply_gate(gate, up, activation, limit), chosen, down)
     return (given.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
@@ -204,7 +204,7 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     return product
 
 
-def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
+def _pad_groups(values: Tensor, weight: QuantTensor) -> Tensor:
     """Scales or zero points [O, G], padded with zeros for the groups that fill the last unit of
     words.
     """
@@ -228,7 +228,7 @@ def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     else:
         scheme = f"int4-g{weight.scheme.group_size}"
     gpu = gpu_spec(weight.codes.device)
-    if f"{rows}x{columns}" not in measured_configs().get(gpu.name, {}).get(scheme, {}):
+    if f"{rows}x{columns}" not in read_measured_configs().get(gpu.name, {}).get(scheme, {}):
         save_configs(
             cache_folder() / CACHED_FILE,
             gpu,

@@ -19,15 +19,15 @@ from quantkit.kernels.backend import (
     PreparedLinear,
     RunBlocks,
 )
-from quantkit.kernels.triton_attention import attention_counters, cached_attention
+from quantkit.kernels.triton_attention import attend_to_cache, attention_counters
 from quantkit.kernels.triton_projections import (
     ACTIVATIONS,
     MAX_TOKENS,
-    added_product,
-    gated_product,
-    weighted_states,
+    apply_norm_weights,
+    project_and_add,
+    project_and_gate,
 )
-from quantkit.kernels.triton_qkv import projected_heads
+from quantkit.kernels.triton_qkv import project_qkv
 
 FEATURES = frozenset(
     {
@@ -111,7 +111,7 @@ class _Block:
         where = (step.positions, step.slots)
         keys, values = step.cached[number]
         turn = step.angles[number] if own.rotary else (None, None)
-        queries = projected_heads(
+        queries = project_qkv(
             weighted,
             squares,
             *self._qkv,
@@ -126,7 +126,7 @@ class _Block:
             *keys,
             *values,
         )
-        mixed = cached_attention(
+        mixed = attend_to_cache(
             queries,
             *keys,
             *values,
@@ -140,8 +140,8 @@ class _Block:
         )
         mixed = mixed.flatten(0, 1)
         after = (self._mlp_norm.weight, own.residual_multiplier)
-        states, weighted, squares = added_product(mixed, states, *self._out, *after)
-        inner = gated_product(
+        states, weighted, squares = project_and_add(mixed, states, *self._out, *after)
+        inner = project_and_gate(
             weighted,
             squares,
             *self._gate_up,
@@ -152,7 +152,7 @@ class _Block:
             own.activation_alpha,
         )
         after = self._next_norm.weight, own.residual_multiplier
-        result: tuple[Tensor, Tensor, Tensor] = added_product(inner, states, *self._down, *after)
+        result: tuple[Tensor, Tensor, Tensor] = project_and_add(inner, states, *self._down, *after)
         return result
 
 
@@ -178,7 +178,7 @@ def prepare_blocks(
 
     def run(x: Tensor, step: BlockStep) -> Tensor:
         states = x.flatten(0, 1).contiguous()
-        weighted, squares = weighted_states(states, norms[0].weight)
+        weighted, squares = apply_norm_weights(states, norms[0].weight)
         for number, block in enumerate(blocks):
             states, weighted, squares = block.run(number, states, weighted, squares, step, len(x))
         return states.view(x.shape)

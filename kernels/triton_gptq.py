@@ -22,7 +22,7 @@ _WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fra
 @triton.jit
 def round_columns(
     start,
-    wanted,
+    target,
     ratios,
     inverse,
     columns,
@@ -67,7 +67,7 @@ def round_columns(
         if DESCEND:
             error = (before - best) * step
         else:
-            error = tl.load(wanted + i * rows + row, mask=mask, other=0.0) - best * step
+            error = tl.load(target + i * rows + row, mask=mask, other=0.0) - best * step
         tl.store(codes + place, best, mask=mask)
         tl.store(errors + i * rows + row, error, mask=mask)
 

@@ -19,11 +19,11 @@ from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
 from quantkit.kernels.triton_words import (
     MAGIC,
-    biased_codes,
     bit_position,
     columns_of,
     load_tokens,
     spread,
+    to_biased_floats,
     unit_range,
 )
 
@@ -52,9 +52,9 @@ def group_of(
 
 
 @triton.jit
-def centred(words, centre, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
+def center_codes(words, centre, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
     """``(code - zero) * 2**bit_position`` of one plane, exact in float32."""
-    return biased_codes(words, magic, PLANE, BITS) - (
+    return to_biased_floats(words, magic, PLANE, BITS) - (
         8388608.0 + centre * 2.0 ** bit_position(PLANE, BITS)
     )
 
@@ -92,7 +92,7 @@ def gemv_tile(
         tile = tl.load(words + at, mask=(word < units * RUN)[None, :], other=0)
         if GROUP == 0:
             for plane in tl.static_range(PLANES):
-                weight = centred(tile, 128.0, magic, plane, BITS)[None, :, :]
+                weight = center_codes(tile, 128.0, magic, plane, BITS)[None, :, :]
                 sums = tl.fma(weight, load_tokens(x, word, k, plane, BITS), sums)
         else:
             for part in tl.static_range(PARTS):
@@ -102,7 +102,7 @@ def gemv_tile(
                 centre = spread(centre, BLOCK_N, UNITS, BITS)
                 partial = tl.zeros((BLOCK_M, BLOCK_N, UNITS * RUN), tl.float32)
                 for plane in tl.static_range(part * PLANES // PARTS, (part + 1) * PLANES // PARTS):
-                    weight = centred(tile, centre, magic, plane, BITS)[None, :, :]
+                    weight = center_codes(tile, centre, magic, plane, BITS)[None, :, :]
                     partial = tl.fma(weight, load_tokens(x, word, k, plane, BITS), partial)
                 sums = tl.fma(partial, spread(step, BLOCK_N, UNITS, BITS)[None, :, :], sums)
     product = tl.sum(sums, 2)
@@ -191,7 +191,7 @@ def floats(
         step, centre = group_of(scale, zero, safe, unit, units, GROUP, part, SYMMETRIC)
         step, centre = spread(step, BLOCK_N, UNITS, BITS), spread(centre, BLOCK_N, UNITS, BITS)
         for plane in tl.static_range(part * PLANES // PARTS, (part + 1) * PLANES // PARTS):
-            weight = centred(tile, centre, magic, plane, BITS) * (
+            weight = center_codes(tile, centre, magic, plane, BITS) * (
                 step * 0.5 ** bit_position(plane, BITS)
             )
             column = columns_of(word, plane, BITS)

@@ -65,18 +65,18 @@ def store_part(parts, product, m, n, row, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def sum_parts(parts, m, n, token, row, there, SPLIT: tl.constexpr):
+def sum_parts(parts, m, n, token, row, mask, SPLIT: tl.constexpr):
     """The sums of all parts for tokens and rows that go with each other, [A, B]; zeros for those
     that are not there.
     """
     part = tl.arange(0, SPLIT)[:, None, None] * m
     at = (part + token[None, :, :]).to(tl.int64) * n + row[None, :, :]
-    there = tl.broadcast_to(there[None, :, :], at.shape)
-    return tl.sum(tl.load(parts + at, mask=there, other=0, cache_modifier=".cg"), 0)
+    mask = tl.broadcast_to(mask[None, :, :], at.shape)
+    return tl.sum(tl.load(parts + at, mask=mask, other=0, cache_modifier=".cg"), 0)
 
 
 @triton.jit
-def inverse_rms(squares, token, there, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
+def inverse_rms(squares, token, mask, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
     """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m,
     blocks].
     """
@@ -86,7 +86,7 @@ def inverse_rms(squares, token, there, blocks, columns, EPS: tl.constexpr, TOKEN
         block = (start + tl.arange(0, CHUNK))[None, :]
         total += tl.load(
             squares + token[:, None] * blocks + block,
-            mask=there[:, None] & (block < blocks),
+            mask=mask[:, None] & (block < blocks),
             other=0,
         )
     return tl.rsqrt(tl.sum(total, 1) / columns + EPS)
@@ -188,7 +188,7 @@ def add_product(
 
 
 @triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def apply_gate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """The product of an activated gate and `up`."""
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
@@ -271,7 +271,7 @@ def gate_product(
         if BIAS:
             gate += tl.load(bias + inner, mask=inner < n, other=0)[None, :].to(tl.float32)
             up += tl.load(bias + n + inner, mask=inner < n, other=0)[None, :].to(tl.float32)
-        given = gated(gate, up, ACTIVATION, LIMIT, ALPHA)
+        given = apply_gate(gate, up, ACTIVATION, LIMIT, ALPHA)
         tl.store(out + line.to(tl.int64) * n + column, given.to(out.dtype.element_ty), mask=there)
 
 
@@ -315,7 +315,7 @@ def units_of(words: Tensor, group: int) -> int:
     "weighted_states",
     lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)),
 )
-def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+def apply_norm_weights(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their
     squares, float32 [M, 1].
     """
@@ -335,7 +335,7 @@ def _empty_states(
 
 
 @operator("added_product", _empty_states, mutates=("arrived",))
-def added_product(
+def project_and_add(
     x: Tensor,
     states: Tensor,
     words: Tensor,
@@ -388,7 +388,7 @@ def added_product(
     lambda x, _, words, scale, *rest: x.new_empty(len(x), len(scale) // 2),
     mutates=("arrived",),
 )
-def gated_product(
+def project_and_gate(
     x: Tensor,
     squares: Tensor,
     words: Tensor,
@@ -408,7 +408,7 @@ def gated_product(
     Args:
         x: hidden states weighted by the norm's weights, [M, D].
         squares: sums of squares, float32 [M, blocks], that make up those of each's hidden states.
-        words, scale, zero, bias, arrived, group: of gates and then ups, as for `added_product`.
+        words, scale, zero, bias, arrived, group: of gates and then ups, as for `project_and_add`.
         eps, growth: of the norm, and what its weights were divided by.
         activation: its number in `ACTIVATIONS`.
         limit: of gates and ups, 0 for none; of ``swiglu_oai`` as is `alpha`.

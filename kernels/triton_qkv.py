@@ -25,7 +25,7 @@ _VALUES = 1024  # of half a head, all parts of some tokens, that a program adds 
 
 
 @triton.jit
-def limited(values, CLIP: tl.constexpr):
+def clip_values(values, CLIP: tl.constexpr):
     """Values up to CLIP either way; what is no number stays so."""
     return tl.where(values > CLIP, CLIP, tl.where(values < -CLIP, -CLIP, values))
 
@@ -45,7 +45,7 @@ def codes_of(values, step):
 
 
 @triton.jit
-def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.constexpr):
+def store_cached(stored, scales, at, first, second, inside, mask, SIZE: tl.constexpr):
     """As `store_halves`, to a cache: floats, or codes and their scales as `to_cached_rows` has
     them.
     """
@@ -53,7 +53,7 @@ def store_cached(stored, scales, at, first, second, inside, there, SIZE: tl.cons
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
         broken = tl.sum(first * 0.0 + second * 0.0, 1)  # no number if one is none
-        tl.store(scales + at, scale + broken, mask=there)
+        tl.store(scales + at, scale + broken, mask=mask)
         step = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], first.shape)
         first, second = codes_of(first, step), codes_of(second, step)
     store_halves(stored, at, first, second, inside, SIZE)
@@ -156,7 +156,7 @@ def project_heads(
                     tl.float32
                 )
             if CLIP > 0:
-                first, second = limited(first, CLIP), limited(second, CLIP)
+                first, second = clip_values(first, CLIP), clip_values(second, CLIP)
             if NORMS:
                 own = norms + tl.where(head < heads, 0, SIZE) + column
                 inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / SIZE + EPS)
@@ -195,8 +195,10 @@ def project_heads(
                     store_cached(values, value_scales, at, first, second, inside, there, SIZE)
 
 
-def _empty_queries(x: Tensor, squares: object, words: object, scale: Tensor, *rest: Any) -> Tensor:
-    batch, keys = rest[-5:-3]
+def _empty_queries(
+    x: Tensor, squares: object, words: object, scale: Tensor, *arguments: Any
+) -> Tensor:
+    batch, keys = arguments[-5:-3]
     return x.new_empty(
         batch, len(scale) // keys.shape[3] - 2 * keys.shape[1], len(x) // batch, keys.shape[3]
     )
@@ -207,7 +209,7 @@ def _empty_queries(x: Tensor, squares: object, words: object, scale: Tensor, *re
     _empty_queries,
     mutates=("keys", "key_scales", "values", "value_scales", "arrived"),
 )
-def projected_heads(
+def project_qkv(
     x: Tensor,
     squares: Tensor,
     words: Tensor,
@@ -238,13 +240,13 @@ def projected_heads(
         squares: sums of squares, float32 [B * T, blocks], that make up those of each one's hidden
             states.
         words, scale, zero, bias, arrived, group: of queries, keys and values, as for
-            `added_product`.
+            `project_and_add`.
         eps, growth: of the norm, and what its weights were divided by.
         norms: weights of the norms of queries' and keys' heads, float32 [2, Dh], or None.
         clip: the largest absolute value of queries, keys and values; 0 for any.
         cosine, sine: of rotary positions, float32 [T, Dh] or [B, T, Dh]; None for none.
         query_scale: factors of queries, float32 [T] or [B, T], or None.
-        positions, slots, keys, key_scales, values, value_scales: as for `cached_attention`.
+        positions, slots, keys, key_scales, values, value_scales: as for `attend_to_cache`.
         batch: B.
     """
     (m, k), n, tokens = x.shape, len(scale), len(x) // batch

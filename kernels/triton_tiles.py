@@ -132,7 +132,7 @@ def tile_config_for(
 def _tile_config(
     scheme: str, bucket: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
-    shapes = measured_configs().get(gpu.name, {}).get(scheme, {})
+    shapes = read_measured_configs().get(gpu.name, {}).get(scheme, {})
     near = min(shapes, key=lambda shape: _distance(shape, rows, columns), default=None)
     if (
         not wide
@@ -148,9 +148,9 @@ def _tile_config(
 
 
 @functools.cache
-def measured_configs() -> dict[str, Any]:
+def read_measured_configs() -> dict[str, Any]:
     """Measured configs as fields, by GPU, scheme, ``ROWSxCOLUMNS`` and tokens."""
-    return _merged(_read(SHIPPED_FILE), _read(cache_folder() / CACHED_FILE))
+    return _merge_configs(_read(SHIPPED_FILE), _read(cache_folder() / CACHED_FILE))
 
 
 def save_configs(
@@ -163,7 +163,7 @@ def save_configs(
 ) -> None:
     """Put configs by number of tokens into a file of measured ones, and use them from now on."""
     fields = {str(tokens): asdict(config) for tokens, config in configs.items()}
-    merged = _merged(_read(path), {gpu.name: {scheme: {f"{rows}x{columns}": fields}}})
+    merged = _merge_configs(_read(path), {gpu.name: {scheme: {f"{rows}x{columns}": fields}}})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     text = re.sub(
@@ -171,7 +171,7 @@ def save_configs(
     )
     partial.write_text(text + "\n")  # one config a line
     os.replace(partial, path)
-    measured_configs.cache_clear()
+    read_measured_configs.cache_clear()
     _tile_config.cache_clear()
 
 
@@ -180,12 +180,12 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _merge_configs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Nested mappings merged down to the configs; the second's take precedence."""
     whole = dict(first)
     for key, value in second.items():
         deeper = "path" not in value and key in whole
-        whole[key] = _merged(whole[key], value) if deeper else value
+        whole[key] = _merge_configs(whole[key], value) if deeper else value
     return whole
 
 
@@ -233,9 +233,9 @@ def gemm_config(
     """The default config of ``gemm``; for `wide` see `default_config`."""
     block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
     room = gpu.shared_memory - (16 << 10)
-    while 2 * staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
+    while 2 * count_staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
         block_m //= 2
-    stages = 2 if wide else max(2, min(4, room // staged_bytes(bits, block_m, block_n)))
+    stages = 2 if wide else max(2, min(4, room // count_staged_bytes(bits, block_m, block_n)))
     config = TileConfig("gemm", block_m, block_n, 1, warps=gemm_warps(block_n), stages=stages)
     return _split(config, bits, tokens, rows, columns, gpu)
 
@@ -247,7 +247,7 @@ def gemm_warps(block_n: int) -> int:
     return max(4, block_n // 16)
 
 
-def staged_bytes(bits: int, block_m: int, block_n: int, wide: bool = False) -> int:
+def count_staged_bytes(bits: int, block_m: int, block_n: int, wide: bool = False) -> int:
     """Bytes of activations and words that a program of the path ``gemm`` loads at a time, for
     each unit.
     """

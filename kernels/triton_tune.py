@@ -134,7 +134,7 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
             sizes, (64, 128, 256), (1, 2), (2, 3, 4)
         ):
             held = block_m * block_n <= 1 << 14 or block_n == 128  # by the registers
-            ahead = stages * tile * triton_tiles.staged_bytes(bits, block_m, block_n)
+            ahead = stages * tile * triton_tiles.count_staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
                 fits = (
@@ -173,14 +173,14 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
         # Compiles, and lets libraries allocate what they need.
         calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = _captured(calls, 1)
+    graph = _capture_graph(calls, 1)
     rounds = math.ceil(_MIN_SECONDS / max(min(_replays(graph, 3)), 1e-7))
     if rounds > 1:
-        graph = _captured(calls, rounds)
+        graph = _capture_graph(calls, rounds)
     return statistics.median(_replays(graph, repeats)) / (rounds * len(calls))
 
 
-def _captured(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
+def _capture_graph(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in [*calls] * rounds:

@@ -69,11 +69,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     the last unit.
     """
     return torch.cat(
-        [_packed(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))]
+        [_pack_rows(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))]
     )
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     planes = 32 // bits
     units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(
         codes.shape[0], -1, planes, UNIT // planes
@@ -117,13 +117,15 @@ def word_bit(plane, bits):
 
 @triton.constexpr_function
 def bit_position(plane, bits):
-    """The bit at which `biased_codes` takes a plane's codes, in the word or in the shifted word."""
+    """The bit at which `to_biased_floats` takes a plane's codes, in the word or in the shifted
+    word.
+    """
     at = word_bit(plane, bits)
     return at if at + bits <= 23 else at - (12 if bits == 4 else 16)
 
 
 @triton.jit
-def biased_codes(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
+def to_biased_floats(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
     """``2**23 + code * 2**position`` in float32 of one plane of words."""
     at: tl.constexpr = bit_position(PLANE, BITS)
     shift: tl.constexpr = word_bit(PLANE, BITS) - at

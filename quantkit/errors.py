@@ -12,9 +12,9 @@ from quantkit.base.messages import Message, Option
 _sources: dict[Path, Path] = {}
 
 
-def name_as(made: Path, source: Path) -> None:
+def name_as(temporary_path: Path, source: Path) -> None:
     """Let errors about a temporary folder, or a file in it, name the file that it was made from."""
-    _sources[made] = source
+    _sources[temporary_path] = source
 
 
 class QuantkitError(Exception):
@@ -52,7 +52,7 @@ class QuantkitError(Exception):
         if path is None:
             self.path = None
         else:
-            self.path = _named(Path(path))
+            self.path = _to_source_path(Path(path))
         self.found = found
         self.expected = expected
         self.hint = hint
@@ -84,7 +84,7 @@ class QuantkitError(Exception):
         return restated
 
 
-def _named(path: Path) -> Path:
+def _to_source_path(path: Path) -> Path:
     made = next((one for one in (path, *path.parents) if one in _sources), None)
     if made is None:
         return path

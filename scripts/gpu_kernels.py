@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantkit.evals.timing import bandwidth
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_tiles import TileConfig, gemm_warps, max_split, staged_bytes
+from quantkit.kernels.triton_tiles import TileConfig, count_staged_bytes, gemm_warps, max_split
 from quantkit.kernels.triton_tune import copies_beyond_cache, multiply, seconds_each
 from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor
@@ -58,7 +58,7 @@ def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
         for block_m, rows, units, split in itertools.product(
             (64, 128), (64, 128, 256), (1, 2, 4), (1, 2)
         ):
-            each = units * staged_bytes(bits, min(block_m, tokens), rows)
+            each = units * count_staged_bytes(bits, min(block_m, tokens), rows)
             fits = (
                 2 * each <= _SHARED
                 and split <= max_split(bits, tokens, columns)

@@ -130,7 +130,7 @@ def measured(source: Path, folder: Path, damage: Damage, config: dict[str, Any])
     names = list(dict.fromkeys(one.rule.name for one in found.findings))
     alone = [name for name in names if name not in OF_MANIFEST | OF_SOURCE]
     texts = [one for one in found.looked_at if one.startswith("perplexity")]
-    texts += [one.what for one in found.findings if one.rule.name == "no-prediction"]
+    texts += [one.message for one in found.findings if one.rule.name == "no-prediction"]
     perplexity = texts[0].partition("perplexity ")[2].split()[0].rstrip(")") if texts else "-"
     groups = (
         alone,

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import parameters
-from quantkit.evals.timing import Decoding, loaded_bytes
+from quantkit.evals.timing import Decoding, count_loaded_bytes
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.compressed_weights import PackQuantized
@@ -119,7 +119,7 @@ def main() -> None:
     decoding, held = {}, {}
     for name, checkpoint in made.items():
         model = load_model(checkpoint)
-        held[name] = loaded_bytes(model)
+        held[name] = count_loaded_bytes(model)
         decoding[name] = Decoding(model, 1, NEW, None)
     rates: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):

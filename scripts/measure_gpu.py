@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tune_triton import SHAPES
 
-from quantkit.kernels.dispatch import allowed_backends
+from quantkit.kernels.dispatch import list_allowed_backends
 from quantkit.kernels.triton_tiles import TOKENS
 from quantkit.kernels.triton_tune import copies_beyond_cache, seconds_each
 from quantkit.kernels.triton_words import INTERPRETED
@@ -53,10 +53,12 @@ def ours(weight: Tensor, text: str) -> tuple[int, list[Linear]]:
     from quantkit.model.linear import QuantLinear
 
     quantized = quantize_rtn(weight, QuantScheme.parse(text), torch.bfloat16)
-    first = QuantLinear(quantized, None, weight.device, torch.bfloat16, allowed_backends("triton"))
+    first = QuantLinear(
+        quantized, None, weight.device, torch.bfloat16, list_allowed_backends("triton")
+    )
     size = sum(buffer.nbytes for buffer in first.buffers())
     others = (
-        QuantLinear(quantized, None, weight.device, torch.bfloat16, allowed_backends("triton"))
+        QuantLinear(quantized, None, weight.device, torch.bfloat16, list_allowed_backends("triton"))
         for _ in range(copies_beyond_cache(size, weight.device) - 1)
     )
     return size, [first, *others]

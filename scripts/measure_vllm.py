@@ -231,7 +231,7 @@ def judge_folder(
     inspection = quantkit.inspect(folder)
     diagnosis = quantkit.diagnose(folder, runtime="vllm")
     named = {
-        finding.rule.name: finding.what
+        finding.rule.name: finding.message
         for finding in diagnosis.findings
         if diagnosis.severity(finding) == "error"
     }

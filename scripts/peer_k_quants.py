@@ -86,7 +86,7 @@ def main() -> None:
 
     import quantkit
     from quantkit.calibration.data import load_calibration
-    from quantkit.calibration.importance import squared_inputs
+    from quantkit.calibration.importance import sum_squared_inputs
     from quantkit.formats.detect import open_checkpoint
     from quantkit.formats.folder import load_checked_tokenizer
     from quantkit.formats.gguf.names import gguf_tensors
@@ -134,7 +134,7 @@ def main() -> None:
             "seed": seed,
         }
         tokens = load_calibration(options.calibration, tokenizer, **settings).tokens
-        sums, counts = squared_inputs(source, tokens)
+        sums, counts = sum_squared_inputs(source, tokens)
         matrix = {
             tensor.name: (sums[module] / counts[module]).numpy()
             for tensor in gguf_tensors(source.config)

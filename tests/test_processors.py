@@ -15,12 +15,12 @@ import torch
 
 from quantkit.base import processors
 from quantkit.base.processors import (
-    checked_threads,
     cpu_features,
     physical_cores,
     processor_name,
     quota_threads,
     set_threads,
+    validate_threads,
 )
 from quantkit.errors import RequestError
 
@@ -99,13 +99,13 @@ def test_hyper_threads_of_a_core_count_once(
 @pytest.mark.parametrize("count", [0, -1, 10**10])
 def test_numbers_out_of_range_are_refused(count: int) -> None:
     with pytest.raises(RequestError, match=r"`threads` is out of range.*expected 1 to \d+"):
-        checked_threads(count)
+        validate_threads(count)
 
 
 def test_as_many_threads_as_processors_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checked_threads(256) == 256
+    assert validate_threads(256) == 256
     monkeypatch.setattr(os, "cpu_count", lambda: 512)
-    assert checked_threads(512) == 512
+    assert validate_threads(512) == 512
 
 
 def test_a_processor_is_described_by_the_system(

@@ -96,7 +96,7 @@ class Drawing:
         self, kind: str, x: tuple[float, float], y: tuple[float, float], color: str | None = None
     ) -> None:
         """A straight line between two points."""
-        ends = dict(zip(("x1", "x2", "y1", "y2"), map(_rounded, (*x, *y)), strict=True))
+        ends = dict(zip(("x1", "x2", "y1", "y2"), map(_format_coordinate, (*x, *y)), strict=True))
         self.shapes.append(
             Shape("line", {"class": kind, **ends, "style": color and f"stroke:{color}"})
         )
@@ -112,7 +112,7 @@ class Drawing:
         title: str | None = None,
     ) -> None:
         """A line of text with its baseline at `y`."""
-        place = {"x": _rounded(x), "y": _rounded(y), "text-anchor": anchor}
+        place = {"x": _format_coordinate(x), "y": _format_coordinate(y), "text-anchor": anchor}
         self.shapes.append(
             Shape(
                 "text", {"class": kind, **place, "style": color and f"fill:{color}"}, content, title
@@ -133,10 +133,12 @@ class Drawing:
         self.text(y_title, 2, 13, "axis", "start")
 
     def label(
-        self, content: str, x: float, y: float, within: Box, taken: list[Box], color: str
+        self, content: str, x: float, y: float, within: Box, occupied_boxes: list[Box], color: str
     ) -> None:
         """A name next to a point."""
-        place = place_label((x, y), (text_width(content), _LINE), _LABEL_DISTANCES, within, taken)
+        place = place_label(
+            (x, y), (text_width(content), _LINE), _LABEL_DISTANCES, within, occupied_boxes
+        )
         self.text(content, place.left, place.high - 4, "name", "start", color)
 
 
@@ -217,7 +219,7 @@ def _relative_width(character: str) -> float:
     return 1.6
 
 
-def _rounded(value: float) -> str:
+def _format_coordinate(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 

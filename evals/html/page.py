@@ -20,7 +20,7 @@ from quantkit.evals.html.charts import (
 )
 from quantkit.evals.html.heatmap import comparable, heat_maps
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
-from quantkit.evals.report import method, position_tables, side_by_side
+from quantkit.evals.report import build_full_tables, build_position_tables, method
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import columns_to_right
 from quantkit.quality.figures import Estimate, significant
@@ -42,10 +42,10 @@ def page(evaluation: Evaluation) -> str:
         evaluation=evaluation,
         headline=headline(evaluation),
         main_model=main_model(evaluation).name,
-        tables=side_by_side(evaluation),
+        tables=build_full_tables(evaluation),
         charts=list(_charts(evaluation)),
         height=HEIGHT,
-        position_tables=position_tables(evaluation),
+        position_tables=build_position_tables(evaluation),
         heat_maps=heat_maps(evaluation),
         comparable=comparable(evaluation),
         token_scale=token_scale(evaluation),
@@ -90,7 +90,7 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     of the other models.
     """
     main = main_model(evaluation)
-    compared = _compared(evaluation)
+    compared = _select_compared_rows(evaluation)
     others = [_summary(evaluation, row) for row in compared if row is not main]
     if evaluation.reference is None:
         return _summary(evaluation, main), None, others
@@ -122,10 +122,10 @@ def main_model(evaluation: Evaluation) -> Row:
             return sum(kls) / len(kls)
         return 0.0
 
-    return min(_compared(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
+    return min(_select_compared_rows(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
 
 
-def _compared(evaluation: Evaluation) -> list[Row]:
+def _select_compared_rows(evaluation: Evaluation) -> list[Row]:
     if evaluation.reference is None:
         return evaluation.rows
     return evaluation.rows[1:]

@@ -45,20 +45,20 @@ def script_data(evaluation: Evaluation) -> str:
             pieces.append(in_list(sample.pieces[token]))
         return numbers[token]
 
-    def guess(sample: TextSample, one: Guess | None) -> list[int]:
-        if one is None:
+    def guess(sample: TextSample, prediction: Guess | None) -> list[int]:
+        if prediction is None:
             return []
-        pairs = zip(one.tokens, one.probabilities, strict=True)
+        pairs = zip(prediction.tokens, prediction.probabilities, strict=True)
         flat = []
         for token, share in pairs:
             for value in (number(sample, token), round(1000 * share)):
                 flat.append(value)
-        return [*flat, round(1000 * one.right)]
+        return [*flat, round(1000 * prediction.right)]
 
-    def divergence(sample: TextSample, one: Guess | None) -> list[str | int]:
-        if one is None:
+    def divergence(sample: TextSample, prediction: Guess | None) -> list[str | int]:
+        if prediction is None:
             return []
-        return [significant(one.kl, 2), *guess(sample, one)]
+        return [significant(prediction.kl, 2), *guess(sample, prediction)]
 
     def plain(sample: TextSample) -> dict[str, list[Any]]:
         return {
@@ -143,9 +143,9 @@ _JOINERS = "\u200d\u200c"
 
 def in_text(piece: bytes | str) -> Markup:
     """Return a token within a text: spaces next to words stay as they are."""
-    text = _decoded(piece)
+    text = _decode_piece(piece)
     if text is None:
-        return _sign(_spelled(piece))
+        return _sign(_spell_piece(piece))
     spaces = not text.strip(" ")
     parts: list[str] = []
     for character in text:
@@ -160,9 +160,9 @@ def in_text(piece: bytes | str) -> Markup:
 
 def in_list(piece: bytes | str) -> str:
     """Return a token in a list, as plain text with all white space visible."""
-    text = _decoded(piece)
+    text = _decode_piece(piece)
     if text is None:
-        return f"⟨{_spelled(piece)}⟩"
+        return f"⟨{_spell_piece(piece)}⟩"
     # Would combine with the character before it.
     combining = unicodedata.category(text[0]).startswith("M")
     return "".join(
@@ -173,7 +173,7 @@ def in_list(piece: bytes | str) -> str:
     )
 
 
-def _decoded(piece: bytes | str) -> str | None:
+def _decode_piece(piece: bytes | str) -> str | None:
     """Return the text of a token; None for incomplete characters and for special tokens, which have
     only a name.
     """
@@ -185,7 +185,7 @@ def _decoded(piece: bytes | str) -> str | None:
         return None
 
 
-def _spelled(piece: bytes | str) -> str:
+def _spell_piece(piece: bytes | str) -> str:
     if isinstance(piece, bytes):
         return piece.hex(" ").upper()
     return piece

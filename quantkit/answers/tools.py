@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.base.arguments import as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_rule
 from quantkit.grammar.schema import MAX_CHARACTERS, check_schema
@@ -89,13 +89,17 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
     """
     if tools is not None and not isinstance(tools, list):
         raise RequestError(
-            "'tools' is of the wrong type", found=shown(tools), expected=f"a list of {_EXPECTED}"
+            "'tools' is of the wrong type",
+            found=format_value(tools),
+            expected=f"a list of {_EXPECTED}",
         )
     require_flags(parallel_tool_calls=True if parallel is None else parallel)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError(
-                "'tool_choice' goes with 'tools'", found=shown(choice), argument="tool_choice"
+                "'tool_choice' goes with 'tools'",
+                found=format_value(choice),
+                argument="tool_choice",
             )
         return None
     if len(tools) > MAX_TOOLS:
@@ -106,7 +110,7 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
         function = _function(tool)
         name = function["name"]
         if name in parameters:
-            raise RequestError("two tools have the same name", found=shown(name))
+            raise RequestError("two tools have the same name", found=format_value(name))
         parameters[name] = function["parameters"]
         if function["strict"]:
             strict.add(name)
@@ -133,22 +137,25 @@ def _function(tool: object) -> dict[str, Any]:
         or tool.get("type") != "function"
         or not isinstance(function, Mapping)
     ):
-        raise RequestError("a tool is of the wrong type", found=shown(tool), expected=_EXPECTED)
+        raise RequestError(
+            "a tool is of the wrong type", found=format_value(tool), expected=_EXPECTED
+        )
     if not _NAME.fullmatch(name := as_string("function.name", function.get("name"))):
         raise RequestError(
             "a tool has an impossible name",
-            found=shown(name),
+            found=format_value(name),
             expected="up to 64 letters, digits, _ - .",
         )
     parameters = function.get("parameters")
     strict = function.get("strict") or False
     if parameters is not None and not isinstance(parameters, Mapping):
         raise RequestError(
-            f"the parameters of {shown(name)} are no JSON schema", found=shown(parameters)
+            f"the parameters of {format_value(name)} are no JSON schema",
+            found=format_value(parameters),
         )
     if parameters and parameters.get("type", "object") != "object":
-        problem = f"the parameters of {shown(name)} are of the wrong type"
-        raise RequestError(problem, found=shown(parameters["type"]), expected="object")
+        problem = f"the parameters of {format_value(name)} are of the wrong type"
+        raise RequestError(problem, found=format_value(parameters["type"]), expected="object")
     require_flags(**{"function.strict": strict})
     return {"name": name, "parameters": parameters or _NOTHING, "strict": strict}
 
@@ -173,10 +180,12 @@ def _find_required_functions(choice: object, names: Sequence[str]) -> tuple[str,
         name = None
     if not isinstance(name, str):
         problem = "'tool_choice' is not known"
-        raise RequestError(problem, found=shown(choice), expected=_CHOICES, argument="tool_choice")
+        raise RequestError(
+            problem, found=format_value(choice), expected=_CHOICES, argument="tool_choice"
+        )
     if name not in names:
         problem = "'tool_choice' names a function that is not among the tools"
-        raise RequestError(problem, found=shown(name), argument="tool_choice")
+        raise RequestError(problem, found=format_value(name), argument="tool_choice")
     return (name,)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.architectures.config import LayerConfig, Limits, ModelConfig
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SCALE, RopeConfig
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 
 _KNOWN = {
@@ -82,7 +82,7 @@ def config_from_meta(
     if "moe" in params or "vision_chunk_size" in params:
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
-        raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
+        raise UnsupportedError("unknown keys", path=where, found=format_value(unknown))
     if settings.has("vocab_size"):
         stated = settings.integer("vocab_size", -1, Limits.width)
     else:

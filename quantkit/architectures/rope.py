@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 
 _REQUIRED = {
@@ -152,7 +152,7 @@ class RopeConfig:
         ignored = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
         if unknown := sorted(set(stated) - known - ignored):
             raise UnsupportedError(
-                f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown)
+                f"unknown setting of {kind} rope scaling", path=where, found=format_value(unknown)
             )
         for name in _REQUIRED[kind]:
             if not inner.has(name):
@@ -279,7 +279,7 @@ def ropes_by_layer(
         raise UnsupportedError(
             "rope_parameters are not by kind of layer",
             path=whole.path,
-            found=shown(unknown),
+            found=format_value(unknown),
             expected=f"{FULL} and {SLIDING}",
         )
     # transformers does not look for the original context outside of these settings.
@@ -291,7 +291,7 @@ def ropes_by_layer(
                 "'truncate' of rope scaling by kind of layer is used by some readers and ignored by"
                 " transformers 5",
                 path=whole.path,
-                found=shown(settings["truncate"]),
+                found=format_value(settings["truncate"]),
                 hint="remove the key to read it as transformers 5 does",
             )
         values = {**outer, "rope_theta": theta, "rope_parameters": dict(settings)}
@@ -341,7 +341,7 @@ def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
         raise UnsupportedError(
             "'type' in rope_scaling is used by transformers 4 and ignored by transformers 5",
             path=whole.path,
-            found=shown(scaling["type"]),
+            found=format_value(scaling["type"]),
             expected="'rope_type'",
             hint="rename the key if positions are to be scaled; remove rope_scaling if not",
         )

@@ -16,14 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeGuard
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
     """Return the error for an argument of the wrong type."""
     problem = f"`{name}` is of the wrong type"
-    return RequestError(problem, found=shown(value), expected=expected, hint=hint, argument=name)
+    return RequestError(
+        problem, found=format_value(value), expected=expected, hint=hint, argument=name
+    )
 
 
 def require_flags(**flags: object) -> None:
@@ -61,7 +63,7 @@ def as_integer(name: str, value: object, minimum: int | None = None) -> int:
         raise wrong_type(name, value, "an integer")
     if minimum is not None and result < minimum:
         raise RequestError(
-            f"`{name}` must be at least {minimum}", found=shown(result), argument=name
+            f"`{name}` must be at least {minimum}", found=format_value(result), argument=name
         )
     return result
 
@@ -74,7 +76,7 @@ def as_number(name: str, value: object) -> float:
         return float(value)
     except OverflowError as error:
         raise RequestError(
-            f"`{name}` is out of range", found=shown(value), argument=name
+            f"`{name}` is out of range", found=format_value(value), argument=name
         ) from error
 
 
@@ -116,7 +118,10 @@ def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise RequestError(
-                f"`{name}` is too long for a path", found=shown(found), expected="a path", hint=hint
+                f"`{name}` is too long for a path",
+                found=format_value(found),
+                expected="a path",
+                hint=hint,
             ) from error
     return Path(found)
 

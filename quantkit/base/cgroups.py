@@ -26,7 +26,7 @@ class MemoryLimit:
     used: int
 
 
-def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+def cpu_quota(root: Path = _ROOT, groups_file: Path = _OWN) -> float | None:
     """Return the processors whose time this process may use, such as 0.5; None without a limit.
 
     Args:
@@ -34,7 +34,7 @@ def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
         own: the file that lists the groups of this process.
     """
     quotas = []
-    for group in _groups("cpu", root, own):
+    for group in _iter_group_folders("cpu", root, groups_file):
         words = _read(group / "cpu.max").split()
         words = words or [
             _read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
@@ -46,10 +46,10 @@ def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
     return min(quotas, default=None)
 
 
-def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
+def memory_limits(root: Path = _ROOT, groups_file: Path = _OWN) -> list[MemoryLimit]:
     """Return the groups that limit this process's memory; arguments as for `cpu_quota`."""
     result = []
-    for group in _groups("memory", root, own):
+    for group in _iter_group_folders("memory", root, groups_file):
         limits, used = (
             [
                 int(text)
@@ -78,13 +78,13 @@ def read_numbers(path: Path) -> dict[str, int]:
     return numbers
 
 
-def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+def _iter_group_folders(controller: str, root: Path, groups_file: Path) -> Iterator[Path]:
     """Folders where this process's groups may be: of the innermost group first.
 
     In a container the outermost folder can be the container's own group, whatever path is listed.
     """
     for _, names, path in (
-        line.split(":", 2) for line in _read(own).splitlines() if line.count(":") > 1
+        line.split(":", 2) for line in _read(groups_file).splitlines() if line.count(":") > 1
     ):
         if not names:  # version 2
             mounts = {root, root / "unified"}

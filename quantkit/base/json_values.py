@@ -34,10 +34,10 @@ def read_json(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", path=path) from error
-    return parsed(text, path)
+    return parse_object(text, path)
 
 
-def parsed(text: str, path: str | Path) -> dict[str, Any]:
+def parse_object(text: str, path: str | Path) -> dict[str, Any]:
     """Return the JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON,
     too deep, or not an object.
     """
@@ -77,7 +77,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"'{key}' holds a number that is not finite",
                 path=path,
-                found=shown(one),
+                found=format_value(one),
                 expected="JSON's numbers",
             )
     return value
@@ -229,7 +229,7 @@ class Settings:
         raise CheckpointError(
             f"holds a value of the wrong type for '{self._full(key)}'",
             path=self.path,
-            found=shown(self.values[key]),
+            found=format_value(self.values[key]),
             expected=expected,
         )
 
@@ -237,7 +237,7 @@ class Settings:
         raise CheckpointError(
             f"'{self._full(key)}' is out of range",
             path=self.path,
-            found=shown(self.values[key]),
+            found=format_value(self.values[key]),
             expected=expected,
         )
 
@@ -247,7 +247,7 @@ class Settings:
         return key
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as messages show it: as Python spells it, and short."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         # Which Python may refuse to spell.

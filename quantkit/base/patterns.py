@@ -15,7 +15,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError
 
 MAX_SECONDS = 2.0
@@ -111,12 +111,14 @@ class Pattern:
                     self._pattern = regex.compile(whole)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
             problem = f"a pattern of {key} is invalid: {error}"
-            raise CheckpointError(problem, path=match_time.path, found=shown(expression)) from error
+            raise CheckpointError(
+                problem, path=match_time.path, found=format_value(expression)
+            ) from error
         if not self._is_fast and _READ_DIFFERENTLY.search(expression):
             raise CheckpointError(
                 f"a pattern of {key} is not supported",
                 path=match_time.path,
-                found=shown(expression),
+                found=format_value(expression),
                 expected="no POSIX classes and no letters in braces",
             )
 
@@ -151,7 +153,7 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
         raise CheckpointError(
             f"a pattern of {key} is too large",
             path=path,
-            found=shown(expression),
+            found=format_value(expression),
             expected=(
                 f"at most {_MAX_LENGTH} letters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH}"
                 " nested groups"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantkit.base.arguments import as_integer
 from quantkit.base.cgroups import cpu_quota
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 
 _MAX_THREADS = 256
@@ -76,14 +76,14 @@ def quota_threads() -> int | None:
     return None
 
 
-def checked_threads(count: object) -> int:
+def validate_threads(count: object) -> int:
     """Return a number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or
     to the number of processors if that is more.
     """
     limit = max(_MAX_THREADS, os.cpu_count() or 1)
     if not 1 <= (result := as_integer("threads", count)) <= limit:
         raise RequestError(
-            "`threads` is out of range", found=shown(result), expected=f"1 to {limit}"
+            "`threads` is out of range", found=format_value(result), expected=f"1 to {limit}"
         )
     return result
 

@@ -33,7 +33,7 @@ silent: Progress = _Silent()
 """Reports to nobody."""
 
 
-def deduplicated(progress: Progress | None) -> Progress:
+def skip_repeated_reports(progress: Progress | None) -> Progress:
     """Return a callback that skips a report equal to the one before; `silent` for None. Raises
     `RequestError` if it is not callable.
     """

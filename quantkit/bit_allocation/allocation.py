@@ -120,15 +120,15 @@ def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[
     ]
 
 
-def _name(own: Collection[Parameter]) -> str:
-    if any(parameter.expert is not None for parameter in own):
+def _name(unit_parameters: Collection[Parameter]) -> str:
+    if any(parameter.expert is not None for parameter in unit_parameters):
         return "experts"
-    if any("shared_expert" in parameter.module for parameter in own):
+    if any("shared_expert" in parameter.module for parameter in unit_parameters):
         shared = "shared "
     else:
         shared = ""
     return shared + " ".join(
-        parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in own
+        parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in unit_parameters
     )
 
 
@@ -228,7 +228,7 @@ class Allocation:
         """Return the estimated KL per token of all units together."""
         return sum(unit.loss for unit in self.units)
 
-    def recipe(self, others: Iterable[Override] = ()) -> Recipe:
+    def recipe(self, requested_overrides: Iterable[Override] = ()) -> Recipe:
         """Return the recipe that gives every unit its scheme; `others` are requested overrides,
         which precede.
         """
@@ -240,7 +240,7 @@ class Allocation:
             for unit in named
             for pattern in unit.modules
         )
-        return Recipe(QuantScheme.parse(default), (*overrides, *others))
+        return Recipe(QuantScheme.parse(default), (*overrides, *requested_overrides))
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's entry."""
@@ -253,11 +253,11 @@ class Allocation:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Allocation:
+    def from_json(cls, fields: Mapping[str, Any]) -> Allocation:
         """Return the result of `to_json`, read back."""
-        target = SizeTarget(found.get("target_bits"), found.get("max_size"))
-        units = [UnitChoice(**one) for one in found["units"]]
-        return cls(target, found["bits_per_weight"], found["weight_bytes"], units)
+        target = SizeTarget(fields.get("target_bits"), fields.get("max_size"))
+        units = [UnitChoice(**one) for one in fields["units"]]
+        return cls(target, fields["bits_per_weight"], fields["weight_bytes"], units)
 
     def table(self) -> list[list[str]]:
         """Return a header and a row for each layer: the schemes of its units, and their

@@ -69,7 +69,7 @@ class Fit:
         if not self.units:
             raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
-        smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
+        smallest, largest = (self._measure_size(self._uniform(last)) for last in (False, True))
         if self.target.bits is not None:
             size = self.target.bits
         else:
@@ -100,7 +100,7 @@ class Fit:
             )
             if 8 * units_alone > requested * sum(unit.weights for unit in self.units):
                 return None
-            modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
+            modules = [spec.name.removesuffix(".weight") for spec in self._preset_specs]
             if len(modules) > 1:
                 more = f" and {len(modules) - 1} more"
             else:
@@ -159,7 +159,7 @@ class Fit:
         """Return the approximate size of all files of weights, before the choice is made."""
         return self._others_bytes + self._room
 
-    def chosen(
+    def choose_allocation(
         self,
         samples: Tensor,
         *,
@@ -203,7 +203,7 @@ class Fit:
             if numbers is None:
                 break
             chosen = [own[number] for own, number in zip(every, numbers, strict=True)]
-            over = self._measured(chosen) - (self.target.bits or self.target.bytes or 0)
+            over = self._measure_size(chosen) - (self.target.bits or self.target.bytes or 0)
             if over <= 0 and any(chosen):
                 best = chosen
                 break
@@ -221,7 +221,10 @@ class Fit:
         """Bytes for the units."""
         if self.target.bytes is not None:
             return self.target.bytes - self._others_bytes
-        return math.floor((self.target.bits or 0) * self._counted / 8 + 1e-6) - self._settled_bytes
+        return (
+            math.floor((self.target.bits or 0) * self._total_weights / 8 + 1e-6)
+            - self._preset_bytes
+        )
 
     @cached_property
     def _others_bytes(self) -> int:
@@ -236,7 +239,7 @@ class Fit:
             result.append(None if last or not option else option[0])
         return result
 
-    def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
+    def _measure_size(self, chosen: Sequence[QuantScheme | None]) -> float:
         """Return a choice's size, in the unit of the target."""
         if self.target.bits is not None:
             return self._bits(chosen)
@@ -246,21 +249,21 @@ class Fit:
         own = sum(
             self._unit_bytes(unit, scheme) for unit, scheme in zip(self.units, chosen, strict=True)
         )
-        return 8 * (own + self._settled_bytes) / self._counted
+        return 8 * (own + self._preset_bytes) / self._total_weights
 
     @cached_property
-    def _counted(self) -> int:
+    def _total_weights(self) -> int:
         """Weights of all linears; an embedding is not one."""
         return sum(unit.weights for unit in self.units) + sum(
-            math.prod(spec.shape) for spec in self._settled_specs
+            math.prod(spec.shape) for spec in self._preset_specs
         )
 
     @cached_property
-    def _settled_bytes(self) -> int:
-        return sum(stored_bytes(spec, self.codes) for spec in self._settled_specs)
+    def _preset_bytes(self) -> int:
+        return sum(count_stored_bytes(spec, self.codes) for spec in self._preset_specs)
 
     @cached_property
-    def _settled_specs(self) -> list[TensorSpec]:
+    def _preset_specs(self) -> list[TensorSpec]:
         linears = (
             (module, scheme) for module, scheme in self.settled.items() if module != EMBEDDING
         )
@@ -279,7 +282,7 @@ class Fit:
 
     def _unit_bytes(self, unit: Unit, scheme: QuantScheme | None) -> int:
         return sum(
-            stored_bytes(self._spec(parameter.name, scheme), self.codes)
+            count_stored_bytes(self._spec(parameter.name, scheme), self.codes)
             for parameter in unit.parameters
         )
 
@@ -309,7 +312,7 @@ class Fit:
             ) from error
 
 
-def stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
+def count_stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
     """Bytes of a weight's codes, scales and zero points in a format that holds them, or of its
     floats.
     """

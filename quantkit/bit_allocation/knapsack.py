@@ -45,15 +45,15 @@ def choose(
     exact = spare // cell <= cells
     if not exact:
         cell = -(-spare // cells)
-    chosen = _chosen(
+    chosen = _solve_knapsack(
         items, [[-(-size // cell) for size in sizes] for sizes in above], spare // cell
     )
     if exact:
         return chosen
-    return _filled_up(items, chosen, room)
+    return _fill_spare_room(items, chosen, room)
 
 
-def _chosen(
+def _solve_knapsack(
     items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int
 ) -> list[int]:
     """Return the exact choice for sizes in cells; the smallest of each item is 0."""
@@ -80,7 +80,9 @@ def _chosen(
     return found[::-1]
 
 
-def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int) -> list[int]:
+def _fill_spare_room(
+    items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int
+) -> list[int]:
     """Return the choice with larger options of smaller loss, while any fits: first the one that
     saves most for its size.
     """

@@ -108,7 +108,7 @@ def choice_flops(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -
     return int(passes + hessians)
 
 
-def tried_weights(
+def count_trial_weights(
     units: Sequence[Unit], options: Sequence[Sequence[QuantScheme]]
 ) -> Counter[QuantScheme]:
     """Count the weights that are rounded in each scheme to estimate its losses, given the
@@ -267,7 +267,7 @@ class RowErrors:
         return 0.5 * lost * weighted.sum().item() / tried
 
 
-def _rounded(
+def _round_columns(
     columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> Tensor:
     """Weights [I, O] rounded to the scales that GPTQ would search."""
@@ -315,7 +315,7 @@ def row_errors(
     counts = [len(rows) for rows in chosen.values()]
     errors: dict[QuantScheme, Sequence[Tensor]] = {}
     for scheme in schemes:
-        residual = _rounded(columns, damped.diagonal, scheme, scale_dtype).sub_(columns)
+        residual = _round_columns(columns, damped.diagonal, scheme, scale_dtype).sub_(columns)
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
     result = {}
     for number, (module, weight) in enumerate(weights.items()):

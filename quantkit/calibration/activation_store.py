@@ -27,7 +27,7 @@ class ActivationStore:
         """
         self._folder = folder
         self._free = {True: memory_bytes, False: gpu_bytes}  # by whether it is on the host
-        self._held: dict[Hashable, Tensor] = {}
+        self._tensors: dict[Hashable, Tensor] = {}
         self._files: dict[Hashable, tuple[Path, torch.Size, torch.dtype]] = {}
         self._count = 0  # of files written so far
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,7 +40,7 @@ class ActivationStore:
             value = _to_host(value, stays=value.nbytes <= self._free[True])
         if value.nbytes <= self._free[_on_host(value)]:
             self._free[_on_host(value)] -= value.nbytes
-            self._held[key] = value
+            self._tensors[key] = value
             return
         path = self._folder / str(self._count)
         with scratch_errors(self._folder):
@@ -54,7 +54,7 @@ class ActivationStore:
     def take(self, key: Hashable) -> Tensor:
         """Remove a tensor and return it, on the device where it was kept."""
         value = self.get(key)
-        if self._held.pop(key, None) is not None:
+        if self._tensors.pop(key, None) is not None:
             self._free[_on_host(value)] += value.nbytes
         else:
             self._files.pop(key)[0].unlink()
@@ -64,35 +64,35 @@ class ActivationStore:
         """Return a tensor, which stays in the store; what is changed in it may stay unchanged there
         until `update`.
         """
-        if (value := self._held.get(key)) is not None:
+        if (value := self._tensors.get(key)) is not None:
             return value
         path, shape, dtype = self._files[key]
         return torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(dtype).view(shape)
 
     def update(self, key: Hashable, value: Tensor) -> None:
         """Replace a tensor by another of its shape and type, on the same device."""
-        if key in self._held:
-            self._held[key] = value
+        if key in self._tensors:
+            self._tensors[key] = value
         else:
             with scratch_errors(self._folder):
                 _write(self._files[key][0], value)
 
     def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
         """Some rows [N, D] of a float32 tensor [..., D], which stays in the store."""
-        if (value := self._held.get(key)) is not None:
+        if (value := self._tensors.get(key)) is not None:
             return value.flatten(0, -2)[numbers.to(value.device)]
-        return torch.from_numpy(self._mapped(key, "r")[numbers.numpy()])
+        return torch.from_numpy(self._map_rows(key, "r")[numbers.numpy()])
 
     def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
         """Add values [N, D] to rows of a float32 tensor [..., D], each listed once."""
-        if (value := self._held.get(key)) is not None:
+        if (value := self._tensors.get(key)) is not None:
             value.view(-1, value.shape[-1]).index_add_(
                 0, numbers.to(value.device), values.to(value.device)
             )
         else:
-            self._mapped(key, "r+")[numbers.numpy()] += values.cpu().numpy()
+            self._map_rows(key, "r+")[numbers.numpy()] += values.cpu().numpy()
 
-    def _mapped(
+    def _map_rows(
         self, key: Hashable, mode: Literal["r", "r+"]
     ) -> np.memmap[Any, np.dtype[np.float32]]:
         """Return the rows of a float32 tensor in a file."""
@@ -101,7 +101,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Free all tensors and remove the folder."""
-        self._held.clear()
+        self._tensors.clear()
         self._files.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -30,7 +30,7 @@ class StreamLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compute_dtype == torch.bfloat16:
-            out = bfloat16_linear(x, self._rounded)
+            out = bfloat16_linear(x, self._bfloat16_weight)
         else:
             out = times(x.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         if self.bias is None:
@@ -40,11 +40,11 @@ class StreamLinear(nn.Linear):
     def drop_solver_weight(self) -> None:
         """Keep only the weight that multiplies samples."""
         if self.compute_dtype == torch.bfloat16:
-            _ = self._rounded  # computed once
+            _ = self._bfloat16_weight  # computed once
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @cached_property
-    def _rounded(self) -> Tensor:
+    def _bfloat16_weight(self) -> Tensor:
         return self.weight.bfloat16()
 
 

@@ -160,7 +160,7 @@ class _Expert:
                 else:
                     because = {}
                 results[name] = replace(result, record={**result.record, **record, **because})
-            distorted = self._distorted(
+            distorted = self._find_distorted(
                 found, unsolved, "all tokens" if all_tokens else "the tokens sent to it"
             )
             reasons = {
@@ -197,13 +197,13 @@ class _Expert:
             statistics.add_pair(inputs * shares, difference)
         return self.pair.solver.solve(linears, statistics, outputs=group.writes)
 
-    def _distorted(
-        self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str
+    def _find_distorted(
+        self, results: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str
     ) -> dict[str, str]:
         """Return the linears that changed by more than their schemes explain, with the reason for
         the manifest.
         """
-        excesses = self.pair.solver.find_excesses(found, linears)
+        excesses = self.pair.solver.find_excesses(results, linears)
         result: dict[str, str] = {}
         for name, (error, bound) in excesses.items():
             result[name] = f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.calibration.conversations import (
     TEMPLATE_SECONDS,
     ModelChat,
     looks_serialized,
     read_messages,
     read_tools,
-    rendered,
+    render_conversation,
 )
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.text.chat import TemplateChat
@@ -156,7 +156,7 @@ class Collector:
                 raise RequestError(
                     f"'{name}' of {place} is a string that is not the JSON of messages",
                     path=self._path,
-                    found=shown(value),
+                    found=format_value(value),
                     expected='[{"role": "user", "content": "..."}]',
                 )
             is_chat = messages is not None
@@ -165,7 +165,7 @@ class Collector:
             else:
                 document = value
             if messages is not None:
-                document = self._rendered(messages, tools, place)
+                document = self._render_conversation(messages, tools, place)
             if document is None:
                 continue
             if not isinstance(document, str):
@@ -190,7 +190,7 @@ class Collector:
 
     def text(self, sha256: str | None = None, source: str | None = None) -> DocumentText:
         """Return all that was collected; without a `sha256`, with that of the text."""
-        text = decoded(b"".join(self._parts[:-1])[: self._limit], whole=False)
+        text = decode_utf8(b"".join(self._parts[:-1])[: self._limit], whole=False)
         notes = list(self._notes)
         if self._refused:
             count = len(self._refused) + len(self._documents)
@@ -203,7 +203,7 @@ class Collector:
             text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes)
         )
 
-    def _rendered(
+    def _render_conversation(
         self, messages: Sequence[Mapping[str, object]], tools: object, place: str
     ) -> str | None:
         """Return the text of a conversation; None if it cannot be rendered."""
@@ -217,7 +217,7 @@ class Collector:
                 ]
             self._notes += notes
         try:
-            text = self._rendered_with_tools(messages, read_tools(tools))
+            text = self._render_with_tools(messages, read_tools(tools))
         except (RequestError, CheckpointError) as error:
             # What is rendered in time depends on the machine.
             if self._budget.spent:
@@ -234,18 +234,18 @@ class Collector:
             return text.removeprefix(self._chat.start)
         return text
 
-    def _rendered_with_tools(
+    def _render_with_tools(
         self,
         messages: Sequence[Mapping[str, object]],
         schemas: Sequence[Mapping[str, object]] | None,
     ) -> str:
         """Render a conversation; leave its tools out, with a note, if the template prints none."""
         try:
-            return rendered(messages, self._chat, self._budget, schemas)
+            return render_conversation(messages, self._chat, self._budget, schemas)
         except RequestError as error:
             if schemas is None or error.argument != "tools":
                 raise
-            text = rendered(messages, self._chat, self._budget)
+            text = render_conversation(messages, self._chat, self._budget)
         if self._prints_tools:
             self._prints_tools = False
             self._notes.append(
@@ -254,6 +254,6 @@ class Collector:
         return text
 
 
-def decoded(raw: bytes | bytearray, *, whole: bool) -> str:
+def decode_utf8(raw: bytes | bytearray, *, whole: bool) -> str:
     """Return the text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
     return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.text.chat import TemplateChat, message_text, template_chat
 from quantkit.text.chat_template import ChatTemplates, Message
@@ -39,7 +39,7 @@ def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, l
         return None, [f"{problem}; conversations are used as plain text"]
 
 
-def rendered(
+def render_conversation(
     messages: Sequence[Message],
     chat: TemplateChat | None,
     budget: Budget,
@@ -95,12 +95,14 @@ def read_tools(value: object) -> list[Mapping[str, object]] | None:
             tools = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                "'tools' is not JSON", found=shown(value), expected=_TOOLS
+                "'tools' is not JSON", found=format_value(value), expected=_TOOLS
             ) from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError("'tools' is not a list of tools", found=shown(value), expected=_TOOLS)
+        raise RequestError(
+            "'tools' is not a list of tools", found=format_value(value), expected=_TOOLS
+        )
     return tools
 
 
@@ -127,10 +129,13 @@ def plain(messages: Sequence[Message]) -> str:
     )
 
 
-def _message(one: Message) -> Message:
+def _message(message: Message) -> Message:
     """Return a message; one in ShareGPT's form, ``from`` and ``value``, with the keys that
     templates read.
     """
-    if "role" in one or "from" not in one:
-        return one
-    return {"role": _SHAREGPT_ROLES.get(str(one["from"]), one["from"]), "content": one.get("value")}
+    if "role" in message or "from" not in message:
+        return message
+    return {
+        "role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]),
+        "content": message.get("value"),
+    }

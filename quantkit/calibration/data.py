@@ -100,14 +100,14 @@ def load_calibration(
     found = _read(source, samples, length, seed, column, chat)
     text = found.text
     specials = found.specials
-    path = _shown(source)
+    path = _describe_source(source)
     generator = torch.Generator().manual_seed(seed)
     _require_enough_text(text, tokenizer, samples, length, path, specials=specials)
     tokens = None
     if len(text) > max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length):
         tokens = _from_pieces(text, tokenizer, samples, length, generator, specials)
     if tokens is None:
-        lead, ids = _tokenized_sample(text, tokenizer, length, path, specials)
+        lead, ids = _tokenize_sample(text, tokenizer, length, path, specials)
         size = length - len(lead)
         starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
         windows = torch.tensor(ids).unfold(0, size, 1)[starts]
@@ -135,11 +135,13 @@ def require_calibration(
     found = _read(source, samples, length, seed, column, chat)
     text = found.text
     specials = found.specials
-    _require_enough_text(text, tokenizer, samples, length, _shown(source), specials=specials)
+    _require_enough_text(
+        text, tokenizer, samples, length, _describe_source(source), specials=specials
+    )
     beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
-    lead, ids = tokenized(beginning, tokenizer, specials=specials)
+    lead, ids = tokenize_text(beginning, tokenizer, specials=specials)
     if len(lead) + len(ids) < length:
-        _tokenized_sample(text, tokenizer, length, _shown(source), specials)
+        _tokenize_sample(text, tokenizer, length, _describe_source(source), specials)
 
 
 def require_samples(samples: int, length: int) -> None:
@@ -159,7 +161,7 @@ def require_samples(samples: int, length: int) -> None:
         )
 
 
-def _shown(source: TextSource) -> str | Path:
+def _describe_source(source: TextSource) -> str | Path:
     """Return a source as errors name it."""
     if isinstance(source, str | Path):
         return source
@@ -180,11 +182,11 @@ def _read(
     limit = max(BYTES_PER_TOKEN * samples * length, MIN_BYTES)
     documents = read_documents(source, limit, column=column, chat=chat)
     if not documents.text.strip():
-        raise RequestError("the calibration text is empty", path=_shown(source))
+        raise RequestError("the calibration text is empty", path=_describe_source(source))
     if samples > len(documents.text):
         raise RequestError(
             "more samples than characters in the calibration text",
-            path=_shown(source),
+            path=_describe_source(source),
             found=f"{samples} samples",
             expected=f"at most {len(documents.text)}",
             hint="give more text, or fewer `samples`",
@@ -204,7 +206,7 @@ def _require_enough_text(
     if len(text) >= CHARACTERS_PER_TOKEN * required:
         return
     beginning = text[:MAX_WHOLE_LENGTH]
-    lead, ids = tokenized(beginning, tokenizer, specials=specials)
+    lead, ids = tokenize_text(beginning, tokenizer, specials=specials)
     num_tokens = round(len(ids) * len(text) / len(beginning))
     # A text shorter than one sample has another error.
     if not length - len(lead) <= num_tokens < required:
@@ -222,11 +224,11 @@ def _require_enough_text(
     )
 
 
-def _tokenized_sample(
+def _tokenize_sample(
     text: str, tokenizer: Tokenizer, length: int, path: str | Path, specials: bool
 ) -> tuple[list[int], list[int]]:
-    """As `tokenized`; a text with less than one sample is a `RequestError`."""
-    lead, ids = tokenized(text, tokenizer, specials=specials)
+    """As `tokenize_text`; a text with less than one sample is a `RequestError`."""
+    lead, ids = tokenize_text(text, tokenizer, specials=specials)
     size = length - len(lead)
     if len(ids) < size:
         raise RequestError(
@@ -255,7 +257,7 @@ def _from_pieces(
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
         piece = text[start : start + width]
         word = next((i for i, letter in enumerate(piece) if letter.isspace()), 0)
-        lead, ids = tokenized(piece[word:].lstrip(), tokenizer, specials=specials)
+        lead, ids = tokenize_text(piece[word:].lstrip(), tokenizer, specials=specials)
         # The last word may be cut.
         if len(lead) + len(ids) <= length:
             return None
@@ -263,7 +265,7 @@ def _from_pieces(
     return torch.tensor(rows)
 
 
-def tokenized(
+def tokenize_text(
     text: str, tokenizer: Tokenizer, *, specials: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return the tokens that a prompt begins with, such as BOS, and the tokens of a text after

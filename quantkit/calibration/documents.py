@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.base.json_values import LINES_OF_ARRAY
-from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decoded
+from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decode_utf8
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time
@@ -107,7 +107,9 @@ def read_documents(
     if not isinstance(source, str | os.PathLike):
         collector = Collector(name, limit, column, chat)
         collector.collect(
-            _dataset_rows(source, collector) if hasattr(source, "features") else _numbered(source)
+            _dataset_rows(source, collector)
+            if hasattr(source, "features")
+            else _number_rows(source)
         )
         return collector.text()
     if dataset := hub_id(source):
@@ -127,7 +129,7 @@ def read_documents(
             )
         collector = Collector(path, limit, column, chat)
         with _of_datasets(path, "give a folder that Dataset.save_to_disk wrote"):
-            collector.collect(_dataset_rows(_saved_dataset(path), collector))
+            collector.collect(_dataset_rows(_load_saved_dataset(path), collector))
         return collector.text()
     return _file_text(path, limit, column, chat)
 
@@ -152,7 +154,7 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
                     raw += part
                 # The rest is hashed in the same pass, as a pipe can be read only once.
                 digest = hashlib.file_digest(file, lambda: hashlib.sha256(raw))
-                return DocumentText(decoded(raw, whole=len(raw) < limit), digest.hexdigest())
+                return DocumentText(decode_utf8(raw, whole=len(raw) < limit), digest.hexdigest())
             file.seek(0)
             return collector.text(hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
@@ -208,7 +210,7 @@ def _of_datasets(path: str | Path, hint: str) -> Iterator[None]:
         ) from error
 
 
-def _saved_dataset(path: Path) -> Any:
+def _load_saved_dataset(path: Path) -> Any:
     from datasets import load_from_disk
 
     from_disk = load_from_disk(str(path))
@@ -231,7 +233,7 @@ def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object
         for name, kind in rows.features.items():
             columns[name] = str(getattr(kind, "dtype", "")).endswith("string")
         rows = rows.select_columns(collector.columns(columns))
-    return _numbered(_without_nulls(row) for row in rows)
+    return _number_rows(_without_nulls(row) for row in rows)
 
 
 def _without_nulls(row: Any) -> Any:
@@ -249,7 +251,7 @@ def _prune(value: Any) -> Any:
     return value
 
 
-def _numbered(rows: Iterable[object]) -> Iterator[tuple[str, object]]:
+def _number_rows(rows: Iterable[object]) -> Iterator[tuple[str, object]]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -283,7 +285,7 @@ def _parquet_rows(path: Path, collector: Collector) -> Iterator[tuple[str, objec
                 {field.name: str(field.type).endswith("string") for field in table.schema_arrow}
             )
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
-            yield from _numbered(
+            yield from _number_rows(
                 _without_nulls(row) for batch in batches for row in batch.to_pylist()
             )
     except ArrowException as error:

@@ -96,7 +96,7 @@ class Effort:
         """Return whether the float stream has a batch."""
         return index % self._stride(batches) == 0
 
-    def followed(self, batches: int) -> int:
+    def count_float_batches(self, batches: int) -> int:
         """Return how many of all batches the float stream has."""
         return -(-batches // self._stride(batches))
 
@@ -240,11 +240,11 @@ def inner_width(config: ModelConfig) -> int:
     return max(columns, default=config.hidden_size)
 
 
-def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
+def compute_float_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
     """Return the share of batches, for samples of a shape [N, T], that the float stream has."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
-    return effort.followed(batches) / batches
+    return effort.count_float_batches(batches) / batches
 
 
 def activation_bytes(
@@ -259,7 +259,7 @@ def activation_bytes(
     this memory, so they write less to disk, unless their shares are so few batches that the float
     stream has more of them.
     """
-    streams = 1 + followed_share(config, shape, effort)
+    streams = 1 + compute_float_share(config, shape, effort)
     between = 0.0
     # Of each token the residual twice, its norm, and the inputs of a linear.
     if config.tensors is not None:

@@ -13,8 +13,8 @@ from quantkit.calibration.effort import (
     FACTOR_ROWS,
     Effort,
     batch_samples,
+    compute_float_share,
     every_group,
-    followed_share,
     gradient_activation_bytes,
     groups_of,
     inner_width,
@@ -131,7 +131,7 @@ def calibration_seconds(
     """
     samples, length = shape
     batches = -(-samples // batch_samples(config, length)) * (
-        1 + followed_share(config, shape, effort)
+        1 + compute_float_share(config, shape, effort)
     )
     groups = every_group(config)
     columns = sum(count * group.columns for group, count in groups)
@@ -144,7 +144,7 @@ def calibration_seconds(
 
 def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
     """Operations of samples of a shape [N, T] in the blocks, which may be in bfloat16."""
-    followed = followed_share(config, shape, effort)
+    followed = compute_float_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
         # An expert is run for its sums, and for its output.
@@ -201,7 +201,7 @@ def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> 
     float32.
     """
     tokens = math.prod(shape)
-    followed = followed_share(config, shape, effort)
+    followed = compute_float_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
         own = group.share * tokens

@@ -38,7 +38,7 @@ with a tenth of the mean diagonal added, and 5 % lower with all of it.
 def measure_factors(
     source: Checkpoint,
     samples: Tensor,
-    wanted: Collection[str],
+    linear_names: Collection[str],
     store: ActivationStore,
     *,
     device: torch.device,
@@ -75,7 +75,7 @@ def measure_factors(
     passes.turn(share.start, stretches.next(head))
     for layer in reversed(range(first_layer, layers)):
         progress(GRADIENTS, head + 2 * layers - layer - 1, total, "layers")
-        sums = _Sums(source, layer, wanted, device, samples.numel())
+        sums = _Sums(source, layer, linear_names, device, samples.numel())
         passes.backward(layer, sums.add)
         sums.release(group, factors)
         malloc_trim()
@@ -90,7 +90,7 @@ class _Sums:
         self,
         source: Checkpoint,
         layer: int,
-        wanted: Collection[str],
+        linear_names: Collection[str],
         device: torch.device,
         tokens: int,
     ) -> None:
@@ -99,7 +99,9 @@ class _Sums:
         self._groups: list[tuple[InputGroup, list[str]]] = []
         for group in input_groups(source.config, layer):
             names = [prefix + module for module in group.modules]
-            if has_factor(source.config, layer, group.branch) and not set(names).isdisjoint(wanted):
+            if has_factor(source.config, layer, group.branch) and not set(names).isdisjoint(
+                linear_names
+            ):
                 self._groups.append((group, names))
         self._of = {name: names for _, names in self._groups for name in names}
         self._rows: dict[str, int] = {}

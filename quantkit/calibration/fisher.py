@@ -19,7 +19,7 @@ from quantkit.architectures.topology import input_groups
 from quantkit.base.progress import Progress, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import batch_samples
-from quantkit.calibration.streams import embedded, step_of_samples
+from quantkit.calibration.streams import embed_batches, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
@@ -64,8 +64,8 @@ class FisherPasses:
             if len(part):
                 for batch in torch.split(part, step):
                     batches.append(batch)
-        self._states = list(embedded(source, batches))
-        self._store, self._held = store, dict[tuple[str, int, int], Tensor]()
+        self._states = list(embed_batches(source, batches))
+        self._store, self._inputs = store, dict[tuple[str, int, int], Tensor]()
         self._kept = -(-kept // step)  # batches
         self._step = step_of_samples(source.config, length, device)
 
@@ -162,7 +162,9 @@ class FisherPasses:
         block = self._block(layer)
         prefix = BLOCK_PREFIX.format(layer)
 
-        def listen(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        def add_gradient_hook(
+            name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor
+        ) -> None:
             assert isinstance(module, nn.Linear)
             out.register_hook(lambda gradient: add(name, module, gradient.flatten(0, -2)))  # type: ignore[no-untyped-call]
 
@@ -175,7 +177,7 @@ class FisherPasses:
                         torch.zeros(0, module.out_features, device=self._device),
                     )
                     hooks.enter_context(
-                        module.register_forward_hook(partial(listen, prefix + name))
+                        module.register_forward_hook(partial(add_gradient_hook, prefix + name))
                     )
             for index, gradient in enumerate(self._states):
                 inputs = self._take(layer, index).to(self._device, torch.float32).requires_grad_()
@@ -187,14 +189,14 @@ class FisherPasses:
     def _keep(self, layer: int, index: int, inputs: Tensor) -> None:
         """Keep a batch of a block's inputs up to the backward pass."""
         if self._store is None:
-            self._held[_KEY, layer, index] = inputs
+            self._inputs[_KEY, layer, index] = inputs
         else:
             self._store.put((_KEY, layer, index), inputs)
 
     def _take(self, layer: int, index: int) -> Tensor:
         key = _KEY, layer, index
         if self._store is None:
-            return self._held.pop(key)
+            return self._inputs.pop(key)
         return self._store.take(key)
 
     def _block(self, layer: int) -> Block:

@@ -95,7 +95,7 @@ class GroupSolver:
         for name in linears:
             by_scheme[self.schemes[name]].append(name)
         weights = {
-            scheme: _stacked([linears[name] for name in names])
+            scheme: _stack_weights([linears[name] for name in names])
             for scheme, names in by_scheme.items()
         }
         try:
@@ -281,7 +281,7 @@ class GroupSolver:
             outputs=outputs,
         )
         error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
-        joined = rows.map(partial(self._joined, total))
+        joined = rows.map(partial(self._join_rows, total))
         return joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
 
     def _find_exceeding_rows(
@@ -314,7 +314,7 @@ class GroupSolver:
             by_scheme[self.schemes[name]].append(taken[name])
         if "" in taken and len(by_scheme) == 1:
             return {next(iter(by_scheme)): taken[""]}
-        return {scheme: OutputFactor.joined(parts) for scheme, parts in by_scheme.items()}
+        return {scheme: OutputFactor.concatenate(parts) for scheme, parts in by_scheme.items()}
 
     def _start(
         self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor
@@ -336,7 +336,7 @@ class GroupSolver:
         share = self.group.share(len(found.codes))
         return found.rows(share.start, share.stop)
 
-    def _joined(self, total: int, rows: Tensor) -> Tensor:
+    def _join_rows(self, total: int, rows: Tensor) -> Tensor:
         """Return all rows of a tensor, of which each process has its share; floats of 16 bits
         travel as float32.
         """
@@ -355,7 +355,7 @@ def drift_damping(inputs: int, tokens: int) -> float:
     return max(DAMPING, _NOISE * inputs / tokens)
 
 
-def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
+def _stack_weights(linears: Sequence[nn.Linear]) -> Tensor:
     """Return the rows of all linears, one linear below the other; the linears' own weights become
     views of them.
     """

@@ -84,14 +84,14 @@ class HessianAccumulator:
         return released
 
     def _sum_unpaired(self) -> None:
-        if (x := self._unpaired.taken()) is not None:
+        if (x := self._unpaired.take_all()) is not None:
             if self.hessian is None:
                 self.hessian = torch.zeros_like(self.paired)
             add_square_(self.hessian, x)
 
     def _sum_pairs(self) -> None:
-        x = self._inputs.taken()
-        difference = self._differences.taken()
+        x = self._inputs.take_all()
+        difference = self._differences.take_all()
         if x is not None:
             add_square_(self.paired, x)
             if difference is not None:
@@ -120,7 +120,7 @@ class _Columns:
         self._count += kept
         return rows[kept:]
 
-    def taken(self) -> Tensor | None:
+    def take_all(self) -> Tensor | None:
         """Return all rows as columns [I, N], valid until more are added; None if there are none."""
         count = self._count
         self._count = 0

@@ -51,12 +51,12 @@ def input_importance(
         UnsupportedError: if transformers cannot run the model.
     """
     tokens = sample_tokens(source, tokenizer, *importance_tokens(source))
-    sums, counts = squared_inputs(source, tokens, linears=linears, progress=progress)
+    sums, counts = sum_squared_inputs(source, tokens, linears=linears, progress=progress)
     found = {name: importance_of(total, counts[name]) for name, total in sums.items()}
     return {name: weights for name, weights in found.items() if weights is not None}
 
 
-def squared_inputs(
+def sum_squared_inputs(
     source: Checkpoint,
     tokens: Tensor,
     *,
@@ -100,7 +100,7 @@ def sample_tokens(
     """
     if tokenizer is not None:
         try:
-            text = PackagedText.of(tokenizer, None, seed=0, wanted=samples * length)
+            text = PackagedText.of(tokenizer, None, seed=0, token_count=samples * length)
             drawn = text.draw(
                 samples=samples,
                 length=length,

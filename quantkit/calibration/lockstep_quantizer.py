@@ -72,7 +72,7 @@ class LockstepQuantizer(RtnQuantizer):
                 for spec in block.tensors:
                     if spec.scheme is not None:
                         stored.add(spec.name.removesuffix(".weight"))
-        open_ = {module for module in self._solved_by_samples() if module not in stored}
+        open_ = {module for module in self._find_calibrated_modules() if module not in stored}
         dtype = choose_scale_dtype(
             self.source, (spec for block in blocks for spec in block.tensors)
         )
@@ -95,15 +95,15 @@ class LockstepQuantizer(RtnQuantizer):
         for spec in block.tensors:
             if spec.name not in self._done:
                 modules.add(spec.name.removesuffix(".weight"))
-        wanted = modules & self._solved_by_samples()
+        wanted = modules & self._find_calibrated_modules()
         try:
             while not wanted <= self._results.keys():
                 self._results |= next(self._rounds)
         except NonFiniteError as error:
-            raise self._explained(error, block) from error
+            raise self._explain_error(error, block) from error
         return self._tensors(block, {module: self._results.pop(module) for module in wanted})
 
-    def _solved_by_samples(self) -> set[str]:
+    def _find_calibrated_modules(self) -> set[str]:
         """Return the modules on disk that samples reach and that have a scheme."""
         reached = (
             module
@@ -163,32 +163,37 @@ class _Streams:
         groups = [
             group
             for group in self._survey.groups
-            if any(self._wanted(site) for site in group.sites)
+            if any(self._select_modules(site) for site in group.sites)
         ]
         while groups and not any(
-            module in modules for site in groups[-1].sites for module in self._wanted(site)
+            module in modules for site in groups[-1].sites for module in self._select_modules(site)
         ):
             groups.pop()
-        total = sum(len(self._wanted(site)) for group in groups for site in group.sites)
+        total = sum(len(self._select_modules(site)) for group in groups for site in group.sites)
         passed = 0
         if not groups:
             return
         self._progress("quantize", 0, total, "linears")
-        arrived = self._passage.inputs(
-            groups, self._batches, spill, self._arrived, self._before, self._left
+        arrived = self._passage.iterate_inputs(
+            groups,
+            self._batches,
+            spill,
+            self._accumulate_inputs,
+            self._switch_stream,
+            self._free_part,
         )
         with closing(arrived):
             for group in arrived:
-                results = self._solved(group)
-                passed += sum(len(self._wanted(site)) for site in group.sites)
+                results = self._solve_group(group)
+                passed += sum(len(self._select_modules(site)) for site in group.sites)
                 self._progress("quantize", passed, total, "linears")
                 yield results
 
-    def _wanted(self, site: Site) -> list[str]:
+    def _select_modules(self, site: Site) -> list[str]:
         """Return the modules on disk of a site that have a scheme."""
         return [module for module, _, _ in site.rows if module in self._schemes]
 
-    def _before(self, index: int) -> None:
+    def _switch_stream(self, index: int) -> None:
         """Give the model the parameters of a batch's stream."""
         if self._is_float[index] == self._active:
             return
@@ -196,14 +201,14 @@ class _Streams:
         for name, versions in self._versions.items():
             set_parameter(self._passage.lazy.model, name, versions[self._active])
 
-    def _left(self, part: str) -> None:
+    def _free_part(self, part: str) -> None:
         """Free what a part had in either stream."""
         for name in list(self._versions):
             if self._passage.lazy.part_of(name) == part:
                 del self._versions[name]
         malloc_trim()
 
-    def _arrived(self, index: int, place: Hashable, value: Any) -> None:
+    def _accumulate_inputs(self, index: int, place: Hashable, value: Any) -> None:
         if isinstance(place, Routed):
             if not self._is_float[index]:
                 self._counts[place.module].update(dict(enumerate(value)))
@@ -233,23 +238,23 @@ class _Streams:
             if others or floats.shape != inputs.shape:
                 floats = inputs
             if self._drifted:
-                difference = _weighted(floats - inputs, shares)
+                difference = _apply_shares(floats - inputs, shares)
             else:
                 difference = None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
                 # Of this batch's stream.
                 floats = self._passage.lazy.model.get_parameter(site.parameter)
                 difference = times(difference.flatten(0, -2), site.of(floats).t())
-            self._sums.add_pair(_weighted(inputs, shares), difference)
+            self._sums.add_pair(_apply_shares(inputs, shares), difference)
             self._waiting = None
             return
         own: _Rows = brought.inputs.float(), brought.tokens, brought.shares
         if brought.at is not None and self._is_starved(site, brought.inputs.shape[-1]):
             own = brought.at(None).float(), None, None
         if index in self._pairs:
-            self._waiting = own[0].clone(), _copied(own[1]), _copied(own[2])
+            self._waiting = own[0].clone(), _clone_optional(own[1]), _clone_optional(own[2])
         else:
-            self._sums.add(_weighted(own[0], own[2]))
+            self._sums.add(_apply_shares(own[0], own[2]))
 
     def _by_outputs(self, group: Inputs, width: int) -> bool:
         """Return whether the drift is that of the outputs: where these are one product's, and fewer
@@ -266,9 +271,9 @@ class _Streams:
         return self._counts[site.module][site.expert] < MIN_TOKENS_PER_INPUT * width
 
     def _is_stored(self, site: Site) -> bool:
-        return all(module in self._stored for module in self._wanted(site))
+        return all(module in self._stored for module in self._select_modules(site))
 
-    def _solved(self, group: Inputs) -> dict[str, Result]:
+    def _solve_group(self, group: Inputs) -> dict[str, Result]:
         """Solve the weights of a group, and let the quantized stream have them."""
         model = self._passage.lazy.model
         sums = self._sums
@@ -294,7 +299,7 @@ class _Streams:
             record = self._tokens(group.sites[0])
             outputs = self._by_outputs(group, len(sums.paired))
             for module, result in self._solver.solve(linears, sums, outputs=outputs).items():
-                results[module] = self._accepted(
+                results[module] = self._accept_or_round(
                     module, replace(result, record={**result.record, **record}), weights
                 )
         found = {module: result.weight for module, result in results.items()}
@@ -320,7 +325,9 @@ class _Streams:
             return {"tokens": every, "tokens_from": "all", "routed_tokens": sent}
         return {"tokens": sent, "tokens_from": "routed"}
 
-    def _accepted(self, module: str, result: Result, weights: Mapping[str, Tensor]) -> Result:
+    def _accept_or_round(
+        self, module: str, result: Result, weights: Mapping[str, Tensor]
+    ) -> Result:
         """Return a result, or the weight rounded, if the result has changed by more than its scheme
         explains.
         """
@@ -331,7 +338,7 @@ class _Streams:
         kept = {key: value for key, value in result.record.items() if "tokens" in key}
         return self._solver.round(module, weights[module], {**kept, "tokens_reason": reason})
 
-    def _install(self, site: Site, found: Mapping[str, QuantTensor]) -> None:
+    def _install(self, site: Site, weights: Mapping[str, QuantTensor]) -> None:
         model = self._passage.lazy.model
         name = site.parameter
         if name not in self._versions:
@@ -339,19 +346,19 @@ class _Streams:
             self._versions[name] = nn.Parameter(floats.clone(), requires_grad=False), floats
         quantized = self._versions[name][0]
         for module, start, stop in site.rows:
-            if module in found:
-                site.of(quantized.data)[start:stop] = found[module].dequantize()
+            if module in weights:
+                site.of(quantized.data)[start:stop] = weights[module].dequantize()
         if not self._active:
             set_parameter(model, name, quantized)
 
 
-def _copied(value: Tensor | None) -> Tensor | None:
+def _clone_optional(value: Tensor | None) -> Tensor | None:
     if value is None:
         return None
     return value.clone()
 
 
-def _weighted(rows: Tensor, shares: Tensor | None) -> Tensor:
+def _apply_shares(rows: Tensor, shares: Tensor | None) -> Tensor:
     """Rows [N, I] times the shares [N] of an expert's output, if there are any."""
     if shares is None:
         return rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.base.progress import Progress, silent
-from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, rendered
+from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, render_conversation
 from quantkit.calibration.data import Calibration
 from quantkit.data.files import CALIBRATION
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
@@ -69,7 +69,7 @@ class PackagedText:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, wanted: int
+        cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, token_count: int
     ) -> PackagedText:
         """Tokenize the text, the documents of each kind in an order that depends on the seed, and
         no more of them than the tokens that are `wanted` need. `chat` renders dialogues; None is
@@ -90,7 +90,7 @@ class PackagedText:
         dialogues: list[list[int] | None] = []
         for name, own in documents.items():
             ids: list[int] = []
-            enough = _SPREAD * wanted * weights[name] // sum(weights.values())
+            enough = _SPREAD * token_count * weights[name] // sum(weights.values())
             for index in torch.randperm(len(own), generator=generator).tolist():
                 if len(ids) > enough:
                     break
@@ -275,7 +275,7 @@ def _document_tokens(
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
     try:
         ids = tokenizer.encode(
-            rendered(document["messages"], chat, budget), specials=True, bos=False
+            render_conversation(document["messages"], chat, budget), specials=True, bos=False
         )
     except (RequestError, CheckpointError):
         return None

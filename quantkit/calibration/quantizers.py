@@ -73,7 +73,7 @@ class TensorBlock:
     tensors: tuple[TensorSpec, ...]
     folder: str = ""
 
-    def written_as(self, name: str) -> str:
+    def to_output_name(self, name: str) -> str:
         """Return the name in the output of one of its tensors."""
         return in_folder(self.folder, name)
 
@@ -84,7 +84,7 @@ class TensorBlock:
         calibrated = (
             spec.name for spec in self.tensors if spec.scheme is not None or is_scale(spec.name)
         )
-        return written.names.issuperset(map(self.written_as, calibrated))
+        return written.names.issuperset(map(self.to_output_name, calibrated))
 
 
 @dataclass
@@ -129,7 +129,7 @@ class RtnQuantizer:
             for spec in block.tensors:
                 specs[spec.name] = spec
         scales = (
-            block.written_as(spec.name)
+            block.to_output_name(spec.name)
             for block in blocks
             for spec in block.tensors
             if is_scale(spec.name)
@@ -139,7 +139,7 @@ class RtnQuantizer:
             observed = in_phase(self.progress, CACHE_SCALES)
             tokens = self.cache_sample()
             self._scales = scales_on_sample(
-                self.source, specs, lambda spec: self._rounded(spec)[0], tokens, observed
+                self.source, specs, lambda spec: self._round_tensor(spec)[0], tokens, observed
             )
         yield
 
@@ -159,12 +159,12 @@ class RtnQuantizer:
             spec
             for block in blocks
             for spec in block.tensors
-            if spec.scheme is not None and block.written_as(spec.name) not in self._done
+            if spec.scheme is not None and block.to_output_name(spec.name) not in self._done
         )
 
     def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
         for spec in block.tensors:
-            name = block.written_as(spec.name)
+            name = block.to_output_name(spec.name)
             result = results.pop(spec.name.removesuffix(".weight"), None)
             if name in self._done:
                 continue
@@ -173,15 +173,19 @@ class RtnQuantizer:
             else:
                 yield (
                     name,
-                    *(self._rounded(spec) if result is None else self._checked(spec, result)),
+                    *(
+                        self._round_tensor(spec)
+                        if result is None
+                        else self._check_result(spec, result)
+                    ),
                 )
 
-    def _rounded(self, spec: TensorSpec) -> _Recorded:
+    def _round_tensor(self, spec: TensorSpec) -> _Recorded:
         """Return one tensor of the output, rounded to nearest if it is to be quantized."""
         if spec in self._rounded_before:
             self._uses[spec] -= 1
             keeps = self._uses[spec] > 0
-            return self._checked(
+            return self._check_result(
                 spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec)
             )
         weight = floats_of(self.source.load(spec.name))
@@ -212,9 +216,9 @@ class RtnQuantizer:
         self._uses[spec] -= 1
         if self._uses[spec] > 0:
             self._rounded_before[spec] = result
-        return self._checked(spec, result)
+        return self._check_result(spec, result)
 
-    def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
+    def _explain_error(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
         """Return an error of solving a block, with the path; raises another that names a tensor
         that holds NaN or Inf.
         """
@@ -226,7 +230,7 @@ class RtnQuantizer:
             cast_finite(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
 
-    def _checked(self, spec: TensorSpec, result: Result) -> _Recorded:
+    def _check_result(self, spec: TensorSpec, result: Result) -> _Recorded:
         """Return a quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
         if not has_finite_scales(result.weight):
             raise scale_out_of_range(spec.name, spec.dtype, self.source)
@@ -371,7 +375,7 @@ class GptqQuantizer(RtnQuantizer):
         assert self._streams is not None
 
         def load_written(name: str) -> Tensor | QuantTensor:
-            return self._written.load(block.written_as(name))
+            return self._written.load(block.to_output_name(name))
 
         stored = None if layer in self._unsolved else load_written
         results: dict[str, Result] = {}
@@ -388,7 +392,7 @@ class GptqQuantizer(RtnQuantizer):
                     largest = self.group.join(maxima.largest.unsqueeze(0), self.group.size).amax(0)
                     self._scales |= scales_of(layer, largest, scales[0].dtype, self.source.path)
         except NonFiniteError as error:
-            raise self._explained(error, block) from error
+            raise self._explain_error(error, block) from error
         return results
 
     def _report(self, layer: int, count: int) -> None:

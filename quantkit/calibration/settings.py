@@ -133,7 +133,7 @@ class GptqSettings:
     def _load_packaged_text(self, source: Checkpoint) -> PackagedText:
         chat, notes = model_chat(source.path, self.tokenizer)
         text = PackagedText.of(
-            self.tokenizer, chat, seed=self.seed, wanted=self.samples * self.length
+            self.tokenizer, chat, seed=self.seed, token_count=self.samples * self.length
         )
         return replace(text, notes=(*notes, *text.notes))
 

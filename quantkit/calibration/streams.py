@@ -41,7 +41,7 @@ _INPUTS = "inputs"
 _MIN_ROWS = 2048
 
 
-def embedded(
+def embed_batches(
     source: Checkpoint, batches: Iterable[Tensor], embedding: QuantTensor | None = None
 ) -> Iterator[Tensor]:
     """Yield the first block's inputs [B, T, D], float32, for each batch of tokens [B, T];
@@ -95,9 +95,9 @@ class Streams:
         else:
             batches = ()
         self._batches = len(batches)
-        for index, states in enumerate(embedded(source, batches, embedding)):
+        for index, states in enumerate(embed_batches(source, batches, embedding)):
             store.put((QUANTIZED, index), states.to(device))
-        for index, states in enumerate(embedded(source, batches)):
+        for index, states in enumerate(embed_batches(source, batches)):
             if self._has_floats(index):
                 store.put((FLOAT, index), states.to(device))
         self._step = step_of_samples(config, length, device)
@@ -260,7 +260,7 @@ class ExpertStreams:
         with_floats = self._routes[FLOAT]
         without = [index for index in self._routes[QUANTIZED] if index not in with_floats]
         for indexes in (with_floats, without):
-            for rows in self._gathered(QUANTIZED, indexes, expert, all_tokens=all_tokens):
+            for rows in self._iter_token_groups(QUANTIZED, indexes, expert, all_tokens=all_tokens):
                 inputs = self._states(QUANTIZED, rows)
                 if indexes is with_floats:
                     float_inputs = self._states(FLOAT, rows)
@@ -273,7 +273,7 @@ class ExpertStreams:
         """Add the output of an expert, which `apply` computes for normed states [N, D], times the
         shares, for the tokens that are sent to it.
         """
-        for rows in self._gathered(stream, self._routes[stream], expert, all_tokens=False):
+        for rows in self._iter_token_groups(stream, self._routes[stream], expert, all_tokens=False):
             output = apply(self._states(stream, rows))
             pieces = torch.split(output, [len(tokens) for _, tokens, _ in rows])
             for (index, tokens, shares), piece in zip(rows, pieces, strict=True):
@@ -281,7 +281,7 @@ class ExpertStreams:
                     (_OUTPUT[stream], index), tokens, piece * shares.to(piece.device).unsqueeze(-1)
                 )
 
-    def _gathered(
+    def _iter_token_groups(
         self, stream: str, indexes: Iterable[int], expert: int | None, *, all_tokens: bool
     ) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
         """Tokens that go through an expert together: batch, indices of its tokens, shares."""

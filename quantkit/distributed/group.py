@@ -249,7 +249,7 @@ SINGLE = ProcessGroup()
 
 
 @contextmanager
-def joined(device: str | None = None) -> Iterator[ProcessGroup]:
+def join_processes(device: str | None = None) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
     Who and where they are is in the environment, as ``torchrun`` sets it. They use NCCL on GPUs and
@@ -271,15 +271,15 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
     dist.destroy_process_group()
 
 
-def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
+def join_until_exit(device: str | torch.device | None = None) -> ProcessGroup:
     """Join the other processes until this one ends; any number of times, and also where a program
     has made torch's process group itself.
 
     Args:
-        device: see `joined`.
+        device: see `join_processes`.
 
     Raises:
-        RequestError, GroupError: see `joined`.
+        RequestError, GroupError: see `join_processes`.
     """
     if count_processes() == 1:
         return SINGLE
@@ -288,7 +288,7 @@ def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
             group = _begun(device)
         atexit.register(_end)
         return group
-    return _group(_own_device(device), None)
+    return _group(_select_device(device), None)
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def count_processes() -> int:
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:
-    own = _own_device(device)
+    own = _select_device(device)
     store, rank, size = next(rendezvous("env://"))
     if own.type == "cuda":
         backend = "nccl"
@@ -324,7 +324,7 @@ def _begun(device: str | torch.device | None) -> ProcessGroup:
     return _group(own, store)
 
 
-def _own_device(device: str | torch.device | None) -> torch.device:
+def _select_device(device: str | torch.device | None) -> torch.device:
     """Return where this process computes."""
     own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if own.type != "cuda":
@@ -336,13 +336,13 @@ def _own_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _group(own: torch.device, store: Store | None) -> ProcessGroup:
+def _group(device: torch.device, store: Store | None) -> ProcessGroup:
     """Return all processes, once torch knows them."""
     world = dist.group.WORLD
     assert world is not None
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
     return ProcessGroup(
-        dist.get_rank(), dist.get_world_size(), own, world.group_name, store, world, patient
+        dist.get_rank(), dist.get_world_size(), device, world.group_name, store, world, patient
     )
 
 

@@ -129,7 +129,7 @@ def split_model(
         )
     ranges = {
         "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
-        "kv": _merged([(head * head_dim, (head + 1) * head_dim) for head in kv_heads]),
+        "kv": _merge_ranges([(head * head_dim, (head + 1) * head_dim) for head in kv_heads]),
         "heads": ((rank * heads, (rank + 1) * heads),),
         "vocab": ((rank * rows, last),),
         **{name: (own,) for name, own in widths.items()},
@@ -180,11 +180,11 @@ def _inner_range(
     groups = {schemes[down.module].group_size for down in downs if down.module in schemes}
     unit = math.lcm(*(group for group in groups if group is not None))
 
-    def uneven(unit: int) -> bool:
+    def is_uneven(unit: int) -> bool:
         units = width // unit
         return -(-units // size) * size > _UNEVEN * units
 
-    while unit % (2 * _MIN_GROUP) == 0 and uneven(unit):
+    while unit % (2 * _MIN_GROUP) == 0 and is_uneven(unit):
         unit //= 2
     units = width // unit
     if units < size:
@@ -196,7 +196,7 @@ def _inner_range(
     return rank * units // size * unit, (rank + 1) * units // size * unit
 
 
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the same indices in as few ranges as go."""
     merged = ranges[:1]
     for start, stop in ranges[1:]:
@@ -269,8 +269,8 @@ class CheckpointShard(CheckpointView):
         own = self._slice(name)
         if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
             if part is None:
-                return self._own(name)
-            return part.of_weight(self._own(name))
+                return self._load_shard(name)
+            return part.of_weight(self._load_shard(name))
         if own is None or own.axis == 1:
             rows = self._source.load(name, part)
             if own is None:
@@ -279,13 +279,13 @@ class CheckpointShard(CheckpointView):
         start, stop = part.ranges[0]
         there = min(stop, own.size)
         if start >= there:
-            return part.of_weight(self._own(name))
+            return part.of_weight(self._load_shard(name))
         rows = self._source.load(name, own.rows(start, there))
         if there == stop:
             return rows
-        return _filled(rows, stop - there)
+        return _pad_rows(rows, stop - there)
 
-    def _own(self, name: str) -> Tensor | QuantTensor:
+    def _load_shard(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
         parameter = self._parameters[name]
         is_bias = (
@@ -297,7 +297,7 @@ class CheckpointShard(CheckpointView):
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
         if missing > 0:
-            return _filled(value, missing)
+            return _pad_rows(value, missing)
         return value
 
     def _slice(self, name: str) -> TensorSlice | None:
@@ -312,7 +312,7 @@ class CheckpointShard(CheckpointView):
         return 0
 
 
-def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
+def _pad_rows(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
     """Return a weight with rows of zeros below."""
 
     def fill(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def check(
         return [finding("other-model", where, difference) for difference in differences], []
     compared = _Comparison(reference, patient)
     try:
-        findings = list(compared.findings(progress))
+        findings = list(compared.iter_findings(progress))
     except QuantkitError as error:  # in a part that is read only now
         findings = [finding("other-model", where, str(error))]
     return findings, sorted(compared.layers, key=lambda layer: -layer.error)
@@ -69,7 +69,7 @@ class _Comparison:
         self._encoded: dict[str, float] = {}
         self._coarsest = coarsest(found) if (found := schemes(patient).values()) else None
 
-    def findings(self, progress: Progress) -> Iterator[Finding]:
+    def iter_findings(self, progress: Progress) -> Iterator[Finding]:
         listed = parameters(replace(self.reference.config, tied_embeddings=False))
         for index, parameter in enumerate(listed):
             progress("against", index, len(listed), "tensors")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.progress import Progress, silent
 from quantkit.doctor import gguf, parts, quantization, readers, text, weights
 from quantkit.doctor.findings import (
@@ -79,9 +79,13 @@ def diagnose(
     """
     require_flags(deep=deep)
     if runtime is not None and as_string("runtime", runtime) not in RUNTIMES:
-        raise RequestError("no such runtime", found=shown(runtime), expected=", ".join(RUNTIMES))
+        raise RequestError(
+            "no such runtime", found=format_value(runtime), expected=", ".join(RUNTIMES)
+        )
     if not 1 <= as_integer("tp", tp) <= _MAX_DEGREE:
-        raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MAX_DEGREE}")
+        raise RequestError(
+            "`tp` is out of range", found=format_value(tp), expected=f"1 to {_MAX_DEGREE}"
+        )
     folder = Folder(as_path("path", path))
     if against is None:
         source = None
@@ -90,17 +94,17 @@ def diagnose(
     if source is not None:
         require_finished(require_there(source), manifest.NAME)
     checks = _Checks(folder, runtime, tp, deep)
-    findings = list(checks.headers())
+    findings = list(checks.check_headers())
     layers: list[LayerError] = []
     if deep:
         from quantkit.doctor import values
 
         findings += values.check(folder, checks.view, progress)
-        findings += checks.recorded_files(progress)
+        findings += checks.check_manifest_files(progress)
     if not _has_errors(findings):
-        findings += checks.refused()
+        findings += checks.check_loading()
     if deep:
-        findings += checks.predictions(progress, sound=not _has_errors(findings))
+        findings += checks.check_predictions(progress, sound=not _has_errors(findings))
     if source is not None:
         from quantkit.doctor import against as compared
 
@@ -115,11 +119,11 @@ def diagnose(
     )
     return Diagnosis(
         str(path),
-        checks.kind(),
+        checks.describe_kind(),
         runtime,
         findings,
-        checks.looked_at(),
-        checks.left_out(source is not None),
+        checks.list_checked_parts(),
+        checks.list_unchecked_parts(source is not None),
         layers,
     )
 
@@ -143,7 +147,7 @@ class _Checks:
         # Whether the tensors that transformers' class needs were looked for.
         self._by_class = False
 
-    def headers(self) -> Iterator[Finding]:
+    def check_headers(self) -> Iterator[Finding]:
         folder = self.folder
         view = self.view
         yield from weights.check_files(folder)
@@ -165,7 +169,7 @@ class _Checks:
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
 
-    def refused(self) -> Iterator[Finding]:
+    def check_loading(self) -> Iterator[Finding]:
         """Yield what quantkit's own reader refuses."""
         if self.folder.kind in ("meta", "gguf"):
             yield from weights.check_opened(self.folder)
@@ -173,13 +177,13 @@ class _Checks:
             yield from weights.check_read(self.view, deep=self.deep)
         elif (
             self.view is not None
-            and not (self.view.known or self.view.without_head)
+            and not (self.view.has_known_tensors or self.view.without_head)
             and self.folder.config
         ):
             self._by_class, found = weights.check_by_transformers(self.folder)
             yield from found
 
-    def recorded_files(self, progress: Progress) -> Iterator[Finding]:
+    def check_manifest_files(self, progress: Progress) -> Iterator[Finding]:
         """Yield whether the files are those of quantkit's manifest, if there is one."""
         from quantkit.quality.manifest_files import find_manifest, require_as_written
 
@@ -199,7 +203,7 @@ class _Checks:
                 error.problem,
             )
 
-    def predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
+    def check_predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
         """Return what is wrong with a model's predictions; it is run if it is sound so far."""
         runs = self.view is None or self.view.is_read or self._by_class
         if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or not runs:
@@ -220,7 +224,7 @@ class _Checks:
             self._unread += [found.left_out]
         return found.findings
 
-    def kind(self) -> str:
+    def describe_kind(self) -> str:
         """Return the kind of model, in a few words."""
         folder = self.folder
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
@@ -232,7 +236,7 @@ class _Checks:
         ]
         return ", ".join(words + ([folder.method[:40]] if folder.method else []))
 
-    def looked_at(self) -> list[str]:
+    def list_checked_parts(self) -> list[str]:
         folder = self.folder
         count = len(folder.files) + len(folder.headers)
         tensors = len(folder.stored) + sum(
@@ -249,7 +253,7 @@ class _Checks:
             return result
         return [*result, *side_files, *self._read]
 
-    def left_out(self, compared: bool) -> list[str]:
+    def list_unchecked_parts(self, compared: bool) -> list[str]:
         """Return what was not read, and what to do to have it read."""
         view = self.view
         if self.deep:
@@ -262,8 +266,13 @@ class _Checks:
             result += ["how far it is from its source (`against=SRC`)"]
         if self.runtime is None:
             result.append("what a runtime does not load (`runtime=NAME`)")
-        result += [f"{path.name}: pass its path to check it" for path in self.folder.others]
-        if view is not None and not view.known and self.folder.config and not self._by_class:
+        result += [f"{path.name}: pass its path to check it" for path in self.folder.other_models]
+        if (
+            view is not None
+            and not view.has_known_tensors
+            and self.folder.config
+            and not self._by_class
+        ):
             if view.without_head:
                 what = f"{view.without_head} is"
             else:

@@ -57,8 +57,8 @@ class Finding:
     """
 
     rule: Rule
-    where: str
-    what: str
+    location: str
+    message: str
 
     def to_json(self, runtime: Runtime | None = None) -> dict[str, Any]:
         """Return the finding as plain values."""
@@ -66,8 +66,8 @@ class Finding:
         return {
             "severity": rule.severity_for(runtime),
             "rule": rule.name,
-            "where": self.where,
-            "what": self.what,
+            "where": self.location,
+            "what": self.message,
             "remedy": rule.remedy,
             "source": rule.source,
             "breaks": list(rule.breaks),
@@ -96,9 +96,9 @@ def _by_name() -> Mapping[str, Rule]:
     return result
 
 
-def finding(rule: str, where: str, what: str) -> Finding:
+def finding(rule: str, location: str, message: str) -> Finding:
     """Return what the rule of a name has found."""
-    return Finding(_by_name()[rule], where, what)
+    return Finding(_by_name()[rule], location, message)
 
 
 def describe(error: Exception) -> str:
@@ -149,7 +149,7 @@ class Diagnosis:
     layers: Sequence[LayerError] = ()
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Return whether something breaks: wherever it is loaded, or in the requested runtime."""
         return any(self.severity(finding) == "error" for finding in self.findings)
 
@@ -163,7 +163,7 @@ class Diagnosis:
             "path": self.path,
             "kind": self.kind,
             "runtime": self.runtime,
-            "broken": self.broken,
+            "broken": self.is_broken,
             "findings": [finding.to_json(self.runtime) for finding in self.findings],
             "looked_at": list(self.looked_at),
             "left_out": list(self.left_out),
@@ -175,7 +175,7 @@ class Diagnosis:
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.rule.name, []).append(finding)
-        lines = _wrapped(f"{self.path}: {self.kind}", "", width)
+        lines = _wrap(f"{self.path}: {self.kind}", "", width)
         for group in groups.values():
             lines += self._entry(group, width)
         if self.layers:
@@ -183,7 +183,7 @@ class Diagnosis:
             errors = f"{len(self.layers)} linears, relative error {low:.3g} to {high:.3g}"
             lines.append(f"  from the source: {errors}; farthest:")
         lines += [
-            f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in self.layers[:3]
+            f"    {layer.error:.4f}  {_shorten(layer.module, 80)}" for layer in self.layers[:3]
         ]
         counts = Counter(self.severity(group[0]) for group in groups.values())
         words = []
@@ -194,13 +194,13 @@ class Diagnosis:
             who = f" for {self.runtime}"
         else:
             who = ""
-        lines += _wrapped(f"{', '.join(words) or 'nothing found'}{who}", "", width)
+        lines += _wrap(f"{', '.join(words) or 'nothing found'}{who}", "", width)
         if self.looked_at:
-            lines += _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width)
+            lines += _wrap(f"looked at: {'; '.join(self.looked_at)}", "", width)
         else:
             lines += []
         if self.left_out:
-            lines += _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width)
+            lines += _wrap(f"not looked at: {'; '.join(self.left_out)}", "", width)
         else:
             lines += []
         # characters that no terminal shows are escaped
@@ -220,23 +220,23 @@ class Diagnosis:
         else:
             more = ""
         head = f"  {self.severity(first):<8} {rule.name:<20} "
-        where = _shortened(first.where, width - len(head) - len(more)) + more
+        where = _shorten(first.location, width - len(head) - len(more)) + more
         if rule.breaks:
             breaks = f"; breaks {', '.join(rule.breaks)}"
         else:
             breaks = ""
-        remedy = _wrapped(f"-> {rule.remedy} [{rule.source}]", _INDENT, width)
-        return [head + where, *_wrapped(first.what + breaks, _INDENT, width), *remedy]
+        remedy = _wrap(f"-> {rule.remedy} [{rule.source}]", _INDENT, width)
+        return [head + where, *_wrap(first.message + breaks, _INDENT, width), *remedy]
 
 
-def _shortened(text: str, length: int) -> str:
+def _shorten(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     half = (length - 3) // 2
     return f"{text[:half]}...{text[len(text) - half :]}"
 
 
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
+def _wrap(text: str, indent: str, width: int) -> list[str]:
     rest = indent or _INDENT
     return textwrap.wrap(
         text,

@@ -74,7 +74,7 @@ class Folder(SideFiles):
         self.stored: dict[str, StoredTensor] = {}
         self.homes: dict[str, TensorFile] = {}
         self.twice: dict[str, tuple[str, str]] = {}
-        self.others: list[Path] = []
+        self.other_models: list[Path] = []
         self.index: Mapping[str, Any] | None = None
         self.index_has_metadata = False
         root = found if found.is_dir() else found.parent
@@ -89,7 +89,7 @@ class Folder(SideFiles):
         super().__init__(path, root, names, kind="", config=config)
         settings = self._read(lambda: settings_in(self.config, root), root).get(SETTINGS)
         self.settings: Mapping[str, Any] | None = settings if isinstance(settings, dict) else None
-        self.kind, self.listed = self._weights(found)
+        self.kind, self.listed = self._find_weights(found)
         for one in self.listed[:_MAX_FILES]:
             self._open(one)
 
@@ -124,12 +124,12 @@ class Folder(SideFiles):
             self.problems.append((error.path or root, error))
             return {}
 
-    def _weights(self, found: Path) -> tuple[str, list[Path]]:
+    def _find_weights(self, model_path: Path) -> tuple[str, list[Path]]:
         """Return the kind of weights that a reader would take, and their files."""
-        if found.is_file():
-            if found.suffix.lower() == ".gguf":
-                return "gguf", self._parts_of_gguf([found])
-            if found.suffix.lower() not in _READERS:
+        if model_path.is_file():
+            if model_path.suffix.lower() == ".gguf":
+                return "gguf", self._list_gguf_parts([model_path])
+            if model_path.suffix.lower() not in _READERS:
                 raise RequestError(
                     "holds no weights",
                     path=self.path,
@@ -137,10 +137,10 @@ class Folder(SideFiles):
                         f"a folder, or a file *.gguf, {', '.join('*' + one for one in _READERS)}"
                     ),
                 )
-            return "file", [found]
+            return "file", [model_path]
         for kind in ("safetensors", "bin"):
             if (index := index_path(self.root, kind)).is_file() and (
-                listed := self._indexed(index)
+                listed := self._read_indexed_files(index)
             ):
                 known = set(listed)
                 self.stray = [
@@ -150,16 +150,16 @@ class Folder(SideFiles):
                 ]
                 return kind, listed
             if named := self._matching(_NAMED[kind]):
-                return kind, self._with_missing_parts(named)
+                return kind, self._add_missing_parts(named)
         if PARAMS in self.names and (named := self._matching(_NAMED["meta"])):
             return "meta", named
         if gguf := self._matching(r"(?i).*\.gguf"):
-            return "gguf", self._parts_of_gguf(gguf)
+            return "gguf", self._list_gguf_parts(gguf)
         if named := self._matching(_NAMED["mistral"]):
-            return "mistral", self._with_missing_parts(named)
+            return "mistral", self._add_missing_parts(named)
         others = [one for one in self._matching(r".*\.safetensors") if _is_weights(one)]
         if not others and (alone := self._matching(_ALONE)):
-            self.others = alone[1:]
+            self.other_models = alone[1:]
             return "file", alone[:1]
         if others:
             return ("safetensors", others)
@@ -168,7 +168,7 @@ class Folder(SideFiles):
     def _matching(self, pattern: str) -> list[Path]:
         return [self.root / name for name in self.names if re.fullmatch(pattern, name)]
 
-    def _indexed(self, index: Path) -> list[Path]:
+    def _read_indexed_files(self, index: Path) -> list[Path]:
         try:
             content = read_json(index)
             mapped = content.get("weight_map")
@@ -185,10 +185,10 @@ class Folder(SideFiles):
                 inside.add(name)
         return [self.root / name for name in sorted(inside)]
 
-    def _with_missing_parts(self, named: list[Path]) -> list[Path]:
+    def _add_missing_parts(self, paths: list[Path]) -> list[Path]:
         """Files by their names alone, with the parts of their set that are not there."""
-        found = dict.fromkeys(named)
-        for path in named:
+        found = dict.fromkeys(paths)
+        for path in paths:
             if (part := _PART.search(path.name)) is None or int(part[2]) > _MAX_FILES:
                 continue
             for number in range(1, int(part[2]) + 1):
@@ -196,21 +196,21 @@ class Folder(SideFiles):
                 found.setdefault(path.with_name(name))
         return list(found)
 
-    def _parts_of_gguf(self, found: list[Path]) -> list[Path]:
+    def _list_gguf_parts(self, paths: list[Path]) -> list[Path]:
         """Return the first of the models that GGUF files are, with all its parts; those of pictures
         come last.
         """
-        ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
+        ranked = sorted(paths, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
         stem = split_stem(first.name)
         count = _PART.search(first.name)
         if stem is None or count is None or int(count[2]) > _MAX_FILES:
-            self.others = [path for path in ranked if path != first]
+            self.other_models = [path for path in ranked if path != first]
             return [first]
         parts = []
         for index in range(int(count[2])):
             parts.append(first.with_name(split_name(stem, index, int(count[2]))))
-        self.others = [path for path in ranked if path not in parts]
+        self.other_models = [path for path in ranked if path not in parts]
         return parts
 
     def _open(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.doctor import text
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
@@ -59,18 +59,18 @@ def check(folder: Folder) -> Iterator[Finding]:
     where = next(iter(folder.headers))
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        yield finding("gguf-keys", where, f"general.architecture is {shown(architecture)}")
+        yield finding("gguf-keys", where, f"general.architecture is {format_value(architecture)}")
         return
     if architecture in ("clip", "mmproj") or metadata.get("general.type") not in (None, "model"):
         # A companion of a model.
         return
-    yield from _keys(metadata, architecture, where)
+    yield from _check_keys(metadata, architecture, where)
     if folder.complete:
-        yield from _tensors(metadata, architecture, tensors)
-    yield from _text(folder, metadata, tensors, where)
+        yield from _check_tensors(metadata, architecture, tensors)
+    yield from _check_tokenizer(folder, metadata, tensors, where)
 
 
-def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterator[Finding]:
+def _check_keys(metadata: Mapping[str, Any], architecture: str, location: str) -> Iterator[Finding]:
     for key in _KEYS:
         value = metadata.get(f"{architecture}.{key}")
         if isinstance(value, list):
@@ -81,25 +81,27 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
             if value is None:
                 said = "is missing"
             else:
-                said = f"is {shown(value)}"
-            yield finding("gguf-keys", where, f"{architecture}.{key} {said}")
+                said = f"is {format_value(value)}"
+            yield finding("gguf-keys", location, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
-        yield finding("gguf-keys", where, f"{architecture}.{_EPSILONS[0]} is missing")
+        yield finding("gguf-keys", location, f"{architecture}.{_EPSILONS[0]} is missing")
     blocks, heads = (
         metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv")
     )
     if isinstance(heads, list) and len(heads) != blocks:
         yield finding(
-            "gguf-keys", where, f"{architecture}.attention.head_count_kv is of {len(heads)} layers"
+            "gguf-keys",
+            location,
+            f"{architecture}.attention.head_count_kv is of {len(heads)} layers",
         )
     if architecture == "granite" and "granite.logit_scale" not in metadata:
-        yield finding("gguf-keys", where, "granite.logit_scale is missing")
+        yield finding("gguf-keys", location, "granite.logit_scale is missing")
     for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
         if metadata.get(f"gemma2.{key}") == wrong:
-            yield finding("gguf-keys", where, f"gemma2.{key} is {wrong}")
+            yield finding("gguf-keys", location, f"gemma2.{key} is {wrong}")
 
 
-def _tensors(
+def _check_tensors(
     metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]
 ) -> Iterator[Finding]:
     even = architecture in (*sharing_families(), *_ALSO_EVEN)
@@ -144,8 +146,8 @@ def _tensors(
                     yield finding("wrong-shape", found[suffix].name, what)
 
 
-def _text(
-    folder: Folder, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: str
+def _check_tokenizer(
+    folder: Folder, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], location: str
 ) -> Iterator[Finding]:
     prefix = "tokenizer.ggml."
     stated = {
@@ -154,33 +156,35 @@ def _text(
     tokens = stated.get("tokens")
     model = stated.get("model")
     if not isinstance(tokens, list) or not tokens:
-        yield finding("no-tokenizer", where, "tokenizer.ggml.tokens is missing")
+        yield finding("no-tokenizer", location, "tokenizer.ggml.tokens is missing")
         return
     count = len(tokens)
     for key in ("scores", "token_type"):
         listed = stated.get(key)
         if isinstance(listed, list) and len(listed) != count:
-            yield finding("gguf-vocabulary", where, f"{count} tokens, {len(listed)} of {key}")
+            yield finding("gguf-vocabulary", location, f"{count} tokens, {len(listed)} of {key}")
     embedding = tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != count:
         yield finding(
             "gguf-vocabulary",
-            where,
+            location,
             f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight",
         )
     if model == "gpt2":
         for key, rule in (("merges", "gguf-keys"), ("pre", "gguf-pre")):
             if not stated.get(key):
-                yield finding(rule, where, f"tokenizer.ggml.{key} is missing")
+                yield finding(rule, location, f"tokenizer.ggml.{key} is missing")
     elif not isinstance(model, str):
-        yield finding("gguf-keys", where, "tokenizer.ggml.model is missing")
+        yield finding("gguf-keys", location, "tokenizer.ggml.model is missing")
     elif model not in _TOKENIZERS:
-        yield finding("gguf-tokenizer", where, f"tokenizer.ggml.model is {shown(model)}")
+        yield finding("gguf-tokenizer", location, f"tokenizer.ggml.model is {format_value(model)}")
     for key in _IDS:
         value = stated.get(key)
         if value is not None and (type(value) is not int or not 0 <= value < count):
             yield finding(
-                "token-out-of-range", where, f"{key} {shown(value)}, expected below {count}"
+                "token-out-of-range",
+                location,
+                f"{key} {format_value(value)}, expected below {count}",
             )
     source = metadata.get("tokenizer.chat_template")
     if source is None:
@@ -191,9 +195,9 @@ def _text(
             isinstance(name, str) and text.INSTRUCT.search(name)
             for name in (*names, folder.path.stem)
         ):
-            yield finding("no-chat-template", where, "by its name it is an instruct model")
+            yield finding("no-chat-template", location, "by its name it is an instruct model")
         return
     try:
         ChatTemplate(source if isinstance(source, str) else "{%")
     except QuantkitError as error:
-        yield finding("damaged-template", where, error.problem)
+        yield finding("damaged-template", location, error.problem)

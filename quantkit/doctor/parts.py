@@ -45,15 +45,15 @@ def check(view: View) -> Iterator[Finding]:
     sound.
     """
     if view.stored and view.folder.complete:
-        yield from _dropped_prediction(view)
-        yield from _dropped_towers(view)
+        yield from _check_dropped_prediction(view)
+        yield from _check_dropped_towers(view)
         yield from _not_ignored(view)
     for module, coded in view.coded.items():
         if coded.layout is not None and view.hints.is_tower(module):
             yield finding("quantized-tower", module, coded.title)
 
 
-def _dropped_prediction(view: View) -> Iterator[Finding]:
+def _check_dropped_prediction(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     stored = view.stored
     layers = {layer for name in stored if (layer := layer_beyond(name, raw)) is not None}
@@ -73,7 +73,7 @@ def _dropped_prediction(view: View) -> Iterator[Finding]:
             )
 
 
-def _dropped_towers(view: View) -> Iterator[Finding]:
+def _check_dropped_towers(view: View) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
         stated = isinstance(view.folder.config.get(key), dict)
         if stated and not any(word in name.lower() for name in view.stored for word in words):
@@ -105,7 +105,7 @@ def _not_ignored(view: View) -> Iterator[Finding]:
         # Reported by rules about quantized weights.
         return
     lost = _lost_linears(view, ignored, linears)
-    unknown = [name for name in _unknown_names(view, ignored, linears) if name not in lost]
+    unknown = [name for name in _find_unknown_names(view, ignored, linears) if name not in lost]
     for name in lost:
         yield finding("dropped-prediction", name, "is in ignore, and in no file")
     for module in linears if claims.certain else ():
@@ -141,7 +141,7 @@ def _float_linears(view: View) -> list[str]:
     return result
 
 
-def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
+def _find_unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
     """Return the names in such layers that are those of no module, nor of one next to a module:
     runtimes fuse some.
     """

@@ -87,7 +87,7 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
                 run = _Run(
                     model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress
                 )
-                result.findings = list(run.findings(folder.path.name, recorded))
+                result.findings = list(run.iter_findings(folder.path.name, recorded))
                 result.measured = run.measured
             else:
                 result.left_out = "what it predicts: the tokenizer makes no tokens of English"
@@ -110,25 +110,25 @@ class _Run:
         self._progress = in_phase(progress, "predictions")
         self.measured: str | None = None
 
-    def findings(self, where: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
+    def iter_findings(self, location: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
         checked: SourceCheck | str | None = None
         try:
             own = self._losses(self._windows)
             checked = check_source(self._model, progress=self._progress)
         except NonFiniteError as error:
-            yield finding("no-prediction", where, str(error))
+            yield finding("no-prediction", location, str(error))
             return
         except CheckpointError as error:
             if error.found is not None:
                 found = f" ({error.found})"
             else:
                 found = ""
-            yield finding("no-prediction", where, f"{error.problem}{found}")
+            yield finding("no-prediction", location, f"{error.problem}{found}")
         if isinstance(checked, SourceCheck):
             self.measured = (
                 f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
             )
-            yield from self._worse_than_source(where, checked, recorded)
+            yield from self._compare_to_source(location, checked, recorded)
             loss = own[0].mean().item()
             bound = self._frequency_loss
             if loss >= bound:
@@ -136,17 +136,17 @@ class _Run:
                     f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies"
                     " of tokens alone"
                 )
-                yield finding("poor-prediction", where, figures)
+                yield finding("poor-prediction", location, figures)
         if self._model.config.runnable:
-            yield from self._other_reading(where, own)
+            yield from self._try_other_readings(location, own)
 
     def _losses(self, windows: list[Tensor], model: Checkpoint | None = None) -> list[Tensor]:
         """Minus log probabilities [W * (T - 1)] of each token of windows [W, T] after the first."""
         found = token_losses(model or self._model, windows, progress=self._progress)
         return [one.flatten() for one in found]
 
-    def _worse_than_source(
-        self, where: str, checked: SourceCheck, recorded: Mapping[str, Any]
+    def _compare_to_source(
+        self, location: str, checked: SourceCheck, recorded: Mapping[str, Any]
     ) -> Iterator[Finding]:
         """Compare the perplexity with that of the source, within what quantization explains."""
         source = recorded.get("source_check")
@@ -171,18 +171,18 @@ class _Run:
                 f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to"
                 f" {limit:.4g} is usual"
             )
-            yield finding("worse-than-source", where, what)
+            yield finding("worse-than-source", location, what)
 
-    def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
+    def _try_other_readings(self, location: str, losses: list[Tensor]) -> Iterator[Finding]:
         """Yield the other settings that predict best, if better than the config's; tried on one
         window first.
         """
-        before = torch.cat(own)
+        before = torch.cat(losses)
         best: tuple[float, str] = (_MIN_GAIN, "")
-        for reading in _readings(self._model):
+        for reading in _iter_readings(self._model):
             try:
                 (first,) = self._losses(self._windows[:1], reading)
-                if first.mean() > min(own[0].mean().item(), self._frequency_loss):
+                if first.mean() > min(losses[0].mean().item(), self._frequency_loss):
                     continue
                 after = torch.cat([first, *self._losses(self._windows[1:], reading)])
             except NonFiniteError:
@@ -190,9 +190,12 @@ class _Run:
             gain = mean_estimate(before - after)
             if gain.error is not None and gain.value > max(best[0], _SURE * gain.error):
                 found, now = (math.exp(one.mean().item()) for one in (after, before))
-                best = gain.value, f"perplexity {found:.4g} with {reading.what}; {now:.4g} as it is"
+                best = (
+                    gain.value,
+                    f"perplexity {found:.4g} with {reading.description}; {now:.4g} as it is",
+                )
         if best[1]:
-            yield finding("other-reading", where, best[1])
+            yield finding("other-reading", location, best[1])
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
@@ -221,13 +224,13 @@ class _Reading(CheckpointView):
 
     def __init__(
         self,
-        what: str,
+        description: str,
         source: Checkpoint,
         config: ModelConfig | None = None,
         reorder: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         super().__init__(source, config)
-        self.what = what
+        self.description = description
         self._reorder = reorder
         if reorder:
             self._rotary = {
@@ -250,7 +253,7 @@ class _Reading(CheckpointView):
         return part.of(rows)
 
 
-def _readings(source: Checkpoint) -> Iterator[_Reading]:
+def _iter_readings(source: Checkpoint) -> Iterator[_Reading]:
     """Settings that could be wrong: another rope base, heads half or twice as large, rows of
     queries and keys in Meta's order instead of Hugging Face's, or the reverse.
     """

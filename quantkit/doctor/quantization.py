@@ -58,7 +58,7 @@ def check(view: View, tp: int) -> Iterator[Finding]:
             yield finding("names-nothing", name, "is no module of the folder")
     for module in dict.fromkeys([*view.linears, *view.coded]):
         yield from _module(view, module)
-    yield from _together(view)
+    yield from _check_fused_schemes(view)
     yield from _split(view, tp)
 
 
@@ -182,7 +182,7 @@ def _is_meant(view: View, module: str) -> bool:
     """Return whether a config that lists no modules includes one: in an unknown family, if the same
     module of most layers is quantized.
     """
-    if view.known or not isinstance(view.method, Gptq | Awq):
+    if view.has_known_tensors or not isinstance(view.method, Gptq | Awq):
         return True
     same = []
     for linear in view.linears:
@@ -191,24 +191,28 @@ def _is_meant(view: View, module: str) -> bool:
     return 2 * sum(one in view.coded for one in same) > len(same)
 
 
-def _together(view: View) -> Iterator[Finding]:
+def _check_fused_schemes(view: View) -> Iterator[Finding]:
     """Linears that runtimes fuse, and experts that they stack."""
     config = view.config
-    if config is None or not view.known or not view.coded:
+    if config is None or not view.has_known_tensors or not view.coded:
         return
     for layer in range(config.num_layers):
         for fused, modules in group_fused_linears(config, layer).items():
             names = [f"model.layers.{layer}.{module}" for module in modules]
-            yield from _differing(view, names, "fused-schemes", f"model.layers.{layer}.{fused}")
+            yield from _compare_schemes(
+                view, names, "fused-schemes", f"model.layers.{layer}.{fused}"
+            )
     banks: dict[tuple[int | None, str], list[str]] = {}
     for parameter in parameters(config):
         if parameter.expert is not None and parameter.is_linear_weight:
             banks.setdefault((parameter.layer, parameter.role), []).append(parameter.module)
     for (number, role), names in banks.items():
-        yield from _differing(view, names, "expert-schemes", f"layer {number}, {role}")
+        yield from _compare_schemes(view, names, "expert-schemes", f"layer {number}, {role}")
 
 
-def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> Iterator[Finding]:
+def _compare_schemes(
+    view: View, canonical: Sequence[str], rule: str, location: str
+) -> Iterator[Finding]:
     """Yield the first module whose scheme differs from that of the first of a set."""
     tensors = [view.on_disk.get(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
@@ -223,14 +227,14 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
     for module, (signature, scheme) in zip(present, schemes, strict=True):
         if signature != schemes[0][0]:
             own, its = (".".join(one.split(".")[-2:]) for one in (present[0], module))
-            yield finding(rule, where, f"{own}: {schemes[0][1]}; {its}: {scheme}")
+            yield finding(rule, location, f"{own}: {schemes[0][1]}; {its}: {scheme}")
             return
 
 
 def _split(view: View, tp: int) -> Iterator[Finding]:
     """Widths and groups that the degree of tensor parallelism does not divide."""
     config = view.config
-    if tp == 1 or config is None or not view.known:
+    if tp == 1 or config is None or not view.has_known_tensors:
         return
     if config.num_heads % tp:
         yield finding("tp-heads", "config.json", f"{config.num_heads} heads over {tp}")
@@ -383,7 +387,7 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
             with contextlib.suppress(CheckpointError):
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
-    expected = _stated_offset(view)
+    expected = _read_zero_point_offset(view)
     # Which writes the zero points of its source.
     if not above or writers(view.folder.settings or {}) & {WRITER}:
         return
@@ -410,7 +414,7 @@ def _is_whole(coded: Description) -> bool:
     )
 
 
-def _stated_offset(view: View) -> int:
+def _read_zero_point_offset(view: View) -> int:
     """Return what the config says must be added to stored zero points."""
     settings = view.folder.settings or {}
     stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
@@ -432,7 +436,7 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     common, _ = Counter(data).most_common(1)[0] if data else (0, 0)
     middle = 1 << (bits - 1)
     code = common & ((1 << bits) - 1)
-    expected = middle - _stated_offset(view)
+    expected = middle - _read_zero_point_offset(view)
     if code != expected and code in (middle, middle - 1):
         yield finding(
             "zero-version",

@@ -148,7 +148,7 @@ def _read_side_file(path: Path) -> None:
 
 def check_links(side: SideFiles) -> Iterator[Finding]:
     """Find links that lead out of the folder, which jobs do not follow."""
-    for path in linked_files(side):
+    for path in list_copyable_files(side):
         target = outside_target(path, side.root)
         if target is not None:
             yield finding(
@@ -156,7 +156,7 @@ def check_links(side: SideFiles) -> Iterator[Finding]:
             )
 
 
-def linked_files(side: SideFiles) -> list[Path]:
+def list_copyable_files(side: SideFiles) -> list[Path]:
     """List the files that jobs may read or copy, and that must not be links out of the folder."""
     paths = []
     for name in side.names:

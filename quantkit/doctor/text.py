@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.doctor.side_files import CONFIG, SideFiles, check_contents
 from quantkit.errors import CheckpointError, QuantkitError
@@ -173,7 +173,9 @@ def _special(
                     else:
                         expected = "a token's id"
                     yield finding(
-                        "token-out-of-range", file, f"{key} {shown(one)}, expected {expected}"
+                        "token-out-of-range",
+                        file,
+                        f"{key} {format_value(one)}, expected {expected}",
                     )
                 elif key == "eos_token_id":
                     ends.add(one)
@@ -184,14 +186,16 @@ def _special(
     except CheckpointError:
         return  # reported by another rule
     for name, one in spellings.items():
-        if one is not None and one not in vocabulary and one not in _added_elsewhere(folder):
-            yield finding("unknown-token", "tokenizer_config.json", f"{name} {shown(one)}")
+        if one is not None and one not in vocabulary and one not in _read_added_tokens(folder):
+            yield finding("unknown-token", "tokenizer_config.json", f"{name} {format_value(one)}")
     for key, stated in tokens_of_config_alone(folder.root).items():
-        yield finding("tokenizer-conflict", "tokenizer_config.json", f"{key}: {shown(stated)}")
+        yield finding(
+            "tokenizer-conflict", "tokenizer_config.json", f"{key}: {format_value(stated)}"
+        )
     spelled = spellings.get("eos_token")
     if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
         what = (
-            f"{shown(spelled)} is {vocabulary[spelled]}, the model's are"
+            f"{format_value(spelled)} is {vocabulary[spelled]}, the model's are"
             f" {', '.join(map(str, sorted(ends)))}"
         )
         yield finding("end-tokens", "tokenizer_config.json", what)
@@ -213,7 +217,7 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
-def _added_elsewhere(folder: SideFiles) -> set[str]:
+def _read_added_tokens(folder: SideFiles) -> set[str]:
     """Return the tokens that tokenizer_config.json or added_tokens.json add to those of
     tokenizer.json.
     """

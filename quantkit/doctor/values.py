@@ -139,7 +139,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
         except CheckpointError as error:
             result.append(finding("nan", part.name, f"cannot be read: {error.problem}"))
             continue
-        result += _judged(part, facts)
+        result += _check_part(part, facts)
         if part.kind == "scale" and facts.largest is not None:
             scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, facts.largest))
         if part.kind in ("weight", "scale") and facts.count:
@@ -154,10 +154,10 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
     result += unusual_norms(sizes)
     if view is None:
         return result
-    return [*result, *_tied_head(view), *_column_order(view)]
+    return [*result, *_check_tied_head(view), *_check_column_order(view)]
 
 
-def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
+def _check_part(part: _Part, facts: _Facts) -> Iterator[Finding]:
     if facts.count == 0:
         return
     if facts.bad:
@@ -217,7 +217,7 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
             yield finding("unusual-norm", names[layer], what)
 
 
-def _tied_head(view: View) -> Iterator[Finding]:
+def _check_tied_head(view: View) -> Iterator[Finding]:
     config = view.config
     homes = view.folder.homes
     if config is None or not config.tied_embeddings or "lm_head.weight" not in homes:
@@ -229,7 +229,7 @@ def _tied_head(view: View) -> Iterator[Finding]:
         yield finding("tied-head", "lm_head.weight", f"differs from {embedding}")
 
 
-def _column_order(view: View) -> Iterator[Finding]:
+def _check_column_order(view: View) -> Iterator[Finding]:
     """Groups of columns that are not adjacent although the settings do not say so."""
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
@@ -310,14 +310,16 @@ def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
 
 def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
     if not file.tensors[name].shape:
-        yield _compared(file.read(name))
+        yield _to_comparable(file.read(name))
         return
     for part in file.row_parts(name):
         piece = file.read(name, part)
-        yield piece.float() if piece.dtype in {one.torch for one in FLOAT8} else _compared(piece)
+        yield (
+            piece.float() if piece.dtype in {one.torch for one in FLOAT8} else _to_comparable(piece)
+        )
 
 
-def _compared(piece: Tensor) -> Tensor:
+def _to_comparable(piece: Tensor) -> Tensor:
     """Return the same numbers in a type that torch can compare."""
     if piece.is_complex():
         return torch.view_as_real(piece)

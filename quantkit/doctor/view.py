@@ -11,7 +11,7 @@ from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import Hints, infer_roles_by_name, opaque_config
 from quantkit.architectures.names import is_embedding
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
 from quantkit.errors import CheckpointError, QuantkitError
@@ -54,15 +54,15 @@ class View:
         self.coded = describe_modules(
             folder.stored, self.method, has_method=folder.method is not None
         )
-        self.expected = self._expected()
-        self.linears = self._linears()
-        self.claims = self._claims()
+        self.expected = self._find_expected_tensors()
+        self.linears = self._find_linears()
+        self.claims = self._read_claims()
         self.on_disk = {
             place.name: tensor for tensor in self.expected.values() for place in tensor.places
         }
 
     @property
-    def known(self) -> bool:
+    def has_known_tensors(self) -> bool:
         """Return whether the tensors that the model needs are known."""
         return bool(self.expected)
 
@@ -83,7 +83,11 @@ class View:
     @property
     def is_read(self) -> bool:
         """Return whether models of its family are read by quantkit's jobs."""
-        return self.known and self.config is not None and families()[self.config.architecture].runs
+        return (
+            self.has_known_tensors
+            and self.config is not None
+            and families()[self.config.architecture].runs
+        )
 
     def rows_of_embedding(self) -> int | None:
         """Return the number of rows of the embedding, from its tensors."""
@@ -128,7 +132,7 @@ class View:
             self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()}
         )
 
-    def _claims(self) -> Claims:
+    def _read_claims(self) -> Claims:
         folder = self.folder
         method = self.method
         if folder.kind == "file":
@@ -151,7 +155,7 @@ class View:
         known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
         if known:
             return Claims()
-        return Claims(problems=(f"quant_method is {shown(stated)}",))
+        return Claims(problems=(f"quant_method is {format_value(stated)}",))
 
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
@@ -166,7 +170,7 @@ class View:
             self.problem = error
             return None
 
-    def _expected(self) -> dict[str, DiskTensor]:
+    def _find_expected_tensors(self) -> dict[str, DiskTensor]:
         if (
             self.config is None
             or self.without_head
@@ -181,7 +185,7 @@ class View:
             return {}
         return {tensor.name: tensor for tensor in found}
 
-    def _linears(self) -> dict[str, tuple[int, ...] | None]:
+    def _find_linears(self) -> dict[str, tuple[int, ...] | None]:
         if self.expected:
             linears: dict[str, tuple[int, ...] | None] = {}
             for one in self.expected.values():

@@ -12,7 +12,7 @@ from quantkit.architectures.disk import disk_name
 from quantkit.architectures.families import list_ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.doctor.folder import Folder, may_hold_weights
 from quantkit.doctor.parts import PREDICTION
@@ -142,7 +142,9 @@ def _index(folder: Folder) -> Iterator[Finding]:
     for name, file in folder.index.items():
         if not isinstance(file, str) or not may_hold_weights(file):
             yield finding(
-                "damaged-index", name, f"the index names no file of weights here: {shown(file)}"
+                "damaged-index",
+                name,
+                f"the index names no file of weights here: {format_value(file)}",
             )
         elif file in folder.files and name not in folder.files[file].tensors:
             yield finding("stale-index", name, f"the index has it in {file}, which lacks it")
@@ -160,11 +162,11 @@ def check(view: View) -> Iterator[Finding]:
     """Yield what is wrong with the tensors of a folder."""
     kind = view.folder.config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        yield finding("bad-config", CONFIG, f"model_type is {shown(kind)}")
+        yield finding("bad-config", CONFIG, f"model_type is {format_value(kind)}")
     # Which readers use along with rope_parameters.
     base = view.folder.config.get("rope_theta")
     if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
-        yield finding("bad-config", CONFIG, f"rope_theta is {shown(base)}")
+        yield finding("bad-config", CONFIG, f"rope_theta is {format_value(base)}")
     else:
         for ignored in list_ignored_rope_settings(view.folder.config):
             yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
@@ -178,7 +180,7 @@ def check(view: View) -> Iterator[Finding]:
             (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
         )
         yield finding(rule, where, found)
-    if view.known:
+    if view.has_known_tensors:
         yield from _missing(view)
         yield from _extra(view)
         yield from _shapes(view)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
 from quantkit.files.source import (
@@ -112,7 +112,7 @@ def read_header(path: Path) -> GgufHeader:
         or alignment & (alignment - 1)
     ):
         problem = "general.alignment is not a power of two"
-        found = shown(alignment)
+        found = format_value(alignment)
         raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
     listed = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
@@ -325,7 +325,7 @@ def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
     integers = type(index) is type(count) is type(tensors) is int
     if not (integers and 0 <= index < count <= _MAX_PARTS and 0 <= tensors <= _MAX_SIZE):
         problem = f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is"
-        raise CheckpointError(problem, path=path, found=", ".join(map(shown, values)))
+        raise CheckpointError(problem, path=path, found=", ".join(map(format_value, values)))
     return Split(index, count, tensors)
 
 

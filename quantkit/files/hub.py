@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import NoSpaceError, QuantkitError, RequestError, UnreachableError
 from quantkit.files.gguf_types import split_stem
 from quantkit.files.hub_answers import (
@@ -97,7 +97,7 @@ def hub_model(path: str) -> HubModel | None:
     match = _NAME.fullmatch(path)
     if match is None or (match[3] or "").lower().endswith(".gguf"):
         raise RequestError(
-            "is not the name of a model on the hub", found=shown(path), expected=SPELLING
+            "is not the name of a model on the hub", found=format_value(path), expected=SPELLING
         )
     return HubModel(match[1], match[2], match[3])
 
@@ -181,7 +181,7 @@ def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
     if model.file is not None:
         if model.file not in names:
             raise RequestError(
-                "the repository has no such file", path=str(model), found=shown(model.file)
+                "the repository has no such file", path=str(model), found=format_value(model.file)
             )
         return models[split_stem(model.file) or model.file]
     for kind in _WEIGHTS:

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -111,14 +111,16 @@ def parse_hub_file(sibling: Any, path: str) -> HubFile:
     )
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
         raise _make_answer_error(
-            f"announces no size of {shown(name)}", path, sibling.size, "a number of bytes"
+            f"announces no size of {format_value(name)}", path, sibling.size, "a number of bytes"
         )
     if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
         raise _make_answer_error(
-            f"announces two sizes of {shown(name)}", path, lfs.size, sibling.size
+            f"announces two sizes of {format_value(name)}", path, lfs.size, sibling.size
         )
     if not isinstance(digest, str) or not kind.fullmatch(digest):
-        raise _make_answer_error(f"announces no hash of {shown(name)}", path, digest, f"a {what}")
+        raise _make_answer_error(
+            f"announces no hash of {format_value(name)}", path, digest, f"a {what}"
+        )
     return HubFile(name, sibling.size, digest)
 
 
@@ -190,11 +192,17 @@ def _install(file_download: Any) -> None:
             )
         if file is not None and etag != file.digest:
             raise _make_answer_error(
-                f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest
+                f"has the wrong ETag for {format_value(file.name)}",
+                expected.path,
+                etag,
+                file.digest,
             )
         if file is not None and result.size not in (None, file.size):
             raise _make_answer_error(
-                f"has the wrong size for {shown(file.name)}", expected.path, result.size, file.size
+                f"has the wrong size for {format_value(file.name)}",
+                expected.path,
+                result.size,
+                file.size,
             )
         # Storage must be requested through the hub itself, as the library sends the user's token
         # there.
@@ -246,7 +254,7 @@ class _Limited:
 
     def write(self, chunk: bytes) -> Any:
         if self._inner.tell() + len(chunk) > self._file.size:
-            problem = f"sends more of {shown(self._file.name)} than it announced"
+            problem = f"sends more of {format_value(self._file.name)} than it announced"
             limit = f"{self._file.size} bytes"
             raise _make_answer_error(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
@@ -261,5 +269,9 @@ def _make_answer_error(
     problem: str, path: str | None, found: object, expected: object = None
 ) -> CheckpointError:
     return CheckpointError(
-        f"the hub's answer {problem}", path=path, found=shown(found), expected=expected, hint=_HINT
+        f"the hub's answer {problem}",
+        path=path,
+        found=format_value(found),
+        expected=expected,
+        hint=_HINT,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.base.arguments import as_string
-from quantkit.base.json_values import MAX_BYTES, read_json, shown
+from quantkit.base.json_values import MAX_BYTES, format_value, read_json
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.links import outside_target
 from quantkit.files.source import SourceFile
@@ -161,7 +161,8 @@ def select_templates(
     if not source.config.runnable:
         if requested is not None:
             raise RequestError(
-                "`template` and `tensors_only=True` exclude each other", found=shown(requested)
+                "`template` and `tensors_only=True` exclude each other",
+                found=format_value(requested),
             )
         # Its files are copied as they are.
         return {}

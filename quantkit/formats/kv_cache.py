@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
@@ -398,7 +398,7 @@ def read_cache_scheme(settings: Settings | None) -> Scheme | None:
     if isinstance(value, Mapping):
         if (refused := _find_invalid_key(value)) is not None:
             problem = f"compressed-tensors does not accept {KV_CACHE_SCHEME}.{refused[0]}"
-            found = shown(value.get(refused[0]))
+            found = format_value(value.get(refused[0]))
             raise CheckpointError(problem, path=settings.path, found=found, expected=refused[1])
         return value or None
     if value in _BY_NAME and isinstance(value, str):
@@ -412,7 +412,9 @@ def read_cache_scheme(settings: Settings | None) -> Scheme | None:
     if wrong is not None:
         expected = f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}"
         problem = "the scheme of the KV cache is not known"
-        raise CheckpointError(problem, path=settings.path, found=shown(wrong), expected=expected)
+        raise CheckpointError(
+            problem, path=settings.path, found=format_value(wrong), expected=expected
+        )
     if named == "FP8":
         return {"num_bits": 8, "type": "float", "dynamic": False}
     if named:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.codecs.table import METHODS, NATIVE
@@ -76,7 +76,9 @@ def target(name: str) -> Target:
     if name not in known and name in {*CONTAINERS, *METHODS}:
         raise RequestError(f"{name} is read, not written", expected=", ".join(known))
     if name not in known:
-        raise RequestError("unknown target format", found=shown(name), expected=", ".join(known))
+        raise RequestError(
+            "unknown target format", found=format_value(name), expected=", ".join(known)
+        )
     return known[name]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.base.arguments import as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_grammar
 from quantkit.grammar.schema import check_schema
@@ -32,13 +32,13 @@ def response_grammar(response_format: object) -> str | None:
     ):
         expected = "an object with the type text, json_object or json_schema"
         raise RequestError(
-            "'response_format' is not known", found=shown(response_format), expected=expected
+            "'response_format' is not known", found=format_value(response_format), expected=expected
         )
     if unknown := response_format.keys() - (
         {"type", "json_schema"} if kind == "json_schema" else {"type"}
     ):
         raise RequestError(
-            f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED
+            f"unknown key {format_value(min(unknown))} in 'response_format'", expected=_EXPECTED
         )
     if kind != "json_schema":
         if kind == "text":
@@ -50,16 +50,19 @@ def response_grammar(response_format: object) -> str | None:
 def _schema(described: Any) -> Any:
     if not isinstance(described, Mapping):
         raise RequestError(
-            "'json_schema' is of the wrong type", found=shown(described), expected=_EXPECTED
+            "'json_schema' is of the wrong type", found=format_value(described), expected=_EXPECTED
         )
     if unknown := described.keys() - _KEYS:
         raise RequestError(
-            f"unknown key {shown(min(unknown))} in 'json_schema'", expected=", ".join(sorted(_KEYS))
+            f"unknown key {format_value(min(unknown))} in 'json_schema'",
+            expected=", ".join(sorted(_KEYS)),
         )
     if not _NAME.fullmatch(as_string("json_schema.name", described.get("name"))):
         expected = "up to 64 letters, digits, _ and -"
         raise RequestError(
-            "'json_schema.name' is not possible", found=shown(described["name"]), expected=expected
+            "'json_schema.name' is not possible",
+            found=format_value(described["name"]),
+            expected=expected,
         )
     strict = described.get("strict")
     require_flags(**{"json_schema.strict": False if strict is None else strict})

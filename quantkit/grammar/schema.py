@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from quantkit.base.json_values import shown, within
+from quantkit.base.json_values import format_value, within
 from quantkit.errors import RequestError
 from quantkit.grammar.one_of import are_disjoint
 
@@ -76,7 +76,7 @@ def check_schema(schema: object) -> dict[str, Any]:
     """
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
-            "the JSON schema is of the wrong type", found=shown(schema), expected="an object"
+            "the JSON schema is of the wrong type", found=format_value(schema), expected="an object"
         )
     if (size := len(json.dumps(schema))) > MAX_CHARACTERS:
         raise RequestError(
@@ -166,7 +166,8 @@ class _Reader:
                 continue  # such as OpenAPI's int32
             if keyword not in _KEYWORDS:
                 raise RequestError(
-                    f"the JSON schema has the keyword {shown(keyword)}, which is not supported",
+                    f"the JSON schema has the keyword {format_value(keyword)},"
+                    " which is not supported",
                     found=f"{place}/{keyword}",
                     expected=", ".join(_KEYWORDS),
                 )
@@ -244,7 +245,7 @@ class _Reader:
         if reference != "#" and not reference.startswith("#/"):
             raise RequestError(
                 "the JSON schema refers to something outside itself, or to an anchor",
-                found=shown(reference),
+                found=format_value(reference),
                 expected="a reference such as #/$defs/NAME",
             )
         self._target(reference)
@@ -299,7 +300,7 @@ def _type(value: Any, place: str) -> Any:
     if unknown := [name for name in names if name not in _TYPES]:
         raise RequestError(
             "the JSON schema has an unknown type",
-            found=shown(unknown[0]),
+            found=format_value(unknown[0]),
             expected=", ".join(_TYPES),
         )
     return value
@@ -349,7 +350,7 @@ def _pattern(value: Any, place: str) -> str:
 def _format(value: Any, place: str) -> str:
     if not isinstance(value, str) or value not in FORMATS:
         raise RequestError(
-            f"the JSON schema has the format {shown(value)}, which is not supported",
+            f"the JSON schema has the format {format_value(value)}, which is not supported",
             found=place,
             expected=", ".join(FORMATS),
         )
@@ -385,5 +386,5 @@ def _escape_pointer(name: str) -> str:
 
 def _wrong(place: str, value: object, expected: str) -> RequestError:
     return RequestError(
-        f"the JSON schema is invalid at {place}", found=shown(value), expected=expected
+        f"the JSON schema is invalid at {place}", found=format_value(value), expected=expected
     )

@@ -16,7 +16,7 @@ import torch
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
 from quantkit.base.option_fields import accept_fields_of
-from quantkit.base.progress import Progress, deduplicated
+from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.calibration import effort
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
@@ -215,7 +215,7 @@ def training(
         batch=batch,
         least=BATCH,
         length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
-        progress=deduplicated(progress),
+        progress=skip_repeated_reports(progress),
     )
 
 

@@ -16,7 +16,7 @@ from quantkit.kernels.library import load_kernels
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import Damped, solve
-from quantkit.solver.grid import FINE, search_scales, signed_steps
+from quantkit.solver.grid import FINE, list_trial_steps, search_scales
 from quantkit.tensors.scheme import QuantScheme
 
 # in one call
@@ -42,7 +42,7 @@ def column_kernels(device: torch.device) -> ColumnKernels:
     if on_cpu:
         wrong = None
     else:
-        wrong = TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32)
+        wrong = TritonBackend().explain_unsupported(QuantScheme(8, None), device, torch.float32)
     if wrong is None:
         try:
             if on_cpu:
@@ -88,7 +88,7 @@ def cpu_kernels() -> ColumnKernels:
             scheme.levels,
             scheme.symmetric,
             scale_dtype,
-            signed_steps(scheme),
+            list_trial_steps(scheme),
             FINE,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.memory import malloc_trim
-from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, PreparedLinear, gated
+from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, PreparedLinear, apply_gate
 from quantkit.model.linear import QuantLinear
 
 
@@ -40,7 +40,7 @@ class MLP(nn.Module):
             gate = self.gate_proj(x)
             up = self.up_proj(x)
         own = self.config
-        return gated(gate, up, own.activation, own.activation_limit, own.activation_alpha)
+        return apply_gate(gate, up, own.activation, own.activation_limit, own.activation_alpha)
 
     def output(self, inner: Tensor) -> Tensor:
         """Return what is added to the hidden states, [..., D]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import LayerConfig
 from quantkit.kernels.backend import ScoredAttention
-from quantkit.kernels.dispatch import operations_for_floats, self_test, within
+from quantkit.kernels.dispatch import is_within, operations_for_floats, self_test
 from quantkit.model.attention import (
     PLAIN,
     CachedAttention,
@@ -142,7 +142,7 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
         x = rows.double()
         w = weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
-        if not within(
+        if not is_within(
             linear(rows, weight), x @ w.t(), torch.finfo(torch.float32).eps * columns * sizes
         ):
             return False
@@ -368,7 +368,7 @@ def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
     """Return whether each number is right but for a share of itself and of what is typical of its
     vector, [..., N].
     """
-    return within(result, right, share * _size(right))
+    return is_within(result, right, share * _size(right))
 
 
 def _size(right: Tensor) -> Tensor:

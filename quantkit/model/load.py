@@ -26,7 +26,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.kernels.backend import Backend
-from quantkit.kernels.dispatch import allowed_backends, select_backend
+from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import usable_device
@@ -60,7 +60,7 @@ def load_model(
         source: a checkpoint or its folder.
         device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
-        backend, allow_slow: the kernel backends that may be used, see `allowed_backends`.
+        backend, allow_slow: the kernel backends that may be used, see `list_allowed_backends`.
         group: the processes that share the model; each makes the same call, here and of the model.
         progress: called for each tensor.
 
@@ -69,7 +69,7 @@ def load_model(
             `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
-    allowed = allowed_backends(backend, allow_slow=allow_slow)
+    allowed = list_allowed_backends(backend, allow_slow=allow_slow)
     if dtype is None:
         floats_as = None
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
@@ -72,7 +72,7 @@ def _describe_differences(
 
 def _describe(values: dict[str, object], key: str) -> str:
     if key in values:
-        return shown(values[key])
+        return format_value(values[key])
     return "not set"
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.base.arguments import as_path, require_flags, wrong_type
-from quantkit.base.json_values import shown
-from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.base.json_values import format_value
+from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name, schemes
@@ -335,7 +335,7 @@ def verify(
     """
     require_flags(trust_remote_code=trust_remote_code)
     first = as_path("a", a)
-    progress = deduplicated(progress)
+    progress = skip_repeated_reports(progress)
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
@@ -501,7 +501,10 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
             if keys := sorted(
                 key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)
             ):
-                values = f"{shown(stated.get(keys[0]))} against {shown(by_other.get(keys[0]))}"
+                values = (
+                    f"{format_value(stated.get(keys[0]))} against"
+                    f" {format_value(by_other.get(keys[0]))}"
+                )
                 problems.append(f"tokenizer_config.json differs: {keys[0]} {values}")
     templates = [ChatTemplates(one.path).sources for one in (a, b)]
     for folder, stated_here, own_templates in zip((a, b), states_tokens, templates, strict=True):

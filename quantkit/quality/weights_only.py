@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.disk import disk_tensors
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
@@ -193,7 +193,7 @@ def require_as_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any], pat
             f"the scheme of '{name}' is not what the manifest says",
             path=path,
             found=found.get(name, "floats"),
-            expected=shown(recorded.get(name, "floats")),
+            expected=format_value(recorded.get(name, "floats")),
             hint="copy or make it again",
         )
     for problem in summary_problems(checkpoint):

@@ -21,7 +21,7 @@ from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.finite import finite_logits
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.linears import quiet
-from quantkit.via_transformers.passage import typed_failures
+from quantkit.via_transformers.passage import convert_model_errors
 
 
 class TransformersModel:
@@ -79,7 +79,7 @@ class TransformersModel:
     ) -> Generator[int, None, None]:
         tokens = list(request.prompt)
         for _ in range(request.max_new_tokens):
-            with torch.inference_mode(), quiet(), typed_failures(self._path):
+            with torch.inference_mode(), quiet(), convert_model_errors(self._path):
                 logits = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[
                     :, -1
                 ]

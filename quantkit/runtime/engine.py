@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.base.arguments import as_integer, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.memory import enough_memory, size_text
 from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
@@ -408,7 +408,7 @@ def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | N
         return float_type(dtype)
     except RequestError as error:
         raise RequestError(
-            "unknown `cache_dtype`", found=shown(dtype), expected=f"int8, {error.expected}"
+            "unknown `cache_dtype`", found=format_value(dtype), expected=f"int8, {error.expected}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from quantkit.base.arguments import (
     require_tokenizer,
     wrong_type,
 )
-from quantkit.base.progress import Progress, deduplicated
+from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
@@ -125,7 +125,7 @@ def generate_batch(
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
     stops = check_stop_strings(stop, tokenizer)
-    report = deduplicated(progress)
+    report = skip_repeated_reports(progress)
     slots = as_integer("batch_size", batch_size, 1)
     shared = create_request(
         config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo

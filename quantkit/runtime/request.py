@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_integer, as_strings, require_instance, token_rows
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 
@@ -187,7 +187,10 @@ def prompt_ids(
         return text_ids(tokenizer, prompt, specials=specials)
     if isinstance(prompt, (str, bytes)):
         raise RequestError(
-            "the prompt is a string", found=shown(prompt), expected="token ids", hint=_SHOW_HOW
+            "the prompt is a string",
+            found=format_value(prompt),
+            expected="token ids",
+            hint=_SHOW_HOW,
         )
     try:
         rows = token_rows(prompt)
@@ -311,7 +314,10 @@ def create_promptless_request(
         top = as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
         raise RequestError(
-            "n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}", argument="n"
+            "n is out of range",
+            found=format_value(count),
+            expected=f"1 to {MAX_SAMPLES}",
+            argument="n",
         )
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         expected = f"0 to {MAX_LOGPROBS}"

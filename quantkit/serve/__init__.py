@@ -8,7 +8,7 @@ import ipaddress
 import re
 from importlib.util import find_spec
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 
 SLOTS = 8
@@ -68,7 +68,7 @@ def host_name(host: str) -> str:
         expected = "a name or an address, without a port"
         raise RequestError(
             "`allowed_host` has a name that no host has",
-            found=shown(host),
+            found=format_value(host),
             expected=expected,
             argument="allowed_host",
         )

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quantkit.base.arguments import as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.grammars import Grammars
 from quantkit.jobs.inference.json_lines import strict_object
@@ -263,7 +263,7 @@ class _Paths:
         ):
             raise RequestError(
                 "'tokens' is of the wrong type",
-                found=shown(tokens),
+                found=format_value(tokens),
                 expected="a list of token ids",
                 argument="tokens",
             )
@@ -384,7 +384,10 @@ class _Paths:
         if (name := body.get("model")) is not None and as_string(
             "model", name
         ) != self._served.name:
-            problem = f"the model {shown(name)} is not served here; {shown(self._served.name)} is"
+            problem = (
+                f"the model {format_value(name)} is not served here;"
+                f" {format_value(self._served.name)} is"
+            )
             raise _UnknownModelError(problem, argument="model")
 
 
@@ -420,7 +423,7 @@ def _usage_requested(options: object, stream: bool) -> bool:
     if not isinstance(options, Mapping):
         raise RequestError(
             "'stream_options' is of the wrong type",
-            found=shown(options),
+            found=format_value(options),
             expected="an object",
             argument="stream_options",
         )
@@ -439,7 +442,9 @@ def _require_keys(values: Mapping[str, Any], allowed_keys: set[str]) -> None:
     if unknown := values.keys() - allowed_keys:
         name = min(unknown)
         raise RequestError(
-            f"unknown key {shown(name)}", expected=", ".join(sorted(allowed_keys)), argument=name
+            f"unknown key {format_value(name)}",
+            expected=", ".join(sorted(allowed_keys)),
+            argument=name,
         )
 
 

@@ -15,7 +15,7 @@ from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError, UnreachableError
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
@@ -62,7 +62,7 @@ class Server:
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             expected = "an address such as http://127.0.0.1:8000/v1"
-            raise RequestError("`url` is not valid", found=shown(url), expected=expected)
+            raise RequestError("`url` is not valid", found=format_value(url), expected=expected)
         if api_key is not None and not (
             api_key.strip() and api_key.isascii() and api_key.isprintable()
         ):

@@ -10,7 +10,7 @@ import ssl
 import textwrap
 from http.client import HTTPResponse
 
-from quantkit.base.json_values import printable, shown
+from quantkit.base.json_values import format_value, printable
 from quantkit.errors import RequestError, UnreachableError
 
 # Characters of a server's message.
@@ -35,7 +35,9 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     if 300 <= status < 400:
         problem = f"{url} redirects, which is not followed"
         place = response.headers.get("Location", "")
-        return RequestError(problem, found=shown(place), hint="give that address if you trust it")
+        return RequestError(
+            problem, found=format_value(place), hint="give that address if you trust it"
+        )
     if status in (401, 403):
         if with_key:
             problem = "does not accept the API key"
@@ -72,7 +74,9 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
 def other_api(url: str, answer: object) -> RequestError:
     """Return the error for an answer that is not of OpenAI's API."""
     hint = "check the address, which often ends in /v1"
-    return RequestError(f"{url} does not answer with OpenAI's API", found=shown(answer), hint=hint)
+    return RequestError(
+        f"{url} does not answer with OpenAI's API", found=format_value(answer), hint=hint
+    )
 
 
 def unreachable(url: str, error: Exception) -> UnreachableError:

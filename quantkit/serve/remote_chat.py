@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.base.arguments import as_string
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.serve.client import Server
 from quantkit.serve.client_errors import ContextLengthError, lost, other_api
@@ -81,7 +81,7 @@ class RemoteChat:
         if model is None:
             model, *others = server.models()
             if others:
-                names = ", ".join(shown(name) for name in (model, *others))
+                names = ", ".join(format_value(name) for name in (model, *others))
                 raise RequestError(
                     f"{server.url} has several models", found=names, hint="select one with `model`"
                 )

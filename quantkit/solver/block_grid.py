@@ -48,7 +48,7 @@ def search_blocks(
     weights = importance.view(-1, size, 1)
     parts = []
     for part in _row_slices(weight):
-        parts.append(_fitted_lines(grouped[:, :, part], weights, scheme))
+        parts.append(_fit_lines(grouped[:, :, part], weights, scheme))
     steps, offsets = (torch.cat(part, 1).t() for part in zip(*parts, strict=True))
     return BlockScales.nearest(steps, offsets, scheme)
 
@@ -59,7 +59,7 @@ def _row_slices(weight: Tensor) -> list[slice]:
     return [slice(start, start + count) for start in range(0, outputs, count)]
 
 
-def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best,
     of several that begin with steps which span a group, or about so; `weights` [G, S, 1] are those
     of squared errors.
@@ -113,7 +113,7 @@ def refit_blocks(
             returns better ones.
     """
 
-    def fitted(values: Tensor, inner: Tensor, outer: Tensor | None) -> Tensor:
+    def refit_factors(values: Tensor, inner: Tensor, outer: Tensor | None) -> Tensor:
         """Better float16 numbers [O, S] for values that are multiplied with `inner` and `outer`."""
         if outer is not None:
             values = values * inner.float().t().repeat_interleave(len(values) // inner.shape[1], 0)
@@ -123,12 +123,12 @@ def refit_blocks(
         name = "scale"
     else:
         name = "outer"
-    result = replace(scales, **{name: fitted(codes, scales.scale, scales.outer)})
+    result = replace(scales, **{name: refit_factors(codes, scales.scale, scales.outer)})
     if scales.minimum is None:
         return result
     if scales.outer_minimum is None:
         name = "minimum"
     else:
         name = "outer_minimum"
-    lowest = fitted(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
+    lowest = refit_factors(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
     return replace(result, **{name: lowest})

@@ -66,7 +66,7 @@ class ColumnKernels:
 
 def _round_in_turn(
     start: Tensor,
-    wanted: Tensor,
+    target: Tensor,
     ratios: Tensor,
     columns: Tensor,
     scale: Tensor,
@@ -84,7 +84,7 @@ def _round_in_turn(
         group = column // size
         code = torch.div(start[i], scale[group], out=codes[column])
         round_(code, None if zero is None else zero[group], levels)
-        torch.addcmul(wanted[i], code, scale[group], value=-1, out=errors[i])
+        torch.addcmul(target[i], code, scale[group], value=-1, out=errors[i])
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
 
@@ -161,7 +161,7 @@ def solve_codes(
         output errors.
     """
     # The first to round is the last, as in the factor; whitened errors take its place.
-    wanted = grid.shifted(target)[order.flip(0)]
+    wanted = grid.add_minima(target)[order.flip(0)]
     errors = torch.empty_like(wanted)
     codes = torch.empty_like(wanted)
     inputs = len(order)

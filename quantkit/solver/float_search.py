@@ -46,13 +46,13 @@ def quantize_small_floats(
         outer = float_codes.outer_scale(weight)
     return concatenate_rows(
         [
-            _searched(weight[start:stop].float(), scheme, weights, outer)
+            _search_scales(weight[start:stop].float(), scheme, weights, outer)
             for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS)
         ]
     )
 
 
-def _searched(
+def _search_scales(
     rows: Tensor, scheme: QuantScheme, weights: Tensor, outer: Tensor | None
 ) -> QuantTensor:
     grouped = rows.view(len(rows), len(weights), -1)

@@ -193,16 +193,16 @@ def solve(
 
 
 def _solve_rows(
-    wanted: Tensor,
+    target: Tensor,
     hessian: Damped,
     scheme: QuantScheme,
     scale_dtype: torch.dtype,
     kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """Solve some rows of a layer, for targets [I, O]: the weight, error and energy of each row."""
-    scale, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
-    grid = Grid.of(scale, zero, scheme, len(wanted))
-    codes, whitened = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
+    scale, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
+    grid = Grid.of(scale, zero, scheme, len(target))
+    codes, whitened = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
     gradient = torch.empty_like(whitened)
     gradient[hessian.order.flip(0)] = upper_transposed_times(hessian.factor, whitened)
     loss = whitened.square_().sum(0, dtype=torch.float64)
@@ -211,17 +211,17 @@ def _solve_rows(
     del gradient
     energy = loss + explained
     loss -= gain
-    grid = Grid.of(scale, zero, scheme, len(wanted))
-    codes, gain = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
+    grid = Grid.of(scale, zero, scheme, len(target))
+    codes, gain = descend(target, codes, hessian.matrix, grid, hessian.order, kernels)
     loss -= gain
     added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
-    error = loss.sub_(added @ grid.values(codes).sub_(wanted).square_()).clamp_(min=0)
-    energy.sub_(added @ wanted.square()).clamp_(min=0)
-    return _stored(codes, scale, zero, scheme, grid.size), error, energy
+    error = loss.sub_(added @ grid.values(codes).sub_(target).square_()).clamp_(min=0)
+    energy.sub_(added @ target.square()).clamp_(min=0)
+    return _build_weight(codes, scale, zero, scheme, grid.size), error, energy
 
 
 def _solve_two_sided(
-    wanted: Tensor,
+    target: Tensor,
     hessian: Damped,
     outputs: Tensor,
     scheme: QuantScheme,
@@ -229,16 +229,16 @@ def _solve_two_sided(
     kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for rows that know how their outputs add up, by the factor [O, O] of these."""
-    found, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
+    found, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
     damped = Damped.of_(outputs.clone(), OUTPUT_DAMPING)
-    codes, scale = solve_two_sided(wanted, hessian, damped, found, zero, scheme, kernels)
+    codes, scale = solve_two_sided(target, hessian, damped, found, zero, scheme, kernels)
     del damped
-    grid = Grid.of(scale, zero, scheme, len(wanted))
-    error, energy = _errors(grid.values(codes).sub_(wanted), wanted, hessian)
-    return _stored(codes, scale, zero, scheme, grid.size), error, energy
+    grid = Grid.of(scale, zero, scheme, len(target))
+    error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
+    return _build_weight(codes, scale, zero, scheme, grid.size), error, energy
 
 
-def _stored(
+def _build_weight(
     codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int
 ) -> QuantTensor:
     """Return the weight [O, I] of codes [I, O] less their zero points, with scales and zero points
@@ -252,22 +252,22 @@ def _stored(
 
 
 def _solve_small_floats(
-    wanted: Tensor, hessian: Damped, start: QuantTensor
+    target: Tensor, hessian: Damped, start: QuantTensor
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for small floats, on the scales of `start`, by torch alone."""
     kind = start.scheme.codes
     steps = start.steps.t().contiguous()
     grid = Grid(
-        torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(wanted) // len(steps)
+        torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(target) // len(steps)
     )
     kernels = small_float_kernels(kind)
-    values, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
-    values, _ = descend(wanted, values, hessian.matrix, grid, hessian.order, kernels)
+    values, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
+    values, _ = descend(target, values, hessian.matrix, grid, hessian.order, kernels)
     found = replace(start, codes=float_codes.encode_values(values.t().contiguous(), kind))
-    return found, *_errors(grid.values(values).sub_(wanted), wanted, hessian)
+    return found, *_errors(grid.values(values).sub_(target), target, hessian)
 
 
-def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
+def _errors(missing: Tensor, target: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
     """Return the squared error of the outputs of each row, and the squared outputs, for weights [I,
     O] less their targets.
     """
@@ -276,22 +276,22 @@ def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, T
         (
             times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()
         ).clamp_(min=0)
-        for one in (missing, wanted)
+        for one in (missing, target)
     )
     return error, energy
 
 
 def _solve_blocks(
-    wanted: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
+    target: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
     """`_solve_rows` for blocks of GGUF.
 
     The float16 scales are fitted to the codes; their integers stay.
     """
-    scales = search_blocks(wanted, hessian.diagonal, scheme, kernels.search_scales)
-    grid = Grid.of_blocks(scales, scheme, len(wanted))
-    codes, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
-    gradient = times(hessian.matrix, wanted - grid.values(codes))
+    scales = search_blocks(target, hessian.diagonal, scheme, kernels.search_scales)
+    grid = Grid.of_blocks(scales, scheme, len(target))
+    codes, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
+    gradient = times(hessian.matrix, target - grid.values(codes))
 
     def refit(basis: Tensor, factors: Tensor) -> Tensor:
         result, _, _ = refit_scales(gradient, basis, hessian.matrix, factors)
@@ -300,9 +300,9 @@ def _solve_blocks(
         return result
 
     scales = refit_blocks(codes, scales, refit)
-    grid = Grid.of_blocks(scales, scheme, len(wanted))
-    codes, _ = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
-    error, energy = _errors(grid.values(codes).sub_(wanted), wanted, hessian)
+    grid = Grid.of_blocks(scales, scheme, len(target))
+    codes, _ = descend(target, codes, hessian.matrix, grid, hessian.order, kernels)
+    error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
     if scheme.symmetric:
         middle = scheme.levels // 2
     else:

@@ -59,7 +59,7 @@ def refit_bytes(device: torch.device) -> int:
     return _REFIT_BYTES
 
 
-def searched_weights(device: torch.device) -> int:
+def choose_search_batch_size(device: torch.device) -> int:
     """Weights whose scales are searched together."""
     if device.type == "cuda":
         return weights_at_once(device) // 8
@@ -111,7 +111,7 @@ class Grid:
             grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))
         ).view_as(codes)
 
-    def shifted(self, target: Tensor) -> Tensor:
+    def add_minima(self, target: Tensor) -> Tensor:
         """Weights [I, O] plus their groups' minima: what codes times scales are to approximate."""
         if self.minimum is None:
             return target
@@ -163,7 +163,7 @@ def search_scales(
                 zero[tile] = found.offset.to(torch.uint8)
 
     size = columns // groups
-    max_weights = searched_weights(weight.device)
+    max_weights = choose_search_batch_size(weight.device)
     width = min(rows, max(MIN_TILE_ROWS, max_weights // size))
     height = max(1, max_weights // (size * width))
     tiles = []
@@ -186,7 +186,7 @@ def search_scales(
     return scale, zero
 
 
-def signed_steps(scheme: QuantScheme) -> list[float]:
+def list_trial_steps(scheme: QuantScheme) -> list[float]:
     """Return the steps that are tried first, in units of the step that spans a group."""
     result: list[float] = []
     for factor in _COARSE:
@@ -222,7 +222,7 @@ class _Search:
         self.scale = torch.ones_like(span, dtype=scale_dtype)
         self.offset = torch.full_like(span, scheme.levels // 2)
         self._best = torch.ones_like(span)
-        for factor in signed_steps(scheme) if signed else _COARSE:
+        for factor in list_trial_steps(scheme) if signed else _COARSE:
             self._try(torch.full_like(span, factor))
         coarse = self._best.clone()
         for step in FINE:

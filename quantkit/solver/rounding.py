@@ -68,7 +68,7 @@ def round_to_nearest(
     if scheme.scales is Scales.FLOATS:
         found = quantize_searched(weight, scheme, scale_dtype, kernels, importance)
     else:
-        found = _searched_blocks(weight, scheme, kernels, importance)
+        found = _quantize_blocks(weight, scheme, kernels, importance)
     return found, solver
 
 
@@ -116,13 +116,13 @@ def quantize_searched(
             if zero is not None and spanning.zero is not None:
                 zero[start:stop][overflowing] = spanning.zero[overflowing]
         offset = scheme.levels // 2 if zero is None else zero[start:stop].float().unsqueeze(-1)
-        own, steps = _fitted(grouped, weights, scale[start:stop], offset, scheme)
+        own, steps = _fit_scales(grouped, weights, scale[start:stop], offset, scheme)
         scale[start:stop] = own
         codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
 
 
-def _searched_blocks(
+def _quantize_blocks(
     weight: Tensor, scheme: QuantScheme, kernels: ColumnKernels, importance: Tensor | None
 ) -> QuantTensor:
     """`quantize_searched` for blocks of GGUF.
@@ -147,7 +147,7 @@ def _searched_blocks(
     return concatenate_rows(parts)
 
 
-def _fitted(
+def _fit_scales(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
     """Return the better of some scales [O, G] and those that fit their codes best, and the codes

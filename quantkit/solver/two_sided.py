@@ -79,7 +79,7 @@ class OutputFactor:
         return OutputFactor(tuple(block.to(device) for block in self.blocks))
 
     @classmethod
-    def joined(cls, parts: Sequence[OutputFactor]) -> OutputFactor:
+    def concatenate(cls, parts: Sequence[OutputFactor]) -> OutputFactor:
         """Return the factor of all outputs, in order."""
         return cls(tuple(block for part in parts for block in part.blocks))
 
@@ -113,16 +113,16 @@ def solve_two_sided(
     codes = torch.empty_like(wanted)
     errors = torch.empty_like(wanted)
 
-    def grid_of(here: slice) -> Grid:
+    def grid_of(output_range: slice) -> Grid:
         if zero is None:
             points = None
         else:
-            points = zero[:, here].contiguous()
-        return Grid.of(scale[:, here].contiguous(), points, scheme, len(wanted))
+            points = zero[:, output_range].contiguous()
+        return Grid.of(scale[:, output_range].contiguous(), points, scheme, len(wanted))
 
-    def keep(here: slice, found: Tensor, grid: Grid) -> None:
-        codes[:, here] = found
-        errors[:, here] = wanted[:, here] - grid.values(found)
+    def keep(output_range: slice, part_codes: Tensor, grid: Grid) -> None:
+        codes[:, output_range] = part_codes
+        errors[:, output_range] = wanted[:, output_range] - grid.values(part_codes)
 
     for block in _blocks(len(rows)):
         grid = grid_of(block)

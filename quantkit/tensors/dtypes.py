@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.tensors.late import torch
 
@@ -118,6 +118,6 @@ def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
     result = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if result is None:
         raise RequestError(
-            "unknown float type", found=shown(dtype), expected=", ".join(FLOAT_NAMES)
+            "unknown float type", found=format_value(dtype), expected=", ".join(FLOAT_NAMES)
         )
     return result

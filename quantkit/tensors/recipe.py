@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.base.arguments import as_path, as_string, as_strings, require_instance, wrong_type
-from quantkit.base.json_values import Settings, parsed, shown
+from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.tensors.scheme import QuantScheme
 
@@ -81,7 +81,7 @@ class Recipe:
         except (OSError, ValueError) as error:
             raise RequestError(f"cannot read the recipe: {error}", path=path) from error
         try:
-            settings = Settings(parsed(text, path), path)
+            settings = Settings(parse_object(text, path), path)
             _require_keys(settings, {"default"}, {"overrides"})
             default = settings.string("default")
             overrides = []
@@ -184,7 +184,7 @@ class Recipe:
         for override in self.overrides:
             if any(map(override.matches, names)):
                 continue
-            pattern = shown(override.pattern)
+            pattern = format_value(override.pattern)
             router = any(map(override.matches, routers))
             if router and override.scheme is not None:
                 raise RequestError(
@@ -215,4 +215,4 @@ def _scheme(name: str, path: str | Path) -> QuantScheme:
 def _require_keys(settings: Settings, needed: set[str], optional: Collection[str] = ()) -> None:
     keys = set(settings.values)
     if needed - keys or keys - needed.union(optional):
-        raise RequestError("unknown or missing keys", found=shown(sorted(keys)))
+        raise RequestError("unknown or missing keys", found=format_value(sorted(keys)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from quantkit.base.arguments import as_integer, as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 
 SUPER_BLOCK = 256
@@ -151,7 +151,7 @@ class QuantScheme:
         ]
         raise RequestError(
             "unknown quantization scheme",
-            found=shown(text),
+            found=format_value(text),
             expected=(
                 f"{SPELLINGS}; int4 also with zero points: int4-g128-asym;"
                 f" {', '.join(FLOAT_SCHEMES)}; for GGUF also {GGUF_SPELLINGS}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quantkit.base.arguments import as_path, as_string, require_tokenizer, wrong_type
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import (
     META_FORMATS,
@@ -146,7 +146,7 @@ class TemplateChat:
             is_from_user = isinstance(message, Mapping) and message.get("role") in _SAYING_ROLES
             if is_from_user and message.get("content") is None:
                 raise RequestError(
-                    "a message has no content", found=shown(message), expected=_MESSAGE
+                    "a message has no content", found=format_value(message), expected=_MESSAGE
                 )
         template = self._choose(tools is not None)
         if variables.get("documents") and not template.reads_documents:
@@ -408,7 +408,7 @@ def message_text(message: Message) -> str:
             if message.get(key):
                 raise RequestError(
                     f"this format has no tools, and a message has '{key}'",
-                    found=shown(message[key]),
+                    found=format_value(message[key]),
                 )
     if isinstance(message, Mapping):
         content = _with_text(message).get("content")
@@ -417,7 +417,7 @@ def message_text(message: Message) -> str:
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
             "a message is an object with a role and a content",
-            found=shown(message),
+            found=format_value(message),
             expected=_MESSAGE,
         )
     return content
@@ -551,12 +551,13 @@ def _part_text(part: object) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
     if kind not in (None, "text"):
         raise RequestError(
-            f"a message has a part of type {shown(kind)}", expected="only parts of type 'text'"
+            f"a message has a part of type {format_value(kind)}",
+            expected="only parts of type 'text'",
         )
     if not isinstance(text, str):
         problem = "a part of a message has no text"
         expected = '{"type": "text", "text": "..."}'
-        raise RequestError(problem, found=shown(part), expected=expected)
+        raise RequestError(problem, found=format_value(part), expected=expected)
     return text
 
 

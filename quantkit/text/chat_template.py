@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.base.arguments import wrong_type
-from quantkit.base.json_values import read_json, require_plain_file, shown
+from quantkit.base.json_values import format_value, read_json, require_plain_file
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.template_process import Budget, check_template, render
@@ -264,7 +264,7 @@ def read_named_template(template: str) -> str:
     if not template.endswith(_SUFFIX):
         raise RequestError(
             "no such chat template",
-            found=shown(template),
+            found=format_value(template),
             expected=f"{', '.join(META_FORMATS)} or a file *{_SUFFIX}",
         )
     path = Path(template)
@@ -348,7 +348,7 @@ def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
                 "a message is an object with a role",
-                found=shown(message),
+                found=format_value(message),
                 expected='{"role": "user", "content": "..."}',
             )
         try:
@@ -358,7 +358,7 @@ def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
                     fields[name] = copy.deepcopy(value)
         except RecursionError as error:
             raise RequestError(
-                "a message is nested too deep", found=f"role {shown(message['role'])}"
+                "a message is nested too deep", found=f"role {format_value(message['role'])}"
             ) from error
         if (
             reasoning := next((fields[name] for name in _REASONING if name in fields), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.base.json_values import Settings, read_json, shown
+from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import UnsupportedError
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text import pipeline
@@ -137,7 +137,7 @@ def _from_json(folder: Path) -> FoundTokenizer:
     if model.values.get("type") != "BPE" or other:
         _refuse(
             path,
-            f"a tokenizer of type {shown(model.values.get('type'))}"
+            f"a tokenizer of type {format_value(model.values.get('type'))}"
             + (f" with {other[0]}" if other else ""),
         )
     vocabulary: dict[str, int] = dict(model.inside("vocab").values)
@@ -228,7 +228,7 @@ def _to_byte_level(
     else:
         steps = []
     if any(step.get("type") != "NFC" for step in steps):
-        _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
+        _refuse(path, f"a normalizer of type {format_value(normalizer.get('type'))}")
     if steps:
         tokenizer.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
     patterns = pipeline.patterns_of(tokenizer.pipeline["pre_tokenizer"])

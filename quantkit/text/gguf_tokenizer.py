@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, parsed, shortest, shown
+from quantkit.base.json_values import Settings, format_value, parse_object, shortest
 from quantkit.errors import CheckpointError, name_as
 from quantkit.files.located import gguf_file, locate_model, read_parts
 from quantkit.text import gguf_vocabulary as keys
@@ -408,12 +408,12 @@ def _with_run_merges(
     where = f"{pipeline_settings.path}: {keys.RUN_MERGES}"
     listed = pipeline_settings.need(keys.RUN_MERGES)
     if not isinstance(listed, list) or len(listed) > _MAX_RUN_MERGES:
-        raise CheckpointError("is not a list of merges", path=where, found=shown(listed))
+        raise CheckpointError("is not a list of merges", path=where, found=format_value(listed))
     result = [pair for pair in merges if "".join(pair).strip(SPACE)]
     for entry in listed:
         place, pair = _run_merge(entry)
         if pair is None or not 0 <= place <= len(result) or not {*pair, "".join(pair)} <= vocab:
-            raise CheckpointError("is not a list of merges", path=where, found=shown(entry))
+            raise CheckpointError("is not a list of merges", path=where, found=format_value(entry))
         result.insert(place, pair)
     return result
 
@@ -442,10 +442,11 @@ def _read_pipeline_settings(settings: Settings) -> Settings:
         "eos_token",
     }
     own = Settings(
-        parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where
+        parse_object(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {},
+        where,
     )
     if unknown := sorted(set(own.values) - known):
-        raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
+        raise CheckpointError("holds an unknown key", path=where, found=format_value(unknown[0]))
     return own
 
 

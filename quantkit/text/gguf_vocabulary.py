@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.text.pipeline import ADDS_BOS, SPACE, patterns_by_name
 from quantkit.text.sentencepiece_file import PieceType
@@ -257,7 +257,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         raise UnsupportedError(
             "the tokenizer cannot be rebuilt exactly",
             path=path,
-            found=f"'{shown(model)[1:-1]}' ({what})",
+            found=f"'{format_value(model)[1:-1]}' ({what})",
             expected=f"'{SPM}' (sentencepiece's merges) or '{BPE}' (byte-level merges)",
         )
     tokens = _tokens(settings)
@@ -301,7 +301,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         raise UnsupportedError(
             "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}",
             path=path,
-            found=f"{PRE} {shown(pre)}" if pre else None,
+            found=f"{PRE} {format_value(pre)}" if pre else None,
             expected="such as 'llama-bpe' or 'qwen2'",
             hint="without it llama.cpp guesses, too" if not pre else None,
         )
@@ -395,7 +395,7 @@ def _tokens(settings: Settings) -> list[str]:
     if len(numbers := set(result)) < len(result):
         twice = next(token for number, token in enumerate(result) if token in result[:number])
         raise CheckpointError(
-            f"{TOKENS} holds a token twice", path=settings.path, found=shown(twice)
+            f"{TOKENS} holds a token twice", path=settings.path, found=format_value(twice)
         )
     if (longest := max(map(len, numbers), default=0)) > LONGEST_TOKEN:
         raise CheckpointError(
@@ -439,7 +439,7 @@ def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]
             problem = "is not made of tokens"
         if problem is not None:
             raise CheckpointError(
-                f"{MERGES}: pair {number} {problem}", path=settings.path, found=shown(line)
+                f"{MERGES}: pair {number} {problem}", path=settings.path, found=format_value(line)
             )
         found[pair] = None
     return list(found)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.text.template_process import Budget
 
@@ -162,7 +162,7 @@ def _require_printed(
         if _try_to_render(changed, render, checks) == original:
             message = conversation["messages"][statement.path[1]]
             problem = f"the model's chat template does not print {statement.name}"
-            role = f"role {shown(message['role'])}"
+            role = f"role {format_value(message['role'])}"
             raise RequestError(problem, found=role, hint=statement.hint, argument="messages")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, read_json, shown
+from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError
 
 TOKEN_NAMES = (
@@ -173,7 +173,9 @@ def read_added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
             token = decoder.inside(number)
             if not number.isdecimal():
                 raise CheckpointError(
-                    "lists a token by something other than its id", path=path, found=shown(number)
+                    "lists a token by something other than its id",
+                    path=path,
+                    found=format_value(number),
                 )
             found[int(number)] = token.string("content"), token.flag("special", False)
     return [(number, *found[number]) for number in sorted(found)]

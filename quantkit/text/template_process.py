@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import QuantkitError, RequestError
 
 MAX_LENGTH = 1 << 22
@@ -195,6 +195,6 @@ def _plain(value: Any) -> Any:
         return list(map(_plain, value))
     raise RequestError(
         "a template variable must be a plain value",
-        found=shown(value),
+        found=format_value(value),
         expected="values as in JSON",
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, read_json, shown
+from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError
 from quantkit.text.special_tokens import TOKEN_NAMES
 
@@ -103,7 +103,7 @@ def _require_added_tokens(config: Settings) -> None:
             raise CheckpointError(
                 "lists a token by something other than its id",
                 path=config.path,
-                found=shown(number),
+                found=format_value(number),
             )
         token = listed.inside(number)
         token.string("content")

@@ -197,16 +197,16 @@ class DeltaCheckpoint(CheckpointView):
             return self._source.load(name, part)
         value = self._source.load(name)
         try:
-            result = self._changed(name, value)
+            result = self._apply_delta(name, value)
         except (KeyError, RuntimeError, ValueError, zlib.error) as error:
-            raise self._damaged(name) from error
+            raise self._make_damage_error(name) from error
         if tensor_hash(result) != change.after:
-            raise self._damaged(name)
+            raise self._make_damage_error(name)
         if part is None:
             return result
         return part.of_weight(result)
 
-    def _changed(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    def _apply_delta(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
         """Return a tensor as the delta changes it.
 
         Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit.
@@ -236,15 +236,15 @@ class DeltaCheckpoint(CheckpointView):
             raise ValueError("codes out of range")
         return replace(value, codes=codes.to(torch.uint8))
 
-    def _damaged(self, name: str) -> CheckpointError:
+    def _make_damage_error(self, name: str) -> CheckpointError:
         return CheckpointError(
             f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED
         )
 
 
-def _evaluation(found: Mapping[str, Any]) -> Evaluation:
+def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
     """Return an entry of the curve. Raises `ValueError` if a figure is out of range."""
-    one = Evaluation(int(found["step"]), float(found["held_back"]))
+    one = Evaluation(int(entry["step"]), float(entry["held_back"]))
     if not (one.held_back > 0 and math.isfinite(one.held_back)):
         raise ValueError("a KL is positive")
     return one

@@ -24,7 +24,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-from quantkit.training.shares import SharedBlock, Shares, own_parameter
+from quantkit.training.shares import SharedBlock, Shares, get_local_parameter
 
 TOKENS_THROUGH_THE_HEAD = 256
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
@@ -65,7 +65,7 @@ class Passes:
         """Return the sum of KL(reference || model) over tokens [B, T], in nats, given the
         reference's hidden states after its final norm, [B, T, D].
         """
-        states = self._embedded(tokens)
+        states = self._embed_tokens(tokens)
         for layer in range(self._config.num_layers):
             block = self._block(layer)
             states = [block(state, self._step) for state in states]
@@ -90,7 +90,7 @@ class Passes:
                 layer.
             count: of all tokens of a step, those of other processes too.
         """
-        states = self._embedded(tokens)
+        states = self._embed_tokens(tokens)
         inputs = []
         with torch.no_grad():
             for layer in range(self._config.num_layers):
@@ -132,7 +132,9 @@ class Passes:
         """
         block = self._block(layer)
         prefix = BLOCK_PREFIX.format(layer)
-        parameters = {name: own_parameter(block, name.removeprefix(prefix)) for name in trained}
+        parameters = {
+            name: get_local_parameter(block, name.removeprefix(prefix)) for name in trained
+        }
         for parameter in parameters.values():
             parameter.requires_grad_()
         result = []
@@ -145,7 +147,7 @@ class Passes:
             receive(name, parameter.grad)
         return result
 
-    def _embedded(self, tokens: Tensor) -> list[Tensor]:
+    def _embed_tokens(self, tokens: Tensor) -> list[Tensor]:
         """Return the first block's inputs, float32, some samples at a time."""
         multiplier = self._config.embedding_multiplier
         embedding = self._embedding

@@ -67,7 +67,7 @@ class Shares:
         """This process's slice of a tensor; None for all of it."""
         return self.model.part(self._parameters[name])
 
-    def total(self, name: str, own: Tensor | None) -> Tensor | None:
+    def total(self, name: str, local_gradient: Tensor | None) -> Tensor | None:
         """Return the gradient by the factors of a tensor: the sum over all processes.
 
         Args:
@@ -77,19 +77,19 @@ class Shares:
             None if no process had one.
         """
         if self.mesh.world.size == 1:
-            return own
+            return local_gradient
         info = self._source.info(name)
         shape = torch.Size(factor_shape(info))
         flat = torch.zeros(1 + shape.numel())
         added_elsewhere = self.mesh.model.rank > 0 and not any(
             one in name for one in _WITHIN_BRANCHES
         )
-        if own is not None:
+        if local_gradient is not None:
             flat[0] = 1
             # The gradients by norms between branches are whole on each process.
             if not added_elsewhere:
                 flat[1:].view(shape).index_add_(
-                    *factor_places(self.part(name), info, own.shape[-1]), own
+                    *factor_places(self.part(name), info, local_gradient.shape[-1]), local_gradient
                 )
         on_device = flat.to(self.mesh.world.device)
         self.mesh.world.sum_(on_device)
@@ -110,7 +110,7 @@ class SharedBlock(Block):
         return self.enter(super().apply_norm(branch, x))
 
 
-def own_parameter(block: Block, name: str) -> nn.Parameter:
+def get_local_parameter(block: Block, name: str) -> nn.Parameter:
     """Return a parameter of a block that may be connected with those of other processes."""
     module, _, leaf = name.rpartition(".")
     owner = block.get_submodule(module)

@@ -58,11 +58,11 @@ class SavedTraining:
         assert entry is not None, "the first evaluation is saved"
         self._restore(entry[_BEST])
 
-    def evaluated(self, state: State) -> None:
+    def save_after_evaluation(self, state: State) -> None:
         """Save after an evaluation."""
         self._save(state)
 
-    def stepped(self, state: State) -> None:
+    def save_if_due(self, state: State) -> None:
         """Save after a step, if the last save is long ago."""
         if time.monotonic() - self._saved > SECONDS:
             self._save(state)
@@ -153,7 +153,10 @@ class SavedTraining:
         return result
 
 
-def _state(found: Mapping[str, Any]) -> State:
+def _state(fields: Mapping[str, Any]) -> State:
     return State(
-        found["step"], found["sum"], found["count"], [Evaluation(**one) for one in found["curve"]]
+        fields["step"],
+        fields["sum"],
+        fields["count"],
+        [Evaluation(**one) for one in fields["curve"]],
     )

@@ -106,31 +106,33 @@ class TrainedCheckpoint(CheckpointView):
         self._trained = frozenset(self.factors)
         self._store = store
         self._free = memory_bytes
-        self._held: dict[tuple[str, TensorSlice | None], QuantTensor] = {}
+        self._start_weights: dict[tuple[str, TensorSlice | None], QuantTensor] = {}
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if name not in self._trained:
             return self._source.load(name, part)
         if self._source.info(name).scheme is not None and not self.names_trained.codes:
-            return self.quantized(name, part)
-        value = self._norm(name) if self._source.info(name).scheme is None else self.quantized(name)
+            return self.build_weight(name, part)
+        value = (
+            self._norm(name) if self._source.info(name).scheme is None else self.build_weight(name)
+        )
         if part is None:
             return value
         return part.of_weight(value)
 
     def start(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
         """Return a weight, or a part of it, as it was before."""
-        if (held := self._held.get((name, part))) is not None:
+        if (held := self._start_weights.get((name, part))) is not None:
             return held
         value = self._source.load(name, part)
         assert isinstance(value, QuantTensor)
         size = value.codes.nbytes + value.scale.nbytes
         if size <= self._free:
             self._free -= size
-            self._held[name, part] = value
+            self._start_weights[name, part] = value
         return value
 
-    def quantized(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
+    def build_weight(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
         """Return a weight as it is now, or, if codes are not trained, a part of it."""
         value = self.start(name, part)
         factors = self.factors[name]
@@ -141,7 +143,7 @@ class TrainedCheckpoint(CheckpointView):
         result = with_factors(value, factors)
         if not self.names_trained.codes:
             return result
-        return replace(result, codes=moved(value, self.offsets(name)))
+        return replace(result, codes=move_codes(value, self.offsets(name)))
 
     def offsets(self, name: str) -> Tensor:
         """Return the offsets of a weight's codes, [O, I] float32."""
@@ -168,7 +170,7 @@ class TrainedCheckpoint(CheckpointView):
         return ((value.float() + offset) * (1 + self.factors[name]) - offset).to(value.dtype)
 
 
-def scaled(scale: Tensor, factor: Tensor) -> Tensor:
+def multiply_scales(scale: Tensor, factor: Tensor) -> Tensor:
     """Scales [O, G] times ``1 + factor``, in their type; those that would overflow it stay as
     they are.
     """
@@ -208,10 +210,10 @@ def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
     `TrainedCheckpoint`.
     """
     if value.minimum is None:
-        return replace(value, scale=scaled(value.scale, factors))
+        return replace(value, scale=multiply_scales(value.scale, factors))
     before = value.scale.float()
     middle = value.scheme.levels // 2
-    scale = scaled(value.scale, factors[0])
+    scale = multiply_scales(value.scale, factors[0])
     wider = middle * (scale.float() - before)
     moved_by = factors[1] * (before * _minimum_unit(value))
     minimum = (value.minimum.float() + wider - moved_by).to(value.minimum.dtype)
@@ -220,7 +222,7 @@ def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
     )
 
 
-def moved(value: QuantTensor, offsets: Tensor) -> Tensor:
+def move_codes(value: QuantTensor, offsets: Tensor) -> Tensor:
     """Return the codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a
     code, and rounded.
     """
@@ -233,14 +235,14 @@ def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
 
     Weights that are not those of the same model, as after a method that scales channels, give none.
     """
-    if trained_error(value, weight) is None:
+    if measure_weight_error(value, weight) is None:
         return torch.zeros(value.shape, dtype=torch.float32)
     steps = value.scale.float().unsqueeze(-1)
     grouped = (weight.float() - value.dequantize()).view(*value.scale.shape, -1)
     return torch.where(steps == 0, 0, grouped / steps).clamp_(-_EDGE, _EDGE).flatten(1)
 
 
-def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
+def measure_weight_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
     """Return the relative error of a weight; None if it is not compared with the float model's,
     which has other channels.
     """

@@ -64,11 +64,11 @@ which are zero for most.
 class Visitor(Protocol):
     """Sees what experts get."""
 
-    def routed(self, experts: nn.Module, counts: list[int]) -> None:
+    def visit_routing(self, experts: nn.Module, counts: list[int]) -> None:
         """Called first, with the number of tokens that are sent to each expert."""
         ...
 
-    def product(self, experts: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
+    def visit_product(self, experts: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
         """Called before each product with the weight of an expert in the parameter `leaf`."""
         ...
 
@@ -121,7 +121,7 @@ def _forward(
         inner = self.act_fn
     places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(self.num_experts)]
     if visitor is not None:
-        visitor.routed(self, [len(tokens) for tokens, _ in places])
+        visitor.visit_routing(self, [len(tokens) for tokens, _ in places])
     total = torch.zeros_like(hidden_states)
     for expert, (tokens, chosen) in enumerate(places):
         shares = top_k_weights[tokens, chosen]
@@ -136,10 +136,12 @@ def _forward(
             return result
 
         if visitor is not None:
-            visitor.product(self, up, expert, Brought(states(tokens), tokens, shares, states))
+            visitor.visit_product(self, up, expert, Brought(states(tokens), tokens, shares, states))
         rows = inner_states(tokens)
         if visitor is not None:
-            visitor.product(self, "down_proj", expert, Brought(rows, tokens, shares, inner_states))
+            visitor.visit_product(
+                self, "down_proj", expert, Brought(rows, tokens, shares, inner_states)
+            )
         rows = _product(self, "down_proj", expert, rows)
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
@@ -155,13 +157,13 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
     states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
     places = [state.any(dim=-1).nonzero().squeeze(1) for state in states]
     if visitor is not None:
-        visitor.routed(self, [len(tokens) for tokens in places])
+        visitor.visit_routing(self, [len(tokens) for tokens in places])
     total = torch.zeros_like(states)
     for expert, tokens in enumerate(places):
         rows = states[expert, tokens]
         for leaf in ("gate_up_proj", "down_proj"):
             if visitor is not None:
-                visitor.product(self, leaf, expert, Brought(rows, tokens))
+                visitor.visit_product(self, leaf, expert, Brought(rows, tokens))
             rows = rows @ getattr(self, leaf)[expert]
             if leaf == "gate_up_proj":
                 gate, up = rows.chunk(2, dim=-1)

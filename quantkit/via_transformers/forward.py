@@ -18,7 +18,7 @@ from quantkit.architectures.families import is_known_family
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError, UnreadLayoutError, UnsupportedError
@@ -30,10 +30,10 @@ from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
 from quantkit.via_transformers.own_code import (
     code_file,
+    make_untrusted_error,
     needs_code,
     require_here,
     takes_code,
-    untrusted,
 )
 from quantkit.via_transformers.stacks import unstack
 
@@ -65,7 +65,9 @@ def final_hidden(
         return layerwise_hidden(
             checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress
         )
-    return passage_of(checkpoint).hidden([batch.tokens for batch in batches], progress)
+    return passage_of(checkpoint).compute_hidden_states(
+        [batch.tokens for batch in batches], progress
+    )
 
 
 def observe_inputs(
@@ -88,18 +90,18 @@ def observe_inputs(
     """
     if checkpoint.config.runnable:
 
-        def wanted(linear: str, inputs: Tensor) -> None:
+        def observe_selected(linear: str, inputs: Tensor) -> None:
             if linears is None or linear in linears:
                 observe(linear, inputs)
 
         (hidden,) = layerwise_hidden(
-            checkpoint, [Batch.from_start(tokens)], observe=wanted, progress=progress
+            checkpoint, [Batch.from_start(tokens)], observe=observe_selected, progress=progress
         )
-        wanted(_HEAD, hidden)
+        observe_selected(_HEAD, hidden)
         return
     from quantkit.via_transformers.sites import find_sites
 
-    def reached(site: Site, brought: Brought) -> None:
+    def observe_site(site: Site, brought: Brought) -> None:
         for linear, _, _ in site.rows:
             observe(linear, brought.inputs.float())
 
@@ -109,7 +111,9 @@ def observe_inputs(
         for linear in linear_columns(checkpoint.config)
         if linears is None or linear in linears
     ]
-    passage.hidden([tokens], progress, sites=find_sites(passage.lazy, own)[0], reached=reached)
+    passage.compute_hidden_states(
+        [tokens], progress, sites=find_sites(passage.lazy, own)[0], on_product=observe_site
+    )
 
 
 def final_logits(
@@ -120,7 +124,7 @@ def final_logits(
     """
     if checkpoint.config.runnable:
         return head_logits(checkpoint, hidden, group=group)
-    logits = passage_of(checkpoint).logits(torch.cat(list(hidden)))
+    logits = passage_of(checkpoint).compute_logits(torch.cat(list(hidden)))
     size = checkpoint.config.vocab_size
     if logits.shape[-1] < size:
         raise UnsupportedError(
@@ -179,7 +183,7 @@ def run_by_transformers(
         code = source.path
     if code is None and needs_code(raw):
         require_here(raw, source.path)
-        raise untrusted(raw, source.path)
+        raise make_untrusted_error(raw, source.path)
     source.config = replace(source.config, code=code)
     unstack(source)
     lazy = passage_of(source).lazy
@@ -205,7 +209,8 @@ def run_by_transformers(
         version += " with the folder's own code"
     elif (file := code_file(raw)) is not None:
         used = (
-            f"transformers' own {type(model).__name__} for {shown(raw.get('model_type'))} is used"
+            f"transformers' own {type(model).__name__} for"
+            f" {format_value(raw.get('model_type'))} is used"
         )
         source.notes.append(f"{source.path}: its code ({file}) is not run: {used}")
     source.config = replace(

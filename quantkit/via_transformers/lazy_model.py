@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.architectures.disk import group_stacked_experts
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.tensors.qtensor import QuantTensor
@@ -169,17 +169,17 @@ class LazyModel:
             return self._stacked[name][0][1].shape
         return self._source.info(name).shape
 
-    def stacked(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
+    def list_stacked_linears(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
         """Return the linears in a tensor on disk that holds all experts, and their places; none in
         any other.
         """
         return self._stacked.get(name, [])
 
-    def merged(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    def merge_tensors(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a parameter made of other tensors than those on disk, given by their names, of the
         same shapes.
         """
-        return merged(
+        return merge_into_parameter(
             self.model,
             self._mapping,
             target,
@@ -232,7 +232,9 @@ class LazyModel:
         }
         if name := next(iter(sorted(mismatched)), None) or next(iter(info.conversion_errors), None):
             reason = info.conversion_errors.get(name)
-            raise self._unfit(name, mismatched.get(name), reason and shown(reason.splitlines()[-1]))
+            raise self._unfit(
+                name, mismatched.get(name), reason and format_value(reason.splitlines()[-1])
+            )
         if missing:
             raise CheckpointError(
                 f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER
@@ -326,7 +328,7 @@ def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
     return matrix[stack.first :: stack.step][:rows]
 
 
-def merged(
+def merge_into_parameter(
     model: Any,
     mapping: Iterable[Any],
     target: str,
@@ -384,7 +386,7 @@ def _built(source: Checkpoint) -> Any:
     except NotKnown as reason:
         by = source.extra_config.get("transformers_version")
         if isinstance(by, str):
-            saved = f"; the folder was saved by {shown(by)}"
+            saved = f"; the folder was saved by {format_value(by)}"
         else:
             saved = ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
@@ -394,7 +396,7 @@ def _built(source: Checkpoint) -> Any:
     except QuantkitError:
         raise
     except Exception as error:  # of the code of any model, given any config
-        message = shown(" ".join(str(error).split()))
+        message = format_value(" ".join(str(error).split()))
         why = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
         problem = f"the model cannot be built from its config ({why})"
         raise UnsupportedError(

@@ -29,9 +29,9 @@ from quantkit.architectures.families.opaque import (
     recurrent_modules,
     with_roles,
 )
-from quantkit.base.json_values import shown, within
+from quantkit.base.json_values import format_value, within
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.via_transformers.own_code import named_classes, own_classes
+from quantkit.via_transformers.own_code import iter_architecture_classes, load_code_classes
 
 Role = tuple[str, str | None]
 # What is counted stands last in such names.
@@ -94,7 +94,7 @@ def _roles(
             raise
         except Exception as error:  # of the code of any model, given any config
             message = " ".join(str(error).split())
-            reason = f"{type(error).__name__}: {shown(message)}"
+            reason = f"{type(error).__name__}: {format_value(message)}"
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
     turned = next(
@@ -153,7 +153,7 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
 
     Raises:
         NotKnown: if transformers has no class for it, or its numbers are absurd.
-        QuantkitError: as `own_classes`.
+        QuantkitError: as `load_code_classes`.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -162,25 +162,25 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
     classes = raw.get("architectures")
     if code is not None:
         _require_sane(raw)
-        found, known = own_classes(raw, code)
+        found, known = load_code_classes(raw, code)
         return found, _config(known, {**raw, "_name_or_path": str(code)}, _SETTINGS)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise NotKnown(f"transformers does not know {shown(kind)}")
+        raise NotKnown(f"transformers does not know {format_value(kind)}")
     _require_sane(raw)
     config = _config(CONFIG_MAPPING[kind], raw, _NOT_OF_THE_MODEL)
     known_classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
     by_type = filter(None, (known_class_.get(type(config), None) for known_class_ in known_classes))
-    found = next(named_classes(raw), None) or next(by_type, None)
+    found = next(iter_architecture_classes(raw), None) or next(by_type, None)
     if not isinstance(found, type):
-        raise NotKnown(f"transformers has no class for {shown(classes or kind)}")
+        raise NotKnown(f"transformers has no class for {format_value(classes or kind)}")
     return found, config
 
 
-def _config(known: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
+def _config(config_class: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
     """Return a config of a class in float32, from a config.json without some of its keys."""
     stated = {key: value for key, value in raw.items() if key not in skipped}
     # Infinities, as its own files spell.
-    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))
+    config = config_class.from_dict(config_class._decode_special_floats(copy.deepcopy(stated)))
     _set_float32(config)
     return config
 
@@ -207,7 +207,7 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
             else:
                 max_count = Limits.layers
             if type(value) is int and not -Limits.width <= value <= max_count:
-                raise NotKnown(f"its config's '{key}' is {shown(value)}")
+                raise NotKnown(f"its config's '{key}' is {format_value(value)}")
 
 
 def targets(

@@ -65,10 +65,10 @@ class Lockstep:
         self._module = module
         self._spill = spill
 
-    def rounds(
+    def iterate_rounds(
         self,
-        arrived: Callable[[int, Hashable, Any], None],
-        before: Callable[[int], None] = lambda index: None,
+        on_stop: Callable[[int, Hashable, Any], None],
+        on_resume: Callable[[int], None] = lambda index: None,
     ) -> Generator[Hashable]:
         """Run all batches from place to place: the places where all have stopped, until they end.
 
@@ -81,18 +81,18 @@ class Lockstep:
             UnsupportedError: if batches stop at different places.
         """
         try:
-            while found := self._round(arrived, before):
+            while found := self._run_round(on_stop, on_resume):
                 yield found.key
         finally:
             self.close()
 
-    def _round(
-        self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None]
+    def _run_round(
+        self, on_stop: Callable[[int, Hashable, Any], None], on_resume: Callable[[int], None]
     ) -> Stop | None:
         """Let all batches go on to the next place; None if they have ended."""
         stops: list[Stop | None] = []
         for index, batch in enumerate(self._batches):
-            before(index)
+            on_resume(index)
             self._spill.restore(index)
             with torch.no_grad(), quiet(), self._trackers[index]:
                 found = batch.switch()
@@ -106,10 +106,15 @@ class Lockstep:
                     found=" and ".join(map(_place, keys)),
                 )
             if stops[-1] is not None:
-                arrived(index, stops[-1].key, stops[-1].value)
+                on_stop(index, stops[-1].key, stops[-1].value)
                 stops[-1].value = None
                 tracker = self._trackers[index]
-                self._spill.keep(index, tracker.storages(), tracker.written(), self._own)
+                self._spill.keep(
+                    index,
+                    tracker.storages(),
+                    tracker.take_written_storages(),
+                    self._collect_model_storages,
+                )
         return stops[0] if stops else None
 
     def close(self) -> None:
@@ -121,7 +126,7 @@ class Lockstep:
         self._batches = []
         self._spill.close()
 
-    def _own(self) -> set[int]:
+    def _collect_model_storages(self) -> set[int]:
         """Return the storages of the model's own tensors, parameters, buffers and attributes."""
         result = set()
         for module in self._module.modules():
@@ -146,37 +151,39 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: list[weakref.ref[Tensor]] = []
+        self._tensor_refs: list[weakref.ref[Tensor]] = []
         self._written = set[int]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func._schema.is_mutable:
-            self._written.update(_written_by(func, args, kwargs or {}))
+            self._written.update(_iter_written_storages(func, args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor):
                 # Its numbers would be what lies in memory.
                 if one.is_meta:
                     raise NotLoaded("a weight is used outside the module that has it")
-                self._made.append(weakref.ref(one))
+                self._tensor_refs.append(weakref.ref(one))
         return result
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """Return the storages of the tensors that live."""
-        living = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
-        self._made = [ref for ref, _ in living]
+        living = [(ref, tensor) for ref in self._tensor_refs if (tensor := ref()) is not None]
+        self._tensor_refs = [ref for ref, _ in living]
         return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for _, tensor in living}
 
-    def written(self) -> set[int]:
+    def take_written_storages(self) -> set[int]:
         """Return the storages that were written to since this was last called."""
         result = self._written
         self._written = set()
         return result
 
 
-def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+def _iter_written_storages(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[int]:
     """Yield the storages of the arguments that an operator writes to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.is_write:

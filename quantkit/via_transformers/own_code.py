@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import read_json, shown
+from quantkit.base.json_values import format_value, read_json
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 
 TRUST = "`trust_remote_code=True`"
@@ -34,7 +34,7 @@ def code_file(raw: Mapping[str, Any]) -> str | None:
     return f"{reference.rpartition('.')[0]}.py"
 
 
-def named_code(folder: Path) -> str | None:
+def find_code_file(folder: Path) -> str | None:
     """As `code_file`, of a folder; None also if it has no config.json."""
     path = folder / "config.json"
     if path.is_file():
@@ -59,14 +59,14 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
             raise RequestError(
                 "config.json names code of another repository, which is not fetched",
                 path=folder,
-                found=shown(reference),
-                hint=f"copy its *.py files here, and remove {shown(where)} from 'auto_map'",
+                found=format_value(reference),
+                hint=f"copy its *.py files here, and remove {format_value(where)} from 'auto_map'",
             )
         module, _, name = reference.partition(".")
         if not (Path(module).name == module and module and name.isidentifier()):
             problem = "config.json names no class in a file of the folder"
             raise CheckpointError(
-                problem, path=folder, found=shown(reference), expected="modeling_x.Model"
+                problem, path=folder, found=format_value(reference), expected="modeling_x.Model"
             )
         if not (folder / f"{module}.py").is_file():
             raise CheckpointError(
@@ -87,13 +87,13 @@ def takes_code(raw: Mapping[str, Any]) -> bool:
     """Return whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted:
     always, except where the user has registered classes.
     """
-    config = _known_config(raw)
+    config = _find_config_class(raw)
     return bool(_references(raw)) and (
         config is None or config.__module__.startswith("transformers.")
     )
 
 
-def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
+def iter_architecture_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the classes of transformers that a config.json names in ``architectures``."""
     transformers: Any = importlib.import_module("transformers")
     names = raw.get("architectures")
@@ -106,7 +106,7 @@ def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
             yield found
 
 
-def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
+def load_code_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     """Return the classes of a model and of its config, as `AutoModelForCausalLM` takes them for
     trusted code in a folder; this runs the code.
 
@@ -119,17 +119,17 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
 
     require_here(raw, folder)
     named = _references(raw)
-    kind = shown(raw.get("model_type"))
+    kind = format_value(raw.get("model_type"))
     if _CONFIG in named:
-        config = _imported(named[_CONFIG], folder)
+        config = _import_class(named[_CONFIG], folder)
     else:
-        config = _known_config(raw)
+        config = _find_config_class(raw)
     if config is None:
         raise UnsupportedError(
             f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder
         )
     if _MODEL in named:
-        found = _imported(named[_MODEL], folder)
+        found = _import_class(named[_MODEL], folder)
     else:
         found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
     if not isinstance(found, type):
@@ -139,9 +139,9 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     return found, config
 
 
-def untrusted(raw: Mapping[str, Any], folder: Path) -> RequestError:
+def make_untrusted_error(raw: Mapping[str, Any], folder: Path) -> RequestError:
     """Return the error for code that is needed, and not trusted."""
-    kind = shown(raw.get("model_type"))
+    kind = format_value(raw.get("model_type"))
     return RequestError(
         f"transformers has no class for {kind}: the model needs the code in its folder, which is"
         " not run unless you trust it",
@@ -169,18 +169,18 @@ def _has_class(raw: Mapping[str, Any]) -> bool:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    config = _known_config(raw)
+    config = _find_config_class(raw)
     if config is None:
         return False
     others = (
         named_class_
-        for named_class_ in named_classes(raw)
+        for named_class_ in iter_architecture_classes(raw)
         if named_class_ is not MODEL_MAPPING.get(config, None)
     )
     return config in MODEL_FOR_CAUSAL_LM_MAPPING or any(others)
 
 
-def _known_config(raw: Mapping[str, Any]) -> Any:
+def _find_config_class(raw: Mapping[str, Any]) -> Any:
     """Return the class that transformers, or the user of its Python API, has for a config.json;
     None if there is none.
     """
@@ -193,7 +193,7 @@ def _known_config(raw: Mapping[str, Any]) -> Any:
     return None
 
 
-def _imported(reference: str, folder: Path) -> Any:
+def _import_class(reference: str, folder: Path) -> Any:
     """Return a class of the code in a folder, imported as transformers does, from a copy in its
     cache of modules.
     """
@@ -215,7 +215,7 @@ def _imported(reference: str, folder: Path) -> Any:
                 found=error.strerror,
                 hint="let the environment variable HF_MODULES_CACHE be a folder that can",
             ) from error
-        reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+        reason = f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
         raise UnsupportedError(
             f"the code in the folder fails ({reason})", path=folder, found=reference
         ) from error

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.families.opaque import is_extra_layer
-from quantkit.base.json_values import read_json, shown
+from quantkit.base.json_values import format_value, read_json
 from quantkit.via_transformers.linears import model_class, quiet
-from quantkit.via_transformers.own_code import own_classes
+from quantkit.via_transformers.own_code import load_code_classes
 
 
 def loading_problem(folder: Path, code: Path | None = None) -> str | None:
@@ -41,12 +41,12 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
                 cls, _ = model_class(raw)
                 _, info = cls.from_pretrained(str(folder), **given)
             else:
-                cls, known = own_classes(raw, code)
+                cls, known = load_code_classes(raw, code)
                 _, info = cls.from_pretrained(
                     str(folder), config=known.from_pretrained(str(folder)), **given
                 )
     except Exception as error:  # of the code of any model
-        return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+        return f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))
         # Layers that predict further tokens, which its classes do not have, are left out.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
@@ -84,12 +84,12 @@ class Survey:
     unreached: tuple[Site, ...]
 
 
-def _unseen(site: Site, brought: Brought) -> None:
+def _ignore_product(site: Site, brought: Brought) -> None:
     """Sees no product."""
 
 
 @contextmanager
-def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
+def convert_model_errors(path: Path, describe_location: Callable[[], str] = str) -> Iterator[None]:
     """The context in which the code of a model at a path runs on tokens. Raises `UnsupportedError`
     if it fails, with what `where` adds to the message.
     """
@@ -98,10 +98,12 @@ def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]
     except QuantkitError:
         raise
     except NotLoaded as error:
-        raise UnsupportedError(f"{error}{where()}, which is not supported", path=path) from error
+        raise UnsupportedError(
+            f"{error}{describe_location()}, which is not supported", path=path
+        ) from error
     except Exception as error:  # of the code of any model
-        message = shown(" ".join(str(error).split()))
-        problem = f"the model's code fails{where()} ({type(error).__name__}: {message})"
+        message = format_value(" ".join(str(error).split()))
+        problem = f"the model's code fails{describe_location()} ({type(error).__name__}: {message})"
         hint = (
             "it is given text alone, no image; `tensors_only=True` of quantize takes its tensors"
             " without running it"
@@ -148,7 +150,7 @@ class Passage:
         groups: list[tuple[Tensor, int, list[Site]]] = []
         counts: Counter[Site] = Counter()
 
-        def reached(site: Site, brought: Brought) -> None:
+        def record_site(site: Site, brought: Brought) -> None:
             counts[site] += 1
             inputs = brought.inputs
             part = self.lazy.part_of(site.module)
@@ -164,22 +166,22 @@ class Passage:
             elif site not in found[2]:
                 found[2].append(site)
 
-        with self._hooked(sites, reached):
-            for _ in self._rounds([tokens], Spill()):
+        with self._hook_modules(sites, record_site):
+            for _ in self._run_rounds([tokens], Spill()):
                 pass
         repeated = tuple(site for site in sites if counts[site] > 1)
         once = (tuple(one for one in own if one not in repeated) for _, _, own in groups)
         unreached = tuple(site for site in sites if not counts[site])
         return Survey(tuple(Inputs(own) for own in once if own), repeated, unreached)
 
-    def inputs(
+    def iterate_inputs(
         self,
         groups: Iterable[Inputs],
         batches: Sequence[Tensor],
         spill: Spill,
-        arrived: Callable[[int, Hashable, Any], None],
-        before: Callable[[int], None],
-        left: Callable[[str], None] = lambda part: None,
+        on_stop: Callable[[int, Hashable, Any], None],
+        on_resume: Callable[[int], None],
+        on_part_exit: Callable[[str], None] = lambda part: None,
     ) -> Generator[Inputs]:
         """Send batches through the model as far as they reach groups of a `Survey`, in its order:
         each when what all batches bring has been shown.
@@ -193,12 +195,14 @@ class Passage:
         places = {group.sites[0]: group for group in groups}
         last = list(places.values())[-1]
 
-        def reached(site: Site, brought: Brought) -> None:
+        def stop_at_site(site: Site, brought: Brought) -> None:
             stop(places[site], brought)
 
-        rounds = self._rounds(batches, spill, arrived, before, left)
+        rounds = self._run_rounds(batches, spill, on_stop, on_resume, on_part_exit)
         with (
-            self._hooked(list(places), reached, lambda name, counts: stop(Routed(name), counts)),
+            self._hook_modules(
+                list(places), stop_at_site, lambda name, counts: stop(Routed(name), counts)
+            ),
             closing(rounds),
         ):
             for place in rounds:
@@ -208,13 +212,13 @@ class Passage:
                         # The head is not needed.
                         break
 
-    def hidden(
+    def compute_hidden_states(
         self,
         batches: Sequence[Tensor],
         progress: Progress = silent,
         *,
         sites: Sequence[Site] = (),
-        reached: Callable[[Site, Brought], None] = _unseen,
+        on_product: Callable[[Site, Brought], None] = _ignore_product,
     ) -> list[Tensor]:
         """Return the states [B, T, D] of each batch, in float32, that the model without its head
         returns.
@@ -230,7 +234,7 @@ class Passage:
         body = set(self.lazy.body.modules())
         to_head = any(self.lazy.model.get_submodule(site.module) not in body for site in sites)
 
-        def arrived(index: int, place: Hashable, value: Any) -> None:
+        def collect_states(index: int, place: Hashable, value: Any) -> None:
             if place == _HIDDEN:
                 result.append(value)
 
@@ -240,8 +244,8 @@ class Passage:
         listed = [part for part in self.lazy.parts if self.lazy.is_listed(part)]
         try:
             with (
-                self._hooked(sites, reached),
-                closing(self._rounds(batches, Spill(), arrived)) as rounds,
+                self._hook_modules(sites, on_product),
+                closing(self._run_rounds(batches, Spill(), collect_states)) as rounds,
             ):
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
@@ -259,7 +263,7 @@ class Passage:
             )
         return result
 
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] of states [N, D] that `hidden` has returned: the model runs with
         these in place of what its body computes.
         """
@@ -272,21 +276,21 @@ class Passage:
         )
         body.forward = lambda *args, **kwargs: _Returned(states.unsqueeze(0))
         try:
-            with self._hooked((), _unseen):
-                for _ in self._rounds([torch.zeros(1, len(states), dtype=torch.long)], Spill()):
+            with self._hook_modules((), _ignore_product):
+                for _ in self._run_rounds([torch.zeros(1, len(states), dtype=torch.long)], Spill()):
                     pass
         finally:
             del body.forward
             handle.remove()
         return found[0]
 
-    def _rounds(
+    def _run_rounds(
         self,
         batches: Sequence[Tensor],
         spill: Spill,
-        arrived: Callable[[int, Hashable, Any], None] = lambda index, place, value: None,
-        before: Callable[[int], None] = lambda index: None,
-        left: Callable[[str], None] = lambda part: None,
+        on_stop: Callable[[int, Hashable, Any], None] = lambda index, place, value: None,
+        on_resume: Callable[[int], None] = lambda index: None,
+        on_part_exit: Callable[[str], None] = lambda part: None,
     ) -> Generator[Hashable]:
         """Yield the places where all batches have stopped; until the generator is closed no others
         pass.
@@ -297,11 +301,11 @@ class Passage:
             self.lazy.load(part)
         forwards = [self._forward(tokens.clone()) for tokens in batches]
         try:
-            rounds = Lockstep(forwards, self.lazy.model, spill).rounds(arrived, before)
+            rounds = Lockstep(forwards, self.lazy.model, spill).iterate_rounds(on_stop, on_resume)
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):
-                        self._enter(place.name, left)
+                        self._enter(place.name, on_part_exit)
                     yield place
         finally:
             for part in list(self.lazy.loaded):
@@ -311,29 +315,29 @@ class Passage:
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
         def run() -> None:
-            with typed_failures(self._path, lambda: f" in '{self._at}'" if self._at else ""):
+            with convert_model_errors(self._path, lambda: f" in '{self._at}'" if self._at else ""):
                 self.lazy.model(input_ids=tokens, use_cache=False)
 
         return run
 
-    def _enter(self, part: str, left: Callable[[str], None]) -> None:
+    def _enter(self, part: str, on_part_exit: Callable[[str], None]) -> None:
         """Load a part, and free those that no sample is in."""
         for one in (
             self.lazy.loaded
             - self._resident
             - {name for name, count in self._open.items() if count}
         ):
-            left(one)
+            on_part_exit(one)
             self.lazy.unload(one)
         malloc_trim()
         self.lazy.load(part)
 
     @contextmanager
-    def _hooked(
+    def _hook_modules(
         self,
         sites: Iterable[Site],
-        reached: Callable[[Site, Brought], None],
-        routed: Callable[[str, list[int]], None] = lambda name, counts: None,
+        on_product: Callable[[Site, Brought], None],
+        on_routing: Callable[[str, list[int]], None] = lambda name, counts: None,
     ) -> Iterator[None]:
         """The context in which modules load their parts, and products show their inputs."""
         handles: list[Any] = []
@@ -342,7 +346,9 @@ class Passage:
         wanted = {(site.module, site.leaf, site.expert): site for site in sites}
         experts = {site.module for site in sites if site.expert is not None}
 
-        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def enter_module(
+            module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        ) -> None:
             self._at = names[module]
             part = parts[module]
             if part is not None:
@@ -350,24 +356,26 @@ class Passage:
                     stop(Part(part))
                 self._open[part] += 1
             if (site := wanted.get((names[module], WEIGHT, None))) is not None:
-                reached(site, Brought(args[0] if args else next(iter(kwargs.values()))))
+                on_product(site, Brought(args[0] if args else next(iter(kwargs.values()))))
 
-        def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        def leave_module(module: nn.Module, args: Any, output: Any) -> None:
             if (part := parts[module]) is not None:
                 self._open[part] -= 1
 
         class OfExperts:
-            def routed(self, module: nn.Module, counts: list[int]) -> None:
+            def visit_routing(self, module: nn.Module, counts: list[int]) -> None:
                 if names[module] in experts:
-                    routed(names[module], counts)
+                    on_routing(names[module], counts)
 
-            def product(self, module: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
+            def visit_product(
+                self, module: nn.Module, leaf: str, expert: int, brought: Brought
+            ) -> None:
                 if (site := wanted.get((names[module], leaf, expert))) is not None:
-                    reached(site, brought)
+                    on_product(site, brought)
 
         for module in names:
-            handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
-            handles.append(module.register_forward_hook(leaving))
+            handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave_module))
         set_visitor(self.lazy.model, OfExperts())
         try:
             yield

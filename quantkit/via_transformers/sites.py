@@ -58,7 +58,7 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
     stacked: dict[str, list[str]] = defaultdict(list)
     in_stacks = {}
     for name in lazy.targets:
-        for part, _ in lazy.stacked(name):
+        for part, _ in lazy.list_stacked_linears(name):
             in_stacks[part.module] = name
     for linear in linears:
         target, merged = lazy.targets[in_stacks.get(linear, f"{linear}.{WEIGHT}")]
@@ -68,14 +68,14 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
         else:
             stacked[target].append(linear)
     for target, own in stacked.items():
-        sites = list(_stacked(lazy, target))
+        sites = list(_find_stacked_sites(lazy, target))
         found += sites
         there = {linear for site in sites for linear, _, _ in site.rows}
         reasons |= {linear: REORDERED for linear in own if linear not in there}
     return found, reasons
 
 
-def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
+def _find_stacked_sites(lazy: LazyModel, target: str) -> Iterator[Site]:
     """Yield the sites in a parameter of stacked experts.
 
     Where rows come from is seen by merging their numbers.
@@ -89,7 +89,7 @@ def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
     for name in names:
         numbers[name] = torch.full(lazy.shape(name), -1, dtype=torch.int32)
         own = []
-        for part, stack in lazy.stacked(name):
+        for part, stack in lazy.list_stacked_linears(name):
             own.append((part.name, rows_of(numbers[name], stack, part.shape[0])))
         for linear, rows in own or [(name, numbers[name])]:
             if rows.dim() != 2:
@@ -100,7 +100,7 @@ def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
     if lazy.targets[names[0]][1] is None:
         made = numbers[names[0]]
     else:
-        made = lazy.merged(target, numbers)
+        made = lazy.merge_tensors(target, numbers)
     module, _, leaf = target.rpartition(".")
     for expert, weight in enumerate(made):
         for transposed in (False, True):

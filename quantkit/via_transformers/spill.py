@@ -52,7 +52,7 @@ class Spill:
         """
         self._folder = folder
         self._budget = memory_bytes
-        self._held: dict[int, int] = {}  # bytes by batch
+        self._bytes_in_memory: dict[int, int] = {}  # bytes by batch
         self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
         self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)
         self._files = 0
@@ -79,9 +79,9 @@ class Spill:
             for name in [name for name, one in own.items() if name in written or one.is_gone]:
                 own.pop(name).path.unlink()
         total = sum(storage.nbytes() for storage in storages.values())
-        if self._folder is None or sum(self._held.values()) + total <= self._budget:
-            self._held[batch] = total
-            self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
+        if self._folder is None or sum(self._bytes_in_memory.values()) + total <= self._budget:
+            self._bytes_in_memory[batch] = total
+            self.peak_bytes = max(self.peak_bytes, sum(self._bytes_in_memory.values()))
             return
         stay = shared()
         moved = {
@@ -101,7 +101,7 @@ class Spill:
 
     def restore(self, batch: int) -> None:
         """Give the storages of a batch their memory back, before it goes on."""
-        self._held.pop(batch, None)
+        self._bytes_in_memory.pop(batch, None)
         for name, one in self._moved.pop(batch, {}).items():
             saved = self._saved[batch][name]
             one.resize_(saved.nbytes)
@@ -111,7 +111,7 @@ class Spill:
 
     def close(self) -> None:
         """Remove the folder."""
-        self._held.clear()
+        self._bytes_in_memory.clear()
         self._moved.clear()
         self._saved.clear()
         if self._files and self._folder is not None:

@@ -19,7 +19,7 @@ from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.via_transformers.experts import experts_of
-from quantkit.via_transformers.lazy_model import mapping_of, merged, set_parameter
+from quantkit.via_transformers.lazy_model import mapping_of, merge_into_parameter, set_parameter
 from quantkit.via_transformers.linears import model_class, quiet, targets
 
 _OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:gate|up|down)_proj\.weight")
@@ -85,8 +85,12 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
                 )
                 with _one_expert(model, target) as whole:
                     if pattern is not None:
-                        numbers = _converted(
-                            merged, model, mapping, target, {tensor.name: (pattern, numbers)}
+                        numbers = _try_to_convert(
+                            merge_into_parameter,
+                            model,
+                            mapping,
+                            target,
+                            {tensor.name: (pattern, numbers)},
                         )
                 if numbers is not None and numbers.shape[1:] == whole.shape[1:]:
                     parts = list(_split(model, tensor, target, numbers[0]))
@@ -104,7 +108,10 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
     wholes = targets(model, [f"{module}.{leaf}" for module in modules for leaf in _LINEARS])
     result: dict[str, list[OpaqueTensor]] = {}
     for target, _ in wholes.values():
-        if not _holds_experts(model, target) or (saved := _saved(model, target)) is None:
+        if (
+            not _holds_experts(model, target)
+            or (saved := _find_saved_tensor(model, target)) is None
+        ):
             continue
         whole, numbers = saved
         parts = []
@@ -128,7 +135,7 @@ def _holds_experts(model: Any, target: str) -> bool:
     return experts is not None and not experts.has_bias and leaf in _LINEARS
 
 
-def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
+def _find_saved_tensor(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
     """Return the tensor on disk that transformers makes of a parameter of all experts, and which
     numbers of it one expert has, in the parameter's shape; None if it makes several.
     """
@@ -138,7 +145,7 @@ def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
         numbers = torch.arange(math.prod(whole.shape[1:]), dtype=torch.int32).view(
             1, *whole.shape[1:]
         )
-        saved = _converted(revert_weight_conversion, model, {target: numbers})
+        saved = _try_to_convert(revert_weight_conversion, model, {target: numbers})
     if saved is None or len(saved) != 1:
         return None
     ((name, one),) = saved.items()
@@ -163,7 +170,7 @@ def _one_expert(model: Any, target: str) -> Iterator[Tensor]:
         set_parameter(model, target, whole)
 
 
-def _converted(convert: Callable[..., Any], *operands: Any) -> Any:
+def _try_to_convert(convert: Callable[..., Any], *operands: Any) -> Any:
     try:
         return convert(*operands)
     except Exception:  # of the code of any converter

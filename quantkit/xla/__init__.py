@@ -24,7 +24,7 @@ def require_packages() -> None:
         RequestError: naming the package.
     """
     for name, version in VERSIONS.items():
-        found = _installed(name)
+        found = _find_version(name)
         if found is None:
             raise RequestError(f"{name} is not installed", hint=_HINT)
         if found != version:
@@ -40,12 +40,12 @@ def require_compiler() -> None:
         RequestError: if it, or a package of `require_packages`, is missing.
     """
     require_packages()
-    if _installed("libtpu") is None:
+    if _find_version("libtpu") is None:
         hint = f'pip install "jax[tpu]=={VERSIONS["jax"]}"; no TPU is needed'
         raise RequestError("libtpu is not installed", hint=hint)
 
 
-def _installed(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

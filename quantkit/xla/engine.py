@@ -43,7 +43,7 @@ from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import nonfinite_logits
-from quantkit.xla.model import sharded_decoder
+from quantkit.xla.model import build_sharded_decoder
 from quantkit.xla.programs import (
     CHUNK,
     NO_TOKEN,
@@ -152,7 +152,7 @@ def model_on_devices(
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
     dtype = dtype or DType(checkpoint.config.dtype).torch
     state = load_state(checkpoint, split, mesh, dtype, progress=progress)
-    return XlaModel(split, mesh, sharded_decoder(split), state, dtype)
+    return XlaModel(split, mesh, build_sharded_decoder(split), state, dtype)
 
 
 class CachedBatch:
@@ -207,7 +207,7 @@ class CachedBatch:
             seen = np.zeros((len(tokens), model.config.vocab_size), bool)
             for row, length in enumerate(lengths):
                 seen[row, tokens[row, :length]] = True
-            self._rows = self._rows._replace(seen=seen)
+            self._rows = self._rows._replace(seen_mask=seen)
         if counted:
             self._rows = self._rows._replace(
                 counts=np.zeros((len(tokens), model.config.vocab_size), np.int32)
@@ -237,14 +237,14 @@ class CachedBatch:
         result: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
         if not result.finite.all():
             raise nonfinite_logits()
-        self.running = bool((np.asarray(self._rows.left) > 0).any())
+        self.running = bool((np.asarray(self._rows.tokens_left) > 0).any())
         return result
 
     def end(self, row: int) -> None:
         """Let a sequence get no more tokens."""
-        left = np.array(self._rows.left)
+        left = np.array(self._rows.tokens_left)
         left[row] = 0
-        self._rows = self._rows._replace(left=left)
+        self._rows = self._rows._replace(tokens_left=left)
         self.running = bool(left.any())
 
 
@@ -301,7 +301,7 @@ class XlaBatch:
             ]
             if not self._running:
                 return []
-            self._cached = cached_batch(self._model, self._running, self._rows)
+            self._cached = start_cached_batch(self._model, self._running, self._rows)
         drawn = self._cached.grow()
         news = [one for one in self._running if one.finish_reason is None]
         for row, one in enumerate(self._running):
@@ -309,20 +309,22 @@ class XlaBatch:
                 self._take(one, jax.tree.map(lambda array, row=row: array[:, row], drawn))
         return news
 
-    def _take(self, one: Continuation, drawn: Drawn) -> None:
+    def _take(self, continuation: Continuation, drawn: Drawn) -> None:
         """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the
         device knows nothing.
         """
         for index, token in enumerate(drawn.tokens.tolist()):
-            if token != NO_TOKEN and one.finish_reason is None:
-                one.append(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
-        if one.finish_reason is not None:
-            self.end(one)
+            if token != NO_TOKEN and continuation.finish_reason is None:
+                continuation.append(
+                    token, _logprobs(continuation, drawn, index), self._model.config.eos_token_ids
+                )
+        if continuation.finish_reason is not None:
+            self.end(continuation)
 
 
-def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
+def _logprobs(continuation: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
     """Of one of the tokens that were drawn for a sequence, if requested."""
-    count = one.request.logprobs
+    count = continuation.request.logprobs
     if count is None:
         return None
     here = slice(index, index + 1)
@@ -330,7 +332,7 @@ def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | No
     return TokenLogprobs(*map(torch.tensor, found))
 
 
-def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
+def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
     """Begin texts, one in each of the first rows; what is compiled for their buckets serves
     other texts.
     """
@@ -347,7 +349,7 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
     counted = any(param.needs_counts for param in params)
     sampling = None
     if not all(param.likeliest_only for param in params):
-        sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
+        sampling = Sampling.of(params, _draw_shared_seeds(params), model.config.vocab_size)
     requested = [text.request.logprobs for text in texts if text.request.logprobs is not None]
     return CachedBatch(
         model,
@@ -371,7 +373,7 @@ def bucket(length: int) -> int:
     return -(-length // _STEP) * _STEP
 
 
-def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
+def _draw_shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
     """Return a seed in 64 bits for each sequence, the same for the processes of all hosts."""
     seeds = []
     for param in params:

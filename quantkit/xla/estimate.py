@@ -20,9 +20,9 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.tensors.dtypes import DType
 from quantkit.xla.hlo import KINDS
-from quantkit.xla.model import AXIS, sharded_decoder
+from quantkit.xla.model import AXIS, build_sharded_decoder
 from quantkit.xla.programs import Rows, cache_shape, chunk_program, prefill_program
-from quantkit.xla.slices import Slice, compiled_for, gib, too_much
+from quantkit.xla.slices import Slice, compile_for_target, gib, make_memory_error
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import abstract, abstract_state, jax_dtype
 
@@ -77,7 +77,7 @@ class SliceEstimate:
     phases: list[Phase]
 
     @property
-    def needed(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes of a chip at the peak."""
         return max(phase.total for phase in self.phases)
 
@@ -92,7 +92,7 @@ class SliceEstimate:
                 f" {self.batch}, context {self.context}; per chip:"
             ),
             *(phase.line() for phase in self.phases),
-            f"it fits: {gib(self.memory - self.needed)} of each chip are left",
+            f"it fits: {gib(self.memory - self.peak_bytes)} of each chip are left",
         ]
 
 
@@ -137,7 +137,7 @@ def estimate_slice(
         )
     split = DeviceSplit(config, schemes(checkpoint), chips)
     mesh = topologies.make_mesh(slice_.topology(), (chips,), (AXIS,))
-    decoder = sharded_decoder(split)
+    decoder = build_sharded_decoder(split)
     dtype = dtype or DType(config.dtype).torch
     state = abstract_state(
         {name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype
@@ -146,7 +146,9 @@ def estimate_slice(
     cache = ([one] * config.num_layers, [one] * config.num_layers)
     held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
     if held > memory:
-        raise too_much(target, f"{gib(held)} a chip of weights and cache alone", gib(memory))
+        raise make_memory_error(
+            target, f"{gib(held)} a chip of weights and cache alone", gib(memory)
+        )
 
     def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
@@ -163,8 +165,8 @@ def estimate_slice(
         _phase(f"a prompt of {context}", target, prompt.lower(state, cache, tokens, numbers)),
     ]
     estimate = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
-    if estimate.needed > memory:
-        raise too_much(target, f"{gib(estimate.needed)} a chip", gib(memory))
+    if estimate.peak_bytes > memory:
+        raise make_memory_error(target, f"{gib(estimate.peak_bytes)} a chip", gib(memory))
     return estimate
 
 
@@ -178,7 +180,7 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def _phase(name: str, target: str, lowered: Any) -> Phase:
-    compiled = compiled_for(target, lowered, name)
+    compiled = compile_for_target(target, lowered, name)
     memory = compiled.memory_analysis()
     given = memory.output_size_in_bytes - memory.alias_size_in_bytes
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -124,7 +124,7 @@ class ShardedCache(KVCache):
         return self.keys[layer], self.values[layer]
 
 
-def sharded_decoder(split: DeviceSplit) -> Decoder:
+def build_sharded_decoder(split: DeviceSplit) -> Decoder:
     """Return the decoder of one device, without weights; it takes the arrays of
     `DeviceSplit.leaves` by their names.
     """
@@ -168,19 +168,19 @@ def _finish(linear: Linear, vocabulary: int) -> Finish:
 
 def _linear(finish: Finish, x: jax.Array, bias: jax.Array | None, *weight: Any) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
-    product = float_product if len(weight) == 1 else quantized_product
+    product = multiply_floats if len(weight) == 1 else multiply_quantized
     out = finish(product(rows, *weight).astype(x.dtype))
     if bias is not None:
         out = out + bias
     return out.reshape(*x.shape[:-1], -1)
 
 
-def float_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def multiply_floats(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x @ weight.T`` in float32: [M, I] and [O, I] to [M, O]."""
     return _dot(x, weight, (((1,), (1,)), ((), ())))
 
 
-def quantized_product(
+def multiply_quantized(
     x: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None
 ) -> jax.Array:
     """``x @ weight.T`` in float32 for ``weight = scale * (codes - zero)``, the weight never there
@@ -285,7 +285,7 @@ def attention(
 
 
 def _attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float
 ) -> jax.Array:
     batch, heads, length, size = queries.shape
     kv_heads = keys.shape[1]
@@ -293,11 +293,11 @@ def _attend(
     scores = jnp.einsum(
         "bkgtd,bksd->bkgts", grouped, keys, precision=_EXACT, preferred_element_type=jnp.float32
     )
-    if seen.ndim == 2:
-        seen = seen
+    if mask.ndim == 2:
+        mask = mask
     else:
-        seen = seen[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1).astype(
+        mask = mask[:, :, None]
+    weights = jax.nn.softmax(jnp.where(mask, scores * scale, -jnp.inf), axis=-1).astype(
         values.dtype
     )
     mixed = jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=_EXACT)

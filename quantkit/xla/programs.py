@@ -46,17 +46,17 @@ class Rows(NamedTuple):
 
     Attributes:
         positions: [B], where each sequence's next token goes.
-        left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or a row
-            has none.
-        seen: bool [B, V], which tokens each sequence holds already; None where none is penalized
-            for that.
+        tokens_left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or
+            a row has none.
+        seen_mask: bool [B, V], which tokens each sequence holds already; None where none is
+            penalized for that.
         counts: int32 [B, V], how often each token is among a sequence's new ones; None where that
             matters to none.
     """
 
     positions: Any
-    left: Any
-    seen: Any = None
+    tokens_left: Any
+    seen_mask: Any = None
     counts: Any = None
 
 
@@ -151,7 +151,7 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
     ) -> tuple[Cache, jax.Array, Rows, Drawn, jax.Array]:
         def going(carry: tuple[Any, ...]) -> jax.Array:
             index, _, _, rows, _ = carry
-            return (index < CHUNK) & (rows.left > 0).any()
+            return (index < CHUNK) & (rows.tokens_left > 0).any()
 
         def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             index, cache, logits, rows, drawn = carry
@@ -165,7 +165,7 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
                 index + 1,
                 cache,
                 logits,
-                rows._replace(positions=rows.positions + (rows.left > 0)),
+                rows._replace(positions=rows.positions + (rows.tokens_left > 0)),
                 drawn,
             )
 
@@ -193,8 +193,8 @@ def _next(
     A sequence that has ended, or a row that has none, draws too, since all rows are computed; its
     tokens are dropped.
     """
-    active = rows.left > 0
-    tokens = sample(logits, sampling, rows.positions, rows.seen, rows.counts)
+    active = rows.tokens_left > 0
+    tokens = sample(logits, sampling, rows.positions, rows.seen_mask, rows.counts)
     drawn = Drawn(jnp.where(active, tokens, NO_TOKEN), jnp.isfinite(logits).all(-1) | ~active)
     if logprobs is not None:
         all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -202,7 +202,7 @@ def _next(
         likeliest, top = lax.top_k(all_, logprobs)
         drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
     ended = (tokens[:, None] == ends).any(-1)
-    seen = rows.seen
+    seen = rows.seen_mask
     counts = rows.counts
     places = (jnp.arange(len(tokens)), tokens)
     if seen is not None:
@@ -211,7 +211,7 @@ def _next(
         counts = counts.at[places].add(1)
     return (
         drawn,
-        Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen, counts),
+        Rows(rows.positions, jnp.where(active & ~ended, rows.tokens_left - 1, 0), seen, counts),
         tokens,
     )
 
@@ -220,7 +220,7 @@ def sample(
     logits: jax.Array,
     sampling: Sampling | None,
     positions: jax.Array,
-    seen: jax.Array | None,
+    seen_mask: jax.Array | None,
     counts: jax.Array | None = None,
 ) -> jax.Array:
     """Return a token for each sequence, [B, V] to [B].
@@ -234,7 +234,7 @@ def sample(
     """
     if sampling is None:
         return logits.argmax(-1)
-    past = {"seen": seen, "counts": counts}
+    past = {"seen": seen_mask, "counts": counts}
     return jax.vmap(_sample_one)(
         logits.astype(jnp.float32), sampling.keys, positions, sampling.values, past
     )
@@ -304,14 +304,16 @@ def _spmd(
     """
 
     @wraps(program)
-    def one(state: Any, cache: Any, *arguments: Any) -> Any:
+    def run_on_device(state: Any, cache: Any, *arguments: Any) -> Any:
         own = jax.tree.map(lambda array: array[0], (state, cache))
         cache, *results = program(*own, *arguments)
         return jax.tree.map(lambda array: array[None], cache), *results
 
     before = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2))
     after = (SHARDED, *[_REPLICATED] * (outputs - 1))
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
+    mapped = jax.shard_map(
+        run_on_device, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
+    )
     # Both the host's arrays and the devices'.
     shardings = tuple(NamedSharding(mesh, spec) for spec in before)
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)

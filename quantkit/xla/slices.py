@@ -134,7 +134,7 @@ class Slice:
             raise RequestError(f"libtpu does not start: {error}") from error
 
 
-def too_much(target: str, found: str, memory: str | None) -> RequestError:
+def make_memory_error(target: str, found: str, memory: str | None) -> RequestError:
     """Return the error for a model that a slice has too little memory for."""
     return RequestError(
         f"the model does not fit {target}",
@@ -144,7 +144,7 @@ def too_much(target: str, found: str, memory: str | None) -> RequestError:
     )
 
 
-def compiled_for(target: str, lowered: Any, what: str) -> Any:
+def compile_for_target(target: str, lowered: Any, description: str) -> Any:
     """Return a lowered program, compiled.
 
     Raises:
@@ -156,7 +156,7 @@ def compiled_for(target: str, lowered: Any, what: str) -> Any:
         reason = str(error).partition(_REFUSED)[2].partition("\n")[0]
         if not reason:
             raise
-        raise too_much(target, f"for {what}: {reason}", None) from error
+        raise make_memory_error(target, f"for {description}: {reason}", None) from error
 
 
 def gib(size: float) -> str:

@@ -53,14 +53,14 @@ def found_devices(*, multi_host: bool = False) -> list[Any]:
         raise RequestError(f"JAX finds no devices: {error}") from error
 
 
-def too_few_devices(found: Sequence[Any], count: int) -> RequestError:
+def make_device_count_error(devices: Sequence[Any], count: int) -> RequestError:
     """Return the error for a number of devices that there are not."""
     flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
     return RequestError(
         "too few devices",
-        found=f"{len(found)} of kind {found[0].device_kind}",
+        found=f"{len(devices)} of kind {devices[0].device_kind}",
         expected=count,
-        hint=flag if found[0].platform == "cpu" else None,
+        hint=flag if devices[0].platform == "cpu" else None,
     )
 
 
@@ -81,7 +81,7 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
     if count < 1:
         raise RequestError("devices must be at least 1", found=count)
     if count > len(devices):
-        raise too_few_devices(devices, count)
+        raise make_device_count_error(devices, count)
     if multi_host and count < len(devices):
         raise RequestError(
             "with several hosts all devices take part", found=count, expected=len(devices)
@@ -120,12 +120,15 @@ def load_state(
         value = _cast(checkpoint.load(parameter.name), dtype)
         shards = {rank: split.leaves(parameter, value, rank) for rank in ranks}
         for leaves in zip(*shards.values(), strict=True):
-            state[leaves[0].name] = _placed(mesh, dict(zip(ranks, leaves, strict=True)))
+            state[leaves[0].name] = _make_sharded_array(mesh, dict(zip(ranks, leaves, strict=True)))
         del value, shards
     progress("load", len(found), len(found), "tensors")
     return {
         **state,
-        **{leaf.name: _placed(mesh, dict.fromkeys(ranks, leaf)) for leaf in _derived(split)},
+        **{
+            leaf.name: _make_sharded_array(mesh, dict.fromkeys(ranks, leaf))
+            for leaf in _make_rotary_leaves(split)
+        },
     }
 
 
@@ -133,9 +136,9 @@ def abstract_state(
     infos: Mapping[str, TensorSpec], split: DeviceSplit, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return what `load_state` returns, without weights, from the descriptions of all tensors."""
-    leaves = list(_derived(split))
+    leaves = list(_make_rotary_leaves(split))
     for parameter in parameters(split.config):
-        leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
+        leaves += split.leaves(parameter, _cast(_make_meta_tensor(infos[parameter.name]), dtype), 0)
     result: dict[str, jax.ShapeDtypeStruct] = {}
     for leaf in leaves:
         result[leaf.name] = abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf))
@@ -159,7 +162,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
     return jnp.dtype(DType.of(dtype).value)
 
 
-def _derived(split: DeviceSplit) -> list[Leaf]:
+def _make_rotary_leaves(split: DeviceSplit) -> list[Leaf]:
     """Return what the model has besides the checkpoint's tensors."""
     result: list[Leaf] = []
     for name, values in Rotary(split.config).named_buffers():
@@ -173,7 +176,7 @@ def _cast(value: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor | QuantTens
     return value
 
 
-def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
+def _make_meta_tensor(info: TensorSpec) -> Tensor | QuantTensor:
     scheme = info.scheme
     if scheme is None:
         return torch.empty(info.shape, dtype=info.dtype.torch, device="meta")
@@ -190,7 +193,7 @@ def _dtype(leaf: Leaf) -> Any:
     return jax_dtype(leaf.value.dtype)
 
 
-def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
+def _make_sharded_array(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
     """Return an array of which each rank here has its own leaf."""
     shape = (mesh.size, *next(iter(leaves.values())).value.shape)
 

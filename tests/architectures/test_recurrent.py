@@ -263,7 +263,7 @@ def test_a_recipe_has_to_name_linear_attention_alone(
     assert made.manifest["modules"]["model.layers.0.linear_attn.in_proj_a"]["scheme"] == found
     named = pattern == "*.linear_attn.*" and scheme is not None
     assert any("linear attention" in note for note in made.notes) != named
-    assert not quantkit.diagnose(made.path).broken
+    assert not quantkit.diagnose(made.path).is_broken
     assert {one.rule.name for one in quantkit.diagnose(made.path).findings} == {"no-tokenizer"}
 
 

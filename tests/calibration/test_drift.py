@@ -17,7 +17,7 @@ import quantkit
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import effort as effort_module
 from quantkit.calibration import group_solver
-from quantkit.calibration.effort import EFFORTS, followed_share
+from quantkit.calibration.effort import EFFORTS, compute_float_share
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.data.files import DEMO_MODEL
@@ -83,7 +83,8 @@ def test_half_is_followed_where_tokens_are_few_for_the_width(
     assert EFFORTS["default"].for_samples(config, (256, 128)).stride == (8 if inner == 5632 else 4)
     monkeypatch.setattr(effort_module, "batch_samples", lambda config, length: 1)
     assert (
-        followed_share(config, shape, EFFORTS["default"].for_samples(config, shape)) == 1 / standard
+        compute_float_share(config, shape, EFFORTS["default"].for_samples(config, shape))
+        == 1 / standard
     )
 
 

@@ -65,7 +65,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _of(
     seed: int = 0, chat: Any = None, tokenizer: Any = None, wanted: int = 10**9
 ) -> PackagedText:
-    return PackagedText.of(tokenizer or Letters(), chat, seed=seed, wanted=wanted)
+    return PackagedText.of(tokenizer or Letters(), chat, seed=seed, token_count=wanted)
 
 
 def _draw(text: PackagedText, samples: int, length: int, dropped: str = "", seed: int = 0) -> Any:

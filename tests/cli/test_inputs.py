@@ -716,7 +716,7 @@ def test_tensors_in_float64_are_read_as_by_transformers(
     for name, value in expected.items():
         assert found[name].equal(value), name
     assert any("float64" in note for note in made.notes)
-    assert not quantkit.diagnose(base).broken
+    assert not quantkit.diagnose(base).is_broken
 
 
 def _copy_to_another_shard(sharded: Path, change: float) -> Path:

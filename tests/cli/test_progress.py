@@ -185,15 +185,15 @@ def test_of_a_job_the_time_left_is_that_of_all_steps(clock: Clock, capfd: Captur
 def test_later_steps_are_expected_to_be_as_slow_as_what_was_seen() -> None:
     steps = JobSteps({"quantize": 100, "gate": 100}, 0)
     steps.report("quantize", 0, 0)
-    assert steps.left(0) == pytest.approx(200)
+    assert steps.estimate_remaining_seconds(0) == pytest.approx(200)
     steps.report("quantize", 0.5, 200)  # four times as slow as estimated
     assert (
-        300 < steps.left(200) < 600
+        300 < steps.estimate_remaining_seconds(200) < 600
     )  # 200 of its own, and more than the 100 that the gate was estimated to take
     steps.report("gate", 0, 400)
-    assert 200 < steps.left(400) < 400
+    assert 200 < steps.estimate_remaining_seconds(400) < 400
     steps.report("gate", 0.5, 410)  # but the gate is fast
-    assert steps.left(410) == pytest.approx(10)
+    assert steps.estimate_remaining_seconds(410) == pytest.approx(10)
 
 
 def test_the_share_of_a_job_never_goes_back_and_ends_only_with_the_job() -> None:
@@ -220,16 +220,16 @@ def test_what_an_interrupted_run_did_counts_neither_in_steps_nor_in_time() -> No
     assert steps.label("calibrate") == "calibrate"
     assert steps.label("quantize") == "step 2 of 3, quantize"
     steps.report("quantize", 0.8, 30)
-    assert steps.left(30) == pytest.approx(20 + 10)
+    assert steps.estimate_remaining_seconds(30) == pytest.approx(20 + 10)
 
 
 def test_a_phase_in_several_rounds_does_not_go_back() -> None:
     steps = JobSteps({"samples": 30, "quantize": 100}, 0)
     steps.report("samples", 0, 0)
     steps.report("samples", 1, 20)
-    assert steps.left(20) == pytest.approx(100)
+    assert steps.estimate_remaining_seconds(20) == pytest.approx(100)
     steps.report("samples", 0, 21)
-    assert steps.left(21) <= 100
+    assert steps.estimate_remaining_seconds(21) <= 100
 
 
 # A bar

@@ -8,13 +8,13 @@ import forked
 import pytest
 import torch
 
-from quantkit.distributed.group import SINGLE, ProcessGroup, joined
+from quantkit.distributed.group import SINGLE, ProcessGroup, join_processes
 
 TALK = """
 import json, sys, torch
-from quantkit.distributed.group import joined
+from quantkit.distributed.group import join_processes
 from quantkit.errors import GroupError
-with joined("cpu") as group:
+with join_processes("cpu") as group:
     rows = torch.arange(10.0).view(5, 2)
     total = torch.tensor([1.0, group.rank])
     group.sum_(total)
@@ -45,7 +45,7 @@ def test_processes_add_up_join_and_agree() -> None:
 
 def test_a_single_process_needs_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with joined("cpu") as group:
+    with join_processes("cpu") as group:
         assert group is SINGLE
     assert (SINGLE.rank, SINGLE.size, SINGLE.is_rank0, SINGLE.device) == (0, 1, True, None)
     assert not torch.distributed.is_initialized()

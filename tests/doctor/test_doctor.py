@@ -601,7 +601,9 @@ def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(
     case.damage(folder)
     found = quantkit.diagnose(folder, **case.requested)
     assert _names(found) == {case.rule}, found.lines()
-    assert found.broken == (ALL[case.rule].severity_for(case.requested.get("runtime")) == "error")
+    assert found.is_broken == (
+        ALL[case.rule].severity_for(case.requested.get("runtime")) == "error"
+    )
 
 
 @pytest.mark.parametrize("form", build.FORMATS)
@@ -708,7 +710,7 @@ def test_how_far_a_folder_is_from_its_source(
     found = quantkit.diagnose(broken, against=source)
     assert _names(found) == {rule}
     if rule == "out-of-line":
-        assert [finding.where for finding in found.findings] == [DOWN]
+        assert [finding.location for finding in found.findings] == [DOWN]
         assert found.layers[0].module == DOWN
 
 
@@ -791,8 +793,8 @@ def test_many_of_one_kind_are_reported_once_with_their_count(tmp_path: Path) -> 
 def test_what_a_runtime_minds_is_an_error_for_it_alone(tmp_path: Path) -> None:
     folder = build.make(tmp_path / "model")
     _removed("tokenizer.json", "tokenizer_config.json")(folder)
-    assert not quantkit.diagnose(folder).broken
-    assert quantkit.diagnose(folder, runtime="vllm").broken
+    assert not quantkit.diagnose(folder).is_broken
+    assert quantkit.diagnose(folder, runtime="vllm").is_broken
 
 
 @pytest.mark.parametrize("requested", [{"runtime": "ollama"}, {"tp": 0}, {"tp": "2"}, {"deep": 1}])

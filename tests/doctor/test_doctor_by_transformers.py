@@ -49,7 +49,7 @@ def test_a_tensor_that_the_class_needs_is_missed(hybrid: Path, tmp_path: Path) -
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (found,) = quantkit.diagnose(folder).findings
     assert found.rule.name == "refused"
-    assert "model.norm.weight" in found.what
+    assert "model.norm.weight" in found.message
 
 
 def test_what_it_predicts_is_measured(hybrid: Path) -> None:

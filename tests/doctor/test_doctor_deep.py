@@ -111,8 +111,8 @@ def test_damage_shows_in_what_a_model_predicts(name: str, sound: Path, tmp_path:
     damage(folder)
     found = quantkit.diagnose(folder, deep=True)
     assert [finding.rule.name for finding in found.findings] == [rule], found.lines()
-    assert words in found.findings[0].what
-    assert found.broken == (rule == "no-prediction")
+    assert words in found.findings[0].message
+    assert found.is_broken == (rule == "no-prediction")
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
@@ -144,18 +144,18 @@ def test_a_model_is_compared_with_its_manifest(sound: Path, tmp_path: Path) -> N
     folder = oracle.copy(sound, tmp_path / "model")
     _scale("model.layers.2.mlp.down_proj.weight", 2)(folder)
     found = quantkit.diagnose(folder, deep=True)
-    assert {finding.rule.name: finding.where for finding in found.findings} == {
+    assert {finding.rule.name: finding.location for finding in found.findings} == {
         "not-as-written": WEIGHTS,
         "worse-than-source": "model",
     }
-    assert not found.broken
+    assert not found.is_broken
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"].clear()
     (folder / MANIFEST).write_text(json.dumps(manifest))
     names = {finding.rule.name for finding in quantkit.diagnose(folder, deep=True).findings}
     assert "not-as-written" in names  # files that the manifest does not list
     (folder / MANIFEST).write_text("{")
-    assert {finding.where for finding in quantkit.diagnose(folder, deep=True).findings} == {
+    assert {finding.location for finding in quantkit.diagnose(folder, deep=True).findings} == {
         MANIFEST
     }
 
@@ -225,7 +225,7 @@ def test_a_weight_out_of_line_with_its_neighbours(
     tensors, config = _tall(form, layer, factor)
     found = quantkit.diagnose(build.write(tmp_path / "model", tensors, config), deep=True)
     expected = [f"model.layers.{layer}.mlp.down_proj.{leaf}"] if layer and factor != 1.3 else []
-    assert [finding.where for finding in found.findings] == expected
+    assert [finding.location for finding in found.findings] == expected
     assert {finding.rule.name for finding in found.findings} <= {"unusual-norm"}
 
 
@@ -239,4 +239,4 @@ def test_roles_that_vary_by_nature_have_nothing() -> None:
     for sizes in (rising, windows, experts, shallow):
         assert list(values.unusual_norms(sizes)) == []
     lone = {f"layers.{layer}.up.weight": 4.0 if layer == 9 else 1.0 for layer in range(24)}
-    assert [finding.where for finding in values.unusual_norms(lone)] == ["layers.9.up.weight"]
+    assert [finding.location for finding in values.unusual_norms(lone)] == ["layers.9.up.weight"]

@@ -52,7 +52,9 @@ def _diagnosed(
 ) -> set[tuple[str, str]]:
     """The rules that find something in a folder with these tensors, and where."""
     build.write(folder, found, config)
-    return {(one.rule.name, one.where) for one in quantkit.diagnose(folder, **requested).findings}
+    return {
+        (one.rule.name, one.location) for one in quantkit.diagnose(folder, **requested).findings
+    }
 
 
 def _torchao_folder(
@@ -68,7 +70,9 @@ def _torchao_folder(
         for module, shape in LINEARS.items()
     }
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", header)
-    return {(one.rule.name, one.where) for one in quantkit.diagnose(folder, **requested).findings}
+    return {
+        (one.rule.name, one.location) for one in quantkit.diagnose(folder, **requested).findings
+    }
 
 
 @pytest.mark.parametrize("changes", [{}, UNKNOWN], ids=["llama", "unknown-family"])
@@ -161,8 +165,8 @@ def test_scales_without_codes_lack_the_codes_of_the_format(form: str, tmp_path: 
         build.FORMATS[form][1],
     )
     (found,) = quantkit.diagnose(tmp_path / "model").findings
-    assert (found.rule.name, found.where) == ("incomplete", Q)
-    assert found.what.startswith(f"lacks {suffix}; has")
+    assert (found.rule.name, found.location) == ("incomplete", Q)
+    assert found.message.startswith(f"lacks {suffix}; has")
 
 
 def test_a_sound_folder_of_torchao(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _found(hybrid: Hybrid, folder: Path, **requested: Any) -> dict[str, set[str]
     """Where each rule finds something."""
     found: dict[str, set[str]] = {}
     for one in quantkit.diagnose(hybrid.write(folder), **requested).findings:
-        found.setdefault(one.rule.name, set()).add(one.where)
+        found.setdefault(one.rule.name, set()).add(one.location)
     return found
 
 
@@ -161,7 +161,7 @@ def test_layers_beyond_those_of_the_model_are_counted(tmp_path: Path) -> None:
     two = replace(OF_LAYERS, stated={"num_nextn_predict_layers": 2})
     (found,) = quantkit.diagnose(two.write(tmp_path / "some")).findings
     assert found.rule.name == "dropped-prediction"
-    assert found.what == "num_nextn_predict_layers is 2, and there is only layer 2"
+    assert found.message == "num_nextn_predict_layers is 2, and there is only layer 2"
     assert _found(replace(OF_LAYERS, further=TOWER), tmp_path / "none") == {
         "dropped-prediction": {"config.json"}
     }
@@ -190,12 +190,12 @@ def test_mtp_in_ignore_under_another_name(tmp_path: Path) -> None:
     found = quantkit.diagnose(
         Hybrid(ignored=(*others, *renamed)).write(tmp_path / "names")
     ).findings
-    assert {one.where for one in found if one.rule.name == "mtp-not-ignored"} == set(MTP)
-    (joining,) = (one for one in found if one.where == "mtp.fc")
-    assert joining.what.startswith(
+    assert {one.location for one in found if one.rule.name == "mtp-not-ignored"} == set(MTP)
+    (joining,) = (one for one in found if one.location == "mtp.fc")
+    assert joining.message.startswith(
         "floats, and by the config, which names 'model.mtp.fc' instead, "
     )
-    assert [one.where for one in found if one.rule.name == "names-nothing"] == renamed
+    assert [one.location for one in found if one.rule.name == "names-nothing"] == renamed
     by_pattern = Hybrid(ignored=(*others, r"^model\.mtp.*"))
     assert _found(by_pattern, tmp_path / "pattern") == {"mtp-not-ignored": set(MTP)}
     short = replace(OF_LAYERS, ignored=(*others, *(name.removeprefix("model.") for name in BEYOND)))

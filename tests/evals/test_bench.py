@@ -229,7 +229,7 @@ def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
         decode={1: Rate(12345.6, 12000.0, 12888.0)},
         load_seconds=0.01234,
     )
-    speed, start, memory = bench_report.tables([FOUND, fast])
+    speed, start, memory = bench_report.build_tables([FOUND, fast])
     assert speed.head == ("model", "prefill 16", "decode 1")
     assert speed.rows == [("a", "10 ± 10%", "10 ± 10%"), ("b", "10 ± 10%", "12300 ± 4%")]
     assert [row[:4] for row in start.rows] == [
@@ -246,7 +246,7 @@ def test_tables_have_a_row_for_each_model_and_three_digits() -> None:
 
 
 def test_one_run_has_no_spread() -> None:
-    speed, *_ = bench_report.tables([replace(FOUND, decode={1: Rate(12.0, 12.0, 12.0)})])
+    speed, *_ = bench_report.build_tables([replace(FOUND, decode={1: Rate(12.0, 12.0, 12.0)})])
     assert speed.rows == [("a", "10 ± 10%", "12")]
 
 
@@ -254,7 +254,7 @@ def test_tables_of_default_lengths_fit_a_terminal() -> None:
     rates = {size: Rate(1234.5, 1200.0, 1300.0) for size in (1, 4, 8)}
     for name, width in (("Qwen2.5-0.5B-int4", 100), ("int4-g128", 80)):
         one = replace(FOUND, name=name, prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates)
-        for table in bench_report.tables([one]):
+        for table in bench_report.build_tables([one]):
             printed = render([table], "terminal", width=width)
             assert sum(line.startswith("model ") for line in printed) == 1, table.head
             assert max(map(len, printed)) <= width
@@ -262,7 +262,7 @@ def test_tables_of_default_lengths_fit_a_terminal() -> None:
     one = replace(
         FOUND, name="Qwen2.5-0.5B-int4", prefill={16: RATE, 128: RATE, 512: RATE}, decode=rates
     )
-    for table in bench_report.tables([one]):
+    for table in bench_report.build_tables([one]):
         assert sum(line.startswith("model ") for line in render([table], "terminal")) == 1, (
             table.head
         )
@@ -272,7 +272,7 @@ def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
     assert FOUND.share_of_bandwidth == pytest.approx(0.5)
     other = replace(FOUND, decode={4: RATE})
     assert other.share_of_bandwidth is None
-    assert bench_report.tables([other])[2].rows[0][3] == "-"
+    assert bench_report.build_tables([other])[2].rows[0][3] == "-"
 
 
 def test_a_quantized_model_slower_than_its_floats_is_named() -> None:

@@ -161,7 +161,7 @@ def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
     assert [one.cache_bytes for one in found.at_contexts] == [
         cache_bytes(config, 1, 64, torch.int8)
     ]
-    assert bench_report.tables([found])[2].rows[0][4] == "bfloat16, cache int8"
+    assert bench_report.build_tables([found])[2].rows[0][4] == "bfloat16, cache int8"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
@@ -315,7 +315,7 @@ def test_a_thousand_tokens_cost_the_time_that_they_take() -> None:
 
 
 def test_tables_have_each_and_together_memory_and_cost() -> None:
-    *_, decoding, prefill = bench_report.tables([FOUND])
+    *_, decoding, prefill = bench_report.build_tables([FOUND])
     assert decoding.head == (
         "model",
         "context",
@@ -332,7 +332,7 @@ def test_tables_have_each_and_together_memory_and_cost() -> None:
     ]
     assert prefill.head == ("model", "context", "tokens a second", "seconds")
     assert prefill.rows == [("a", "1024", "113 ± 12%", "8.92")]
-    *_, cost, decoding, prefill = bench_report.tables([PRICED])
+    *_, cost, decoding, prefill = bench_report.build_tables([PRICED])
     assert (cost.head, cost.rows) == (
         ("model", "prefill 16 cost", "decode 1 cost"),
         [("a", "0.00500", "0.0500")],
@@ -341,14 +341,14 @@ def test_tables_have_each_and_together_memory_and_cost() -> None:
     assert [row[-1] for row in prefill.rows] == ["0.00885"]
     for table in (cost, decoding, prefill):
         assert "here an hour costs 3.6, of a thousand" in str(table.title)
-    assert len(bench_report.tables([replace(FOUND, at_contexts=[])])) == 3
+    assert len(bench_report.build_tables([replace(FOUND, at_contexts=[])])) == 3
 
 
 def test_tables_of_long_contexts_fit_a_terminal() -> None:
     rate = Rate(1234.5, 123.0, 1300.0)
     at = AtContext(4096, 16, 1234.5, rate, 1483 * 10**6, 12345 * 10**6)
     one = replace(PRICED, name="tinyllama-1.1b-int4-g128", at_contexts=[at])
-    for table in bench_report.tables([one])[-2:]:
+    for table in bench_report.build_tables([one])[-2:]:
         printed = render([table], "terminal")
         assert sum(line.startswith("model ") for line in printed) == 1
         assert max(map(len, printed)) <= 100
@@ -356,15 +356,15 @@ def test_tables_of_long_contexts_fit_a_terminal() -> None:
 
 def test_costs_have_no_exponent() -> None:
     cheap = replace(PRICED, price_per_hour=0.0036, decode={1: Rate(9876.0, 9876.0, 9876.0)})
-    assert bench_report.tables([cheap])[3].rows == [("a", "0.00000500", "0.000000101")]
+    assert bench_report.build_tables([cheap])[3].rows == [("a", "0.00000500", "0.000000101")]
     dear = replace(PRICED, price_per_hour=3.6e6)
-    assert bench_report.tables([dear])[3].rows == [("a", "5000", "50000")]
+    assert bench_report.build_tables([dear])[3].rows == [("a", "5000", "50000")]
 
 
 @pytest.mark.parametrize("found", [FOUND, PRICED])
 def test_one_sheet_has_a_row_for_each_context_and_batch(found: Bench) -> None:
     without = replace(found, name="b", at_contexts=[])
-    head, *rows = csv.reader(render([bench_report.sheet([found, without])], "csv"))
+    head, *rows = csv.reader(render([bench_report.build_sheet([found, without])], "csv"))
     assert len(set(head)) == len(head)
     found_rows = [dict(zip(head, row, strict=True)) for row in rows]
     assert [

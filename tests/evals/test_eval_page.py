@@ -24,7 +24,7 @@ from quantkit.evals.html.charts import Axis, Line, axis_range, position_chart, t
 from quantkit.evals.html.heatmap import STEPS, error_scale, heat_maps, log_scale
 from quantkit.evals.html.page import headline
 from quantkit.evals.html.tokens import in_list, in_text
-from quantkit.evals.report import side_by_side, tables
+from quantkit.evals.report import build_full_tables, build_tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import LIKELIEST, SAMPLE_TOKENS, Predictions, TextSample
 from quantkit.formats.detect import open_checkpoint
@@ -119,9 +119,9 @@ def test_the_page_is_whole_and_loads_nothing(found: Evaluation) -> None:
 def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     page = found.to_html()
     read = _Read(page)
-    assert {table.title for table in side_by_side(found)} <= set(read.texts)
+    assert {table.title for table in build_full_tables(found)} <= set(read.texts)
     assert {f"By position on {text}, as a table" for text in ("short", "long")} <= set(read.texts)
-    for table in tables(found):
+    for table in build_tables(found):
         assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
     kls = sorted(
         one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None
@@ -136,7 +136,7 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     assert [float(one) for one in said.groups()] == pytest.approx([ratio, *kls], rel=0.05)
     columns = [
         dict(zip(table.head, row, strict=True))
-        for table in side_by_side(found)
+        for table in build_full_tables(found)
         for row in table.rows
     ]
     assert {said[2], said[3]} <= {row["KL, nats/token"].split(" ")[0] for row in columns}
@@ -227,13 +227,13 @@ def test_a_listener_gets_all_tokens_in_their_order(folders: dict[str, Path]) -> 
     windows = text_windows(ids, [], 32)
     others = [open_checkpoint(folders["int4-g64"])]
     (found,) = compare(open_checkpoint(folders["whole"]), others, windows, listeners=[kept])
-    kl, first, *_ = kept.gathered()
+    kl, first, *_ = kept.concatenate()
     assert kl.mean().item() == pytest.approx(found.divergence.kl)
     assert len(first) == windows.numel()
     few = Predictions()
     log = torch.randn(3, 4).log_softmax(-1)
     few(log, log, torch.zeros(3), torch.tensor([1, NOT_SCORED, 3]))
-    _, tokens, _, right, *_ = few.gathered()
+    _, tokens, _, right, *_ = few.concatenate()
     assert tokens.shape == (3, 4)
     assert right[[0, 2]].tolist() == pytest.approx(log.exp()[[0, 2], [1, 3]].tolist())
 

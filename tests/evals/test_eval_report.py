@@ -22,7 +22,7 @@ from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, R
 from quantkit.evals.evaluate import evaluate
 from quantkit.evals.models import open_models
 from quantkit.evals.plot import picture
-from quantkit.evals.report import markdown, method, sheet, tables
+from quantkit.evals.report import build_sheet, build_tables, method, render_markdown
 from quantkit.evals.results import Evaluation
 from quantkit.evals.table import render
 from quantkit.evals.texts import DocumentScore
@@ -109,7 +109,7 @@ def test_a_meta_folder_is_read_as_its_conversion_is(
 def test_the_report_says_what_was_measured_and_how(
     found: Evaluation, folders: dict[str, Path]
 ) -> None:
-    text = markdown(found)
+    text = render_markdown(found)
     heads = [_cells(line) for line in text.splitlines() if line.startswith("| model")]
     shared = ["model", "MB", "bits/weight", "word ppl", "bits/byte", "token ppl"]
     apart = ["KL, nats/token", "KL median", "KL 99 %", "top-1, %", "ppl ratio"]
@@ -148,8 +148,8 @@ def test_the_report_says_what_was_measured_and_how(
 
 def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
     outputs = Outputs(str(tmp_path / "out.json"), report=tmp_path / "out.md")
-    outputs.write(found.to_json(), report=lambda: markdown(found))
-    assert (tmp_path / "out.md").read_text() == markdown(found)
+    outputs.write(found.to_json(), report=lambda: render_markdown(found))
+    assert (tmp_path / "out.md").read_text() == render_markdown(found)
     value = json.loads((tmp_path / "out.json").read_text())
     one = value["rows"][2]["texts"]["first"]
     assert one["divergence"]["kl_p99"] == found.rows[2].texts["first"].divergence.kl_p99  # type: ignore[union-attr]
@@ -207,16 +207,16 @@ def test_several_texts_have_a_mean_with_the_error_of_their_spread(found: Evaluat
         "value": over.kl.value,
         "error": over.kl.error,
     }
-    apart = tables(three)[-1]
+    apart = build_tables(three)[-1]
     assert apart.rows[-1][:5] == ("int4-g64", "mean of 3", str(over.kl), "-", "-")
     assert [row[1] for row in apart.rows].count("mean of 3") == 2
     assert apart.title is not None
     assert "spread between the texts" in apart.title
-    assert "spread between the texts" not in str(tables(found)[-1].title)
+    assert "spread between the texts" not in str(build_tables(found)[-1].title)
 
 
 def test_for_programs_there_is_one_table_of_all_rows(found: Evaluation) -> None:
-    lines = list(csv.DictReader(render([sheet(found)], "csv")))
+    lines = list(csv.DictReader(render([build_sheet(found)], "csv")))
     assert [(line["model"], line["text"]) for line in lines] == [
         (row.name, text) for text in ("first", "wiki") for row in found.rows
     ]
@@ -252,7 +252,7 @@ def test_each_table_says_what_it_is_of(found: Evaluation) -> None:
     """Text, tokens, window, reference, unit and what ± is, so that it can stand alone in a
     paper.
     """
-    first, wiki, apart = tables(found)
+    first, wiki, apart = build_tables(found)
     counts = {name: found.rows[0].texts[name].tokens for name in ("first", "wiki")}
     assert first.title == f"On first ({counts['first']} tokens); token ppl in windows of {WINDOW}."
     assert wiki.title == f"On wiki ({counts['wiki']} tokens); token ppl in windows of {WINDOW}."
@@ -268,13 +268,13 @@ def test_each_table_says_what_it_is_of(found: Evaluation) -> None:
     ):
         assert reported in apart.title
     assert "nats/token" in apart.head[2]
-    alone = tables(replace(found, texts={"first": found.texts["first"]}))
+    alone = build_tables(replace(found, texts={"first": found.texts["first"]}))
     assert alone[0].title == first.title
     measures = found.rows[2].texts["first"]
     longer = replace(
         found.rows[2], texts={**found.rows[2].texts, "first": replace(measures, tokens=99999)}
     )
-    other = tables(replace(found, rows=[found.rows[0], longer]))[0]
+    other = build_tables(replace(found, rows=[found.rows[0], longer]))[0]
     assert (
         other.title
         == f"On first ({counts['first']} to 99999 tokens); token ppl in windows of {WINDOW}."
@@ -376,7 +376,7 @@ def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[
     assert "excerpt that ships with quantkit" in alone.notes[0]
     assert alone.notes[0] in "\n".join(method(alone))
     assert alone.rows[0].texts["excerpt"].divergence is None
-    (table,) = tables(alone)
+    (table,) = build_tables(alone)
     assert "KL" not in table.head
     assert alone.rows[0].texts["excerpt"].token_perplexity_error is not None
 
@@ -406,7 +406,7 @@ def test_a_text_that_is_given_twice_is_refused(folders: dict[str, Path]) -> None
 
 
 def test_the_lines_are_the_tables(found: Evaluation) -> None:
-    assert found.lines() == render(tables(found), "terminal")
+    assert found.lines() == render(build_tables(found), "terminal")
 
 
 def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.evals.table import NONE, Table, named, render, short_names
+from quantkit.evals.table import NONE, Table, parse_named_paths, render, short_names
 
 TABLE = Table(
     "Made of A & B:",
@@ -177,15 +177,15 @@ def test_a_name_before_the_path_is_taken_unless_such_a_path_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert named(["ours=runs/7", Path("runs/7")]) == [
+    assert parse_named_paths(["ours=runs/7", Path("runs/7")]) == [
         ("ours", Path("runs/7")),
         (None, Path("runs/7")),
     ]
-    assert named(["lr=0.1"]) == [("lr", Path("0.1"))]
+    assert parse_named_paths(["lr=0.1"]) == [("lr", Path("0.1"))]
     (tmp_path / "lr=0.1").mkdir()
-    assert named(["lr=0.1"]) == [(None, Path("lr=0.1"))]
-    assert named(["ours=runs/lr=0.1"]) == [("ours", Path("runs/lr=0.1"))]
-    assert named(["runs/lr=0.2", "=a", "a="]) == [
+    assert parse_named_paths(["lr=0.1"]) == [(None, Path("lr=0.1"))]
+    assert parse_named_paths(["ours=runs/lr=0.1"]) == [("ours", Path("runs/lr=0.1"))]
+    assert parse_named_paths(["runs/lr=0.2", "=a", "a="]) == [
         (None, Path("runs/lr=0.2")),
         (None, Path("=a")),
         (None, Path("a=")),

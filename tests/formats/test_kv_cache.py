@@ -581,7 +581,7 @@ def test_a_cache_that_no_reader_loads_is_not_written_again(
     _edit(source, lambda tensors: [change(tensors) for change in changes], kv_cache_scheme=scheme)
     with pytest.raises(error, match=problem):
         quantkit.convert(source, tmp_path / "out", source_check=False)
-    assert quantkit.diagnose(source).broken
+    assert quantkit.diagnose(source).is_broken
     quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
 
 

@@ -113,7 +113,7 @@ def test_schemes_for_a_size_are_not_chosen_again(
 ) -> None:
     dst = tmp_path / "out"
     first = quantkit.quantize(source, dst, target_bits=5.5, **GPTQ, if_exists="skip")
-    monkeypatch.setattr("quantkit.bit_allocation.fit.Fit.chosen", None)
+    monkeypatch.setattr("quantkit.bit_allocation.fit.Fit.choose_allocation", None)
     again = quantkit.quantize(source, dst, target_bits=5.5, **GPTQ, if_exists="skip")
     assert (first.skipped, again.skipped, again.allocation) == (False, True, first.allocation)
     for size, there in (

@@ -127,13 +127,13 @@ def test_no_samples_are_drawn(
     path = tmp_path / "long.txt"
     path.write_text(excerpt() * 20)
     calls: list[int] = []
-    tokenized = data.tokenized
+    tokenized = data.tokenize_text
 
     def counted(text: str, tokenizer: Tokenizer, *, specials: bool) -> tuple[list[int], list[int]]:
         calls.append(len(text))
         return tokenized(text, tokenizer, specials=specials)
 
-    monkeypatch.setattr(data, "tokenized", counted)
+    monkeypatch.setattr(data, "tokenize_text", counted)
     found = quantkit.plan.quantize(
         demo_model,
         tmp_path / "out",

@@ -109,7 +109,7 @@ def test_each_format_has_the_bytes_of_a_run_in_it_alone(
     for name, one in made.formats.items():
         assert one.manifest == json.loads(alone[job][name]["quantkit.json"])
         assert one.path == tmp_path / "out" / name
-        assert not diagnose(one.path).broken
+        assert not diagnose(one.path).is_broken
     *lines, last = made.lines()
     assert all(any(str(tmp_path / "out" / name) in line for line in lines) for name in FORMATS)
     assert last.startswith(f"wrote {tmp_path / 'out'}: 4 formats, ")

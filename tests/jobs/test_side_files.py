@@ -116,7 +116,7 @@ def test_damage_is_refused_before_the_job_begins(source: Path, name: str, conten
         )  # it would hide the one in the settings
     (source / name).write_bytes(content)
     _require_refused(source, name)
-    assert quantkit.diagnose(source).broken
+    assert quantkit.diagnose(source).is_broken
 
 
 def test_a_requested_template_replaces_a_damaged_one(source: Path) -> None:

@@ -22,7 +22,7 @@ from quantkit.architectures.families import config_from_hf
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import build, library
 from quantkit.kernels.backend import REFERENCE
-from quantkit.kernels.dispatch import allowed_backends, select_backend
+from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.kernels.library import load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 from quantkit.model.cache import KVCache
@@ -464,8 +464,8 @@ def test_a_group_size_that_the_kernels_do_not_support_is_refused_with_the_reason
     with pytest.raises(
         RequestError, match=f"^no kernels for int4-g40 on cpu in float32; {reason}; "
     ):
-        select_backend(*case, allowed_backends())
-    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+        select_backend(*case, list_allowed_backends())
+    assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
 
 
 def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
@@ -477,9 +477,9 @@ def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
     with pytest.raises(
         RequestError, match=r"cpu-exact, cpu-fast: there is no C\+\+ compiler; install g\+\+ "
     ):
-        select_backend(*case, allowed_backends())
+        select_backend(*case, list_allowed_backends())
     before = len(requested)
-    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+    assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
     assert len(requested) == before  # once, not once a layer
 
 

@@ -20,7 +20,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
 from quantkit.kernels import cpu
 from quantkit.kernels.backend import Backend, ExpertKernel
-from quantkit.kernels.dispatch import allowed_backends, select_backend
+from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.kernels.library import load_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 def _kernel(text: str, name: str) -> tuple[Backend, ExpertKernel]:
     backend = select_backend(
-        QuantScheme.parse(text), CPU, torch.float32, torch.float32, allowed_backends(name)
+        QuantScheme.parse(text), CPU, torch.float32, torch.float32, list_allowed_backends(name)
     )
     operations = backend.operations()
     assert operations is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.kernels import dispatch as check
 from quantkit.kernels.backend import Backend
 from quantkit.kernels.cpu import CpuBackend
-from quantkit.kernels.dispatch import BACKENDS, self_test, within
+from quantkit.kernels.dispatch import BACKENDS, is_within, self_test
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -33,7 +33,7 @@ class Wrapped:
 
     def __init__(self, inner: str) -> None:
         self.inner = next(backend for backend in BACKENDS if backend.name == inner)
-        assert self.inner.unsupported_reason(QuantScheme(8, None), CPU, torch.float32) is None
+        assert self.inner.explain_unsupported(QuantScheme(8, None), CPU, torch.float32) is None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -142,7 +142,7 @@ def test_the_reference_passes() -> None:
 def _require_no_fault(backend: Backend) -> None:
     for text, dtype, scale_dtype in itertools.product(SCHEMES, DTYPES, DTYPES):
         scheme = any_scheme(text)
-        assert backend.unsupported_reason(scheme, CPU, dtype) is None
+        assert backend.explain_unsupported(scheme, CPU, dtype) is None
         assert self_test(backend, scheme, CPU, dtype, scale_dtype) is None, (
             text,
             dtype,
@@ -181,7 +181,7 @@ def test_the_example_has_what_real_weights_have(text: str, size: check._Size) ->
 
 def test_a_number_that_is_not_finite_is_not_within_anything() -> None:
     right = torch.ones(1, 2, dtype=torch.float64)
-    assert within(torch.ones(1, 2), right, 0 * right)
-    assert not within(torch.ones(1, 1), right, right)
+    assert is_within(torch.ones(1, 2), right, 0 * right)
+    assert not is_within(torch.ones(1, 1), right, right)
     for wrong in (torch.nan, torch.inf):
-        assert not within(torch.tensor([[1.0, wrong]]), right, 100 * right)
+        assert not is_within(torch.tensor([[1.0, wrong]]), right, 100 * right)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.kernels import dispatch
 from quantkit.kernels.backend import REFERENCE, Backend, Operations
-from quantkit.kernels.dispatch import BACKENDS, allowed_backends, select_backend
+from quantkit.kernels.dispatch import BACKENDS, list_allowed_backends, select_backend
 from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -68,7 +68,7 @@ def test_the_product_equals_dequantize_times_x(
         weight = _quantized(text, rows, columns)
         bias = torch.randn(rows).to(dtype) if with_bias else None
         x = torch.randn(size, columns).to(dtype)
-        layer = QuantLinear(weight, bias, CPU, dtype, allowed_backends(backend))
+        layer = QuantLinear(weight, bias, CPU, dtype, list_allowed_backends(backend))
         _require_product(layer(x), x, weight, bias, DTYPES[dtype] + MODES[backend])
 
 
@@ -79,7 +79,7 @@ def test_the_product_equals_dequantize_times_x(
 def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, backend: str) -> None:
     weight = _quantized(text, 3, columns, torch.float32)
     x = torch.randn(2, columns)
-    layer = QuantLinear(weight, None, CPU, torch.float32, allowed_backends(backend))
+    layer = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))
     _require_product(layer(x), x, weight, None, 1e-6 + MODES[backend])
 
 
@@ -88,7 +88,7 @@ def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, bac
 def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
     weight = _quantized("int4-g32", 5, 64)
     x = torch.randn(*lead, 64)
-    found = QuantLinear(weight, None, CPU, torch.float32, allowed_backends(backend))(x)
+    found = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))(x)
     assert found.shape == (*lead, 5)
     _require_product(found, x, weight, None, 1e-6 + MODES[backend])
 
@@ -98,7 +98,9 @@ def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
 def test_views_multiply_as_their_copies_and_stay_as_they_are(
     dtype: torch.dtype, backend: str
 ) -> None:
-    layer = QuantLinear(_quantized("int4-g32", 7, 64), None, CPU, dtype, allowed_backends(backend))
+    layer = QuantLinear(
+        _quantized("int4-g32", 7, 64), None, CPU, dtype, list_allowed_backends(backend)
+    )
     base = torch.randn(64, 128).to(dtype)
     before = base.clone()
     for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
@@ -117,14 +119,16 @@ def test_large_values_accumulate_in_float32() -> None:
     x[0, ::2] = -0.125
     x[0, 0] = 0.25
     assert (
-        QuantLinear(weight, None, CPU, torch.bfloat16, allowed_backends("reference"))(x).item()
+        QuantLinear(weight, None, CPU, torch.bfloat16, list_allowed_backends("reference"))(x).item()
         == torch.tensor(0.375 * 127).bfloat16().item()
     )
 
 
 def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> None:
     weight = _quantized("int4-g32-asym", 6, 64)
-    layer = QuantLinear(weight, torch.randn(6), CPU, torch.float16, allowed_backends("reference"))
+    layer = QuantLinear(
+        weight, torch.randn(6), CPU, torch.float16, list_allowed_backends("reference")
+    )
     assert weight.zero is not None
     buffers = dict(layer.named_buffers())
     assert set(buffers) == {"codes", "scale", "zero"}
@@ -138,10 +142,10 @@ def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> N
 
 def test_a_layers_state_can_be_handed_to_another() -> None:
     first = QuantLinear(
-        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends()
+        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, list_allowed_backends()
     )
     second = QuantLinear(
-        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends()
+        _quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, list_allowed_backends()
     )
     x = torch.randn(2, 64)
     assert not torch.equal(first(x), second(x))
@@ -152,7 +156,7 @@ def test_a_layers_state_can_be_handed_to_another() -> None:
 def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> None:
     assert BACKENDS[-1] is REFERENCE
     for text, dtype in itertools.product(SCHEMES, DTYPES):
-        allowed = allowed_backends("reference")
+        allowed = list_allowed_backends("reference")
         assert select_backend(any_scheme(text), CPU, dtype, torch.bfloat16, allowed) is REFERENCE
     assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
 
@@ -161,7 +165,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"
     ):
-        allowed_backends("cuda-magic")
+        list_allowed_backends("cuda-magic")
 
 
 class _Refusing(Backend):
@@ -171,7 +175,7 @@ class _Refusing(Backend):
         self.name = name
         self._reason = reason
 
-    def unsupported_reason(
+    def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
         return self._reason
@@ -192,13 +196,13 @@ def test_without_kernels_each_reason_is_stated_once_and_the_reference_needs_perm
         RequestError,
         match=f"^no kernels for int8 on cpu in bfloat16; {reasons}; `allow_slow=True` ",
     ):
-        select_backend(*case, allowed_backends())
+        select_backend(*case, list_allowed_backends())
     with pytest.raises(RequestError, match="bfloat16; two: needs groups; `allow_slow=True` "):
-        select_backend(*case, allowed_backends("two"))
+        select_backend(*case, list_allowed_backends("two"))
     assert not caplog.records
     for _ in range(2):
-        assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
-    assert select_backend(*case, allowed_backends("reference")) is REFERENCE
+        assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
+    assert select_backend(*case, list_allowed_backends("reference")) is REFERENCE
     (record,) = caplog.records
     assert record.message.startswith("int8 runs without kernels (new tokens 20 to 200 times slower")
     assert record.message.endswith(reasons)
@@ -216,9 +220,12 @@ def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(
     monkeypatch.setattr(dispatch, "BACKENDS", listed)
     case = QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16
     for allow_slow in (False, True):
-        assert select_backend(*case, allowed_backends(allow_slow=allow_slow)) is listed[1]
-        assert select_backend(*case, allowed_backends("three", allow_slow=allow_slow)) is listed[2]
-    assert select_backend(*case, allowed_backends("one", allow_slow=True)) is REFERENCE
+        assert select_backend(*case, list_allowed_backends(allow_slow=allow_slow)) is listed[1]
+        assert (
+            select_backend(*case, list_allowed_backends("three", allow_slow=allow_slow))
+            is listed[2]
+        )
+    assert select_backend(*case, list_allowed_backends("one", allow_slow=True)) is REFERENCE
 
 
 def test_integer_activations_are_refused() -> None:
@@ -230,7 +237,7 @@ def test_integer_activations_are_refused() -> None:
             CPU,
             torch.int8,
             torch.bfloat16,
-            allowed_backends(allow_slow=True),
+            list_allowed_backends(allow_slow=True),
         )
 
 
@@ -274,9 +281,9 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
 ) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), REFERENCE))
     case = any_scheme(text), CPU, torch.bfloat16, torch.bfloat16
-    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+    assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
     with pytest.raises(RequestError, match=f"mistaken: its? {reason}"):
-        select_backend(*case, allowed_backends())
+        select_backend(*case, list_allowed_backends())
 
 
 def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(

@@ -20,7 +20,7 @@ from quick_compiler import quick_compiler
 from test_cpu_kernels import HERE
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.build import compiled
+from quantkit.kernels.build import ensure_compiled
 from quantkit.kernels.library import describe_kernels, load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 
@@ -161,13 +161,13 @@ def test_what_a_killed_process_left_in_the_cache_is_removed(
         tmp_path,
         'while [ "$#" -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done',
     )
-    library = compiled("portable")
+    library = ensure_compiled("portable")
     library.unlink()
     left, other = library.with_suffix(".killed"), library.parent / "quantkit-portable-other.running"
     for folder in (left, other):
         folder.mkdir()
         (folder / "made.so").touch()
-    assert compiled("portable") == library
+    assert ensure_compiled("portable") == library
     assert library.is_file()
     assert other.exists() > left.exists()
 
@@ -181,7 +181,7 @@ def test_a_full_disk_is_not_blamed_on_the_compiler(
     )
     _own_compiler(monkeypatch, tmp_path, full)
     with pytest.raises(UnsupportedError, match="No space left on device; free some space"):
-        compiled("portable")
+        ensure_compiled("portable")
 
 
 def test_copies_of_kernels_are_the_same() -> None:

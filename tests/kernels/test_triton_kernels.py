@@ -603,7 +603,7 @@ def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
 def _unsupported_reason(
     dtype: torch.dtype = torch.bfloat16, device: torch.device = CUDA
 ) -> str | None:
-    return TritonBackend().unsupported_reason(QuantScheme(8, None), device, dtype)
+    return TritonBackend().explain_unsupported(QuantScheme(8, None), device, dtype)
 
 
 def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

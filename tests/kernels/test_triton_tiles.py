@@ -92,7 +92,7 @@ def test_measured_configs_serve_their_gpu_and_shapes_near_theirs(
         }
         assert tile_config_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
     finally:
-        triton_tiles.measured_configs.cache_clear()
+        triton_tiles.read_measured_configs.cache_clear()
         triton_tiles._tile_config.cache_clear()
     served = {key for key, config in found.items() if config == mine}
     assert served == {

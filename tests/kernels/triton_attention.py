@@ -19,7 +19,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.kernels.backend import Operations
-from quantkit.kernels.triton_attention import cached_attention, spans_for, tile_for
+from quantkit.kernels.triton_attention import attend_to_cache, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
@@ -63,7 +63,7 @@ def attended(
 ) -> Any:
     """Attention with the live part of the cache in up to `spans` spans."""
     where = positions, slots, window
-    return cached_attention(
+    return attend_to_cache(
         queries, *keys, *values, *where, scale, softcap, sinks, arrived=None, spans=spans
     )
 

@@ -27,7 +27,7 @@ from quantkit.kernels import (
     triton_projections,
     triton_qkv,
 )
-from quantkit.kernels.dispatch import allowed_backends
+from quantkit.kernels.dispatch import list_allowed_backends
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import install_kernels
@@ -126,7 +126,7 @@ def _model(text: str, dtype: torch.dtype, **features: Any) -> Decoder:
         "",
         DEVICE,
         dtype,
-        allowed_backends("triton"),
+        list_allowed_backends("triton"),
     )
     model.rotary.to(DEVICE)
     return model.eval()
@@ -321,7 +321,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     linear = model.model.layers[0].self_attn.qkv_proj
     weight = linear.words, linear.scale, linear.zero, None, linear.arrived, 32
     x, norm = torch.randn(2, 96).to(DEVICE, torch.float16), torch.ones(96, device=DEVICE)
-    weighted, squares = triton_projections.weighted_states(x, norm)
+    weighted, squares = triton_projections.apply_norm_weights(x, norm)
     rows, scales = (
         torch.zeros(1, 2, LENGTH, 32, dtype=torch.int8, device=DEVICE),
         torch.zeros(1, 2, LENGTH, device=DEVICE),

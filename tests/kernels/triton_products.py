@@ -21,7 +21,7 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
 from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune
-from quantkit.kernels.dispatch import allowed_backends, select_backend, self_test
+from quantkit.kernels.dispatch import list_allowed_backends, select_backend, self_test
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import TileConfig
@@ -280,7 +280,9 @@ def test_sums_are_kept_in_float32(path: str) -> None:
 @pytest.mark.parametrize("text", ["int8", "int4-g64"])
 def test_a_layer_takes_views_leading_axes_and_nothing(text: str) -> None:
     weight = _random(text, 7, 64)
-    layer = QuantLinear(weight, torch.randn(7), DEVICE, torch.float32, allowed_backends("triton"))
+    layer = QuantLinear(
+        weight, torch.randn(7), DEVICE, torch.float32, list_allowed_backends("triton")
+    )
     base = torch.randn(64, 128, device=DEVICE)
     for x in (base[:, :64].t()[:3], base[:6:2, 1:65].unflatten(0, (3, 1)), base[0, ::2]):
         found = layer(x)
@@ -326,7 +328,7 @@ def test_operators_that_write_to_arguments_are_given_all_of_them() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_layer_compiles_into_one_graph(backend: str) -> None:
     layer = QuantLinear(
-        _random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, allowed_backends("triton")
+        _random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, list_allowed_backends("triton")
     )
     compiled = torch.compile(lambda x: torch.relu(layer(x)) + 1, backend=backend, fullgraph=True)
     x = torch.randn(2, 96, device=DEVICE).bfloat16()
@@ -387,7 +389,9 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     with pytest.raises(
         RequestError, match=r"triton: its products of \d+ tokens are wrong on this machine; "
     ):
-        select_backend(any_scheme(text), DEVICE, dtype, torch.bfloat16, allowed_backends("triton"))
+        select_backend(
+            any_scheme(text), DEVICE, dtype, torch.bfloat16, list_allowed_backends("triton")
+        )
     self_test.cache_clear()
 
 
@@ -441,14 +445,22 @@ def test_other_schemes_are_refused(text: str) -> None:
         RequestError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"
     ):
         select_backend(
-            any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, allowed_backends("triton")
+            any_scheme(text),
+            DEVICE,
+            torch.bfloat16,
+            torch.bfloat16,
+            list_allowed_backends("triton"),
         )
 
 
 def test_other_activations_are_refused() -> None:
     with pytest.raises(RequestError, match=r"activations are torch\.float64"):
         select_backend(
-            QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, allowed_backends("triton")
+            QuantScheme(8, None),
+            DEVICE,
+            torch.float64,
+            torch.bfloat16,
+            list_allowed_backends("triton"),
         )
 
 

@@ -175,7 +175,7 @@ def test_kernels_give_back_the_rows_that_they_packed(
     index = torch.tensor([52, 0, 17, 17, 31])
     served = 0
     for backend in BACKENDS:
-        if backend.unsupported_reason(scheme, torch.device("cpu"), torch.float32) is None:
+        if backend.explain_unsupported(scheme, torch.device("cpu"), torch.float32) is None:
             found = backend.rows(backend.prepare(weight), scheme, columns, index)
             assert torch.equal(found, weight.dequantize()[index]), backend.name
             served += 1

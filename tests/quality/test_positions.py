@@ -22,7 +22,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
 from quantkit.evals.evaluate import evaluate
-from quantkit.evals.report import markdown, sheet, tables
+from quantkit.evals.report import build_sheet, build_tables, render_markdown
 from quantkit.evals.table import render
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
@@ -197,15 +197,15 @@ def test_what_is_broken_far_on_is_seen_there(
         count * (len(ids) // 999) for count in (128, 128, 256, 488)
     ]
     assert buckets[0].kl < 0.05 < 0.2 < buckets[-1].kl
-    shown = render(tables(found), "terminal")
+    shown = render(build_tables(found), "terminal")
     assert [line.split()[1] for line in shown if line.startswith("late")][-5:-1] == [
         one.name for one in buckets
     ]
     assert str(rise(buckets)) in shown[-1]
-    assert "## How it was measured" in (report := markdown(found))
+    assert "## How it was measured" in (report := render_markdown(found))
     assert "By position: the first windows" in report
     (row,) = [
-        one for one in csv.DictReader(render([sheet(found)], "csv")) if one["model"] == "late"
+        one for one in csv.DictReader(render([build_sheet(found)], "csv")) if one["model"] == "late"
     ]
     assert float(row["kl_512_999_float"]) == pytest.approx(buckets[-1].kl, rel=0.1)
     assert float(row["top1_0_127_int8"]) <= 1

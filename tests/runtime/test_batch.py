@@ -113,11 +113,11 @@ _SHARED = """
 import sys, torch
 from dataclasses import replace
 from test_batch import _model, _staggered
-from quantkit.distributed.group import joined
+from quantkit.distributed.group import join_processes
 from rows import alone, together
 from quantkit.runtime.engine import Engine
 torch.set_num_threads(1)
-with joined("cpu") as group:
+with join_processes("cpu") as group:
     for folder in sys.argv[1:]:
         model = _model(folder, "cpu-exact", group)
         assert model.ops.ragged and model.config.num_kv_heads == 1

@@ -250,7 +250,7 @@ def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.M
             super().__init__(*given, **options)
 
     monkeypatch.setattr(grid_module, "_Search", Noted)
-    monkeypatch.setattr(grid_module, "searched_weights", lambda device: 32 * 32)
+    monkeypatch.setattr(grid_module, "choose_search_batch_size", lambda device: 32 * 32)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -351,7 +351,7 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _, hessian = _transposed()
     scheme = QuantScheme.parse("int4-g32-asym")
     whole = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
-    monkeypatch.setattr(grid_module, "searched_weights", lambda device: 1)
+    monkeypatch.setattr(grid_module, "choose_search_batch_size", lambda device: 1)
     monkeypatch.setattr(grid_module, "MIN_TILE_ROWS", 5)
     tiled = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
     assert all(

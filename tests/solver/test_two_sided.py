@@ -158,5 +158,6 @@ def test_the_factor_of_some_outputs() -> None:
         assert torch.equal(torch.block_diag(*part.blocks), whole[start:stop, start:stop])
         assert part.bounds[-1] == stop - start
     assert torch.equal(
-        torch.block_diag(*OutputFactor.joined([found.rows(0, 3), found.rows(3, 12)]).blocks), whole
+        torch.block_diag(*OutputFactor.concatenate([found.rows(0, 3), found.rows(3, 12)]).blocks),
+        whole,
     )

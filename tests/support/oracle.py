@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.kernels.dispatch import allowed_backends
+from quantkit.kernels.dispatch import list_allowed_backends
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import fill, meta_init
 
@@ -85,7 +85,12 @@ def ours(source: Path | Checkpoint) -> Decoder:
     with meta_init():
         model = Decoder(checkpoint.config)
     fill(
-        model, checkpoint, "", torch.device("cpu"), torch.float32, allowed_backends(allow_slow=True)
+        model,
+        checkpoint,
+        "",
+        torch.device("cpu"),
+        torch.float32,
+        list_allowed_backends(allow_slow=True),
     )
     return model.eval()
 

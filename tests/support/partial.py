@@ -20,12 +20,12 @@ LONGEST = 300
 STOPPED_TRAINING = """
 import os, signal
 import quantkit.training.state as state
-saved = state.SavedTraining.evaluated
+saved = state.SavedTraining.save_after_evaluation
 def once(self, found):
     saved(self, found)
     if len(found.curve) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-state.SavedTraining.evaluated = once
+state.SavedTraining.save_after_evaluation = once
 """
 """Before `forked.COMMAND`: kills the process once a training has saved its first epoch."""
 Change = Callable[[dict[str, Any]], Any]

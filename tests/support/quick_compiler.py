@@ -9,7 +9,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from quantkit.kernels.build import compiled
+from quantkit.kernels.build import ensure_compiled
 
 
 def quick_compiler(name: str, path: Path, seconds: float = 0) -> Path:
@@ -22,7 +22,7 @@ def quick_compiler(name: str, path: Path, seconds: float = 0) -> Path:
         path: of the command, which is returned.
         seconds: that it takes.
     """
-    library = compiled(name)
+    library = ensure_compiled(name)
     own = shlex.split(os.environ.get("CXX", "c++"))
     preprocessor = shlex.join([shutil.which(own[0]) or own[0], *own[1:]])
     path.parent.mkdir(exist_ok=True)

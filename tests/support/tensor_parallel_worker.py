@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
-from quantkit.distributed.group import ProcessGroup, joined
+from quantkit.distributed.group import ProcessGroup, join_processes
 from quantkit.evals.models import backend_names
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
@@ -155,7 +155,7 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    with joined("cpu") as group:
+    with join_processes("cpu") as group:
         found = {case["name"]: _findings(case, group, out) for case in cases}
         (out / f"{group.rank}.json").write_text(json.dumps(found))
 

@@ -26,7 +26,7 @@ from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla.engine import CachedBatch, XlaModel, bucket, model_on_devices
 from quantkit.xla.estimate import collectives
-from quantkit.xla.model import attention, quantized_product, update_cache
+from quantkit.xla.model import attention, multiply_quantized, update_cache
 from quantkit.xla.programs import CHUNK, Rows, Sampling, sample
 
 warnings.simplefilter("error")
@@ -171,7 +171,7 @@ def product_errors() -> list[float]:
                 expected = x @ weight.transpose(1, 0, 2).reshape(24, 64).T
                 nibbles = jax.numpy.asarray(codes).astype(jax.numpy.int4)
                 errors.append(
-                    float(np.abs(quantized_product(x, nibbles, scale, zero) - expected).max())
+                    float(np.abs(multiply_quantized(x, nibbles, scale, zero) - expected).max())
                 )
     return errors
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.base.progress import silent
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.evals.synthetic import shaped
+from quantkit.evals.synthetic import open_shape_checkpoint
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor
@@ -33,11 +33,11 @@ from quantkit.training.training import Samples, Training
 from quantkit.xla.hlo import exchanges
 from quantkit.xla.training import engine
 from quantkit.xla.training.arrays import load_arrays
-from quantkit.xla.training.estimate import axes_of, step_of
+from quantkit.xla.training.estimate import find_collective_axes, step_of
 from quantkit.xla.training.model import ROTARY, MeshDecoder
 from quantkit.xla.training.partitions import DeviceMesh
 from quantkit.xla.training.program import HEAD, TARGET_HEAD, divergence
-from quantkit.xla.training.state import trained_leaves
+from quantkit.xla.training.state import select_trained_leaves
 
 warnings.simplefilter("error")
 EPOCHS, BATCH, STEPS = 10, 4, 20
@@ -198,7 +198,7 @@ def of_a_layer(folder: Path, mesh: DeviceMesh) -> list[list[Any]]:
         (folder / f"{layers}" / "config.json").write_text(
             json.dumps({**CONFIG, "num_hidden_layers": layers})
         )
-        model = shaped(folder / f"{layers}", "int4-g32")
+        model = open_shape_checkpoint(folder / f"{layers}", "int4-g32")
         names = TrainedNames.of(model, norms=False, codes=False)
         program = (
             step_of(model, mesh, names, batch=8, length=16, dtype=jnp.float32).compile().as_text()
@@ -208,7 +208,7 @@ def of_a_layer(folder: Path, mesh: DeviceMesh) -> list[list[Any]]:
             shape = (
                 one.shape[1:] if one.shape[:1] == (1,) and len(one.shape) == 3 else one.shape
             )  # of a single layer
-            found[axes_of(one, mesh), one.kind, one.dtype, shape] += times
+            found[find_collective_axes(one, mesh), one.kind, one.dtype, shape] += times
         counts.append(found)
     return [
         [*key, counts[1][key] - counts[0][key]]
@@ -224,7 +224,7 @@ def held_bytes(folder: Path, mesh: DeviceMesh) -> dict[str, int]:
     planned = (
         step_of(int8, mesh, names, batch=4, length=7, dtype=jnp.float32).compile().memory_analysis()
     )
-    arrays, found = load_arrays(int8, mesh), trained_leaves(int8, names)
+    arrays, found = load_arrays(int8, mesh), select_trained_leaves(int8, names)
     arrays[TARGET_HEAD] = arrays[HEAD]
     shapes = [(leaf.shape, leaf.spec) for leaf in found] * 3 + [
         ((4, 7), (mesh.samples, None)),

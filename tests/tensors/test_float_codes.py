@@ -118,7 +118,7 @@ def test_rows_and_columns_are_those_of_the_weight(name: str) -> None:
 def test_no_kernel_multiplies_them(name: str) -> None:
     scheme = FLOAT_SCHEMES[name]
     assert all(
-        one.unsupported_reason(scheme, torch.device("cpu"), torch.float32) for one in BACKENDS
+        one.explain_unsupported(scheme, torch.device("cpu"), torch.float32) for one in BACKENDS
     )
 
 

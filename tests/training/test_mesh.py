@@ -48,7 +48,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.distributed.group import joined
+from quantkit.distributed.group import join_processes
 from quantkit.distributed.mesh import Mesh
 from quantkit.formats.detect import open_checkpoint
 from quantkit.base.progress import silent
@@ -57,7 +57,7 @@ from quantkit.training.blockwise import Blockwise, float_states
 from quantkit.training.optimizer import Schedule
 from quantkit.training.training import Samples, Training
 folder, out, shape = Path(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3].split("x")))
-with joined("cpu") as group:
+with join_processes("cpu") as group:
     mesh, store = Mesh.of(group, shape), ActivationStore(out / f"scratch-{group.rank}", 1 << 30)
     for case in sorted(one.name for one in folder.iterdir()):
         floats, int4 = open_checkpoint(folder / case / "floats"), open_checkpoint(folder / case / "int4")

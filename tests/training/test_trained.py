@@ -12,7 +12,13 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.optimizer import FACTOR_RATE, Schedule, factor_rate
-from quantkit.training.trained import first_offsets, move, moved, scaled, trained_error
+from quantkit.training.trained import (
+    first_offsets,
+    measure_weight_error,
+    move,
+    move_codes,
+    multiply_scales,
+)
 
 INT4 = QuantScheme(4, 32)
 
@@ -30,7 +36,7 @@ def test_first_offsets_change_no_code(scheme: QuantScheme) -> None:
     step = quantize_rtn(floats, scheme, torch.float32).scale.mean()
     value = quantize_rtn(floats + 0.3 * step * weight(1), scheme, torch.float32)
     offsets = first_offsets(value, floats)
-    assert torch.equal(moved(value, offsets), value.codes)
+    assert torch.equal(move_codes(value, offsets), value.codes)
     inside = offsets.abs() < 0.48
     closer = (value.codes + offsets - (scheme.levels // 2 if value.zero is None else 0)) * (
         value.scale.repeat_interleave(64 // value.scale.shape[1], 1)
@@ -44,7 +50,7 @@ def test_first_offsets_change_no_code(scheme: QuantScheme) -> None:
 def test_weights_of_other_channels_give_no_offsets() -> None:
     """As after AWQ, which scales the inputs of a linear."""
     floats, value = weight(), quantize_rtn(weight() * torch.linspace(1, 4, 64), INT4, torch.float32)
-    assert trained_error(value, floats) is None
+    assert measure_weight_error(value, floats) is None
     assert not first_offsets(value, floats).any()
 
 
@@ -63,12 +69,12 @@ def test_codes_stay_in_their_range() -> None:
         torch.tensor([[0] * 16 + [15] * 16], dtype=torch.uint8), torch.ones(1, 1), None, INT4
     )
     offsets = torch.tensor([[-1.9] * 16 + [1.9] * 16])
-    assert torch.equal(moved(value, offsets), value.codes)
+    assert torch.equal(move_codes(value, offsets), value.codes)
 
 
 def test_scales_that_would_overflow_or_vanish_stay() -> None:
     scale = torch.tensor([[60000.0, 6e-8, 0.0, 1.0]], dtype=torch.float16)
-    found = scaled(scale, torch.tensor([[0.5, -0.9, 0.5, 0.5]]))
+    found = multiply_scales(scale, torch.tensor([[0.5, -0.9, 0.5, 0.5]]))
     assert found.tolist() == [[60000.0, scale[0, 1].item(), 0.0, 1.5]]
 
 

@@ -144,7 +144,9 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
             len(_bytes(one)) == one.nbytes for one in (model.weight, model.table, model.attribute)
         )
 
-    for _ in Lockstep(forwards, model, spill).rounds(lambda index, key, value: None, before):
+    for _ in Lockstep(forwards, model, spill).iterate_rounds(
+        lambda index, key, value: None, before
+    ):
         assert (
             sum(len(_bytes(value)) for value in made.values()) == min(budget // _BYTES, 5) * _BYTES
         )
@@ -173,7 +175,7 @@ def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
             del dropped
         found.append(float(total.sum()))
 
-    list(Lockstep([forward, forward], nn.Module(), spill).rounds(lambda *_: None))
+    list(Lockstep([forward, forward], nn.Module(), spill).iterate_rounds(lambda *_: None))
     assert found == [1300.0] * 2
     each, changed = 4000, 3 * 2 * 4000
     assert spill.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
@@ -198,7 +200,7 @@ def test_all_batches_arrive_before_the_first_goes_on() -> None:
     lockstep = Lockstep(
         [_walk(*"ab", log=log, index=index) for index in range(3)], nn.Module(), Spill()
     )
-    for place in lockstep.rounds(
+    for place in lockstep.iterate_rounds(
         lambda *arrived: log.append(arrived), lambda index: log.append((index, "before"))
     ):
         log.append(place)
@@ -218,7 +220,7 @@ def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: st
     log = list[Any]()
     forwards = [_walk(*way, log=log, index=index) for index, way in enumerate(("ab", other, "ab"))]
     with pytest.raises(UnsupportedError, match=rf"different ways.*found {places}\)") as caught:
-        list(Lockstep(forwards, nn.Module(), Spill()).rounds(lambda *_: None))
+        list(Lockstep(forwards, nn.Module(), Spill()).iterate_rounds(lambda *_: None))
     assert caught.value.exit_code == 4
     assert {index for index, what, *_ in log if what == "ends"} == {0, 1, 2}
 
@@ -229,7 +231,7 @@ def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
 ) -> None:
     log, spill = list[Any](), Spill(tmp_path / "spill")
     forwards = [_walk("a", "error" if failing else "b", log=log, index=index) for index in range(3)]
-    rounds = Lockstep(forwards, nn.Module(), spill).rounds(lambda *_: None)
+    rounds = Lockstep(forwards, nn.Module(), spill).iterate_rounds(lambda *_: None)
     assert next(rounds) == "a"
     _keep(spill, 7, torch.ones(3))
     if failing:

@@ -68,10 +68,10 @@ def test_states_and_logits_are_those_of_transformers(kind: str, tiny_model: Tiny
     )
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.append(args[0]))
     expected = [oracle.logits(model, tokens) for tokens in TOKENS]
-    found = passage.hidden(TOKENS)
+    found = passage.compute_hidden_states(TOKENS)
     torch.testing.assert_close(found, states)
     torch.testing.assert_close(
-        passage.logits(torch.cat(found, dim=1)[0]), torch.cat(expected, dim=1)[0]
+        passage.compute_logits(torch.cat(found, dim=1)[0]), torch.cat(expected, dim=1)[0]
     )
     _require_unloaded(passage)
 
@@ -90,7 +90,7 @@ def _seen(passage: Passage, survey: Survey, spill: Spill) -> dict[tuple[int, Any
             found[index, place] = torch.tensor(value)
 
     assert (
-        tuple(passage.inputs(survey.groups, TOKENS, spill, arrived, lambda index: None))
+        tuple(passage.iterate_inputs(survey.groups, TOKENS, spill, arrived, lambda index: None))
         == survey.groups
     )
     _require_unloaded(passage)
@@ -171,7 +171,7 @@ def test_one_block_at_a_time_has_weights_and_gets_them_once(
         assert sum(lazy.is_listed(one) for one in there if one) <= 1
 
     monkeypatch.setattr(lazy, "load", watched)
-    passage.hidden(TOKENS, lambda *now: reported.append(now))
+    passage.compute_hidden_states(TOKENS, lambda *now: reported.append(now))
     assert sorted(read) == sorted(set(lazy.parts) - {"lm_head"})
     assert reported == [("layers", done, 2, "layers") for done in range(3)]
 
@@ -209,7 +209,10 @@ def test_code_that_fails_is_reported_with_its_module(
 ) -> None:
     passage, sites, _ = _surveyed(tiny_model("llama"))
     monkeypatch.setattr(passage.lazy.model.model.layers[1].mlp.act_fn, "forward", lambda _: 1 / 0)
-    for run in (lambda: passage.hidden(TOKENS), lambda: passage.survey(sites, TOKENS[0])):
+    for run in (
+        lambda: passage.compute_hidden_states(TOKENS),
+        lambda: passage.survey(sites, TOKENS[0]),
+    ):
         with pytest.raises(
             UnsupportedError, match=r"in 'model\.layers\.1\.mlp\.act_fn' \(ZeroDivision"
         ) as caught:
@@ -228,8 +231,8 @@ def test_gradients_warnings_and_logs_are_as_before(tiny_model: Tiny) -> None:
 
     passage, _, survey = _surveyed(tiny_model("llama"))
     before = state()
-    passage.hidden(TOKENS)
+    passage.compute_hidden_states(TOKENS)
     assert state() == before
-    rounds = passage.inputs(survey.groups, TOKENS, Spill(), lambda *_: None, lambda _: None)
+    rounds = passage.iterate_inputs(survey.groups, TOKENS, Spill(), lambda *_: None, lambda _: None)
     assert next(iter(rounds)) == survey.groups[0]
     assert state() == before

@@ -264,7 +264,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capfd: Capture,
 ) -> None:
-    monkeypatch.setattr(xla, "_installed", installed.get)
+    monkeypatch.setattr(xla, "_find_version", installed.get)
     commands = [
         ["plan", demo_model, "--target", "v5e-16"],
         ["plan", "generate", "llama-2-7b", "--target", "v5e-16"],

@@ -14,7 +14,7 @@ from command import Capture, run
 
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
-from quantkit.evals.synthetic import shaped
+from quantkit.evals.synthetic import open_shape_checkpoint
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.tensors.scheme import QuantScheme
@@ -99,18 +99,20 @@ def test_slices_that_do_not_serve_are_refused(options: list[str], line: str, fol
 
 
 def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None:
-    assert schemes(shaped(folder, None)) == {}
-    assert set(schemes(shaped(folder, "int4-g64")).values()) == {
+    assert schemes(open_shape_checkpoint(folder, None)) == {}
+    assert set(schemes(open_shape_checkpoint(folder, "int4-g64")).values()) == {
         QuantScheme(4, 64),
         QuantScheme(8, None),
     }
     own = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
-    settings = CompressedTensors().write_settings(own, linear_columns(shaped(folder, None).config))
+    settings = CompressedTensors().write_settings(
+        own, linear_columns(open_shape_checkpoint(folder, None).config)
+    )
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
-    assert schemes(shaped(folder, None)) == own
-    assert shaped("llama-2-70b", "int8").config.num_heads == 64
+    assert schemes(open_shape_checkpoint(folder, None)) == own
+    assert open_shape_checkpoint("llama-2-70b", "int8").config.num_heads == 64
     with pytest.raises(RequestError, match="defines its schemes"):
-        shaped(demo_model, "int8")
+        open_shape_checkpoint(demo_model, "int8")
 
 
 def test_a_folder_needs_no_name_of_a_command(folder: Path, capfd: Capture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.rope import FULL, SLIDING
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import UnsupportedError
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
@@ -180,15 +180,17 @@ def _find_overridden_settings(
     for key, value in settings.items():
         if value is not None and by.get(key) != value and key != "type":
             if by.get(key) is not None:
-                found = f"states {shown(by[key])}"
+                found = f"states {format_value(by[key])}"
             else:
                 found = "is used and does not have it"
-            yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
+            yield f"{name}.{key} {format_value(value)} is ignored: {_OLD} {found}"
 
 
 def _report_difference(ignored: Any, ignored_key: str, used: Any, used_key: str) -> Iterator[str]:
     if ignored is not None and used is not None and ignored != used:
-        yield f"{ignored_key} {shown(ignored)} is ignored: {used_key} is {shown(used)}"
+        yield (
+            f"{ignored_key} {format_value(ignored)} is ignored: {used_key} is {format_value(used)}"
+        )
 
 
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

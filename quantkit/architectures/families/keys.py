@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig
 from quantkit.architectures.rope import FULL, SLIDING
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError
 
 DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
@@ -106,7 +106,7 @@ def experts(
         if len(set(found)) > 1:
             problem = f"{' and '.join(counts)} disagree"
             raise CheckpointError(
-                problem, path=settings.path, found=shown(found), expected="one count"
+                problem, path=settings.path, found=format_value(found), expected="one count"
             )
         stated = ExpertsConfig(
             count=found[0],
@@ -264,7 +264,7 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
         raise CheckpointError(
             "layer_types does not fit the layers",
             path=settings.path,
-            found=shown(types),
+            found=format_value(types),
             expected=f"{FULL} or {SLIDING} for each of {layers}",
         )
     return types

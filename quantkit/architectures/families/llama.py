@@ -19,7 +19,7 @@ from quantkit.architectures.families.family import (
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK, CANONICAL
 from quantkit.architectures.rope import FULL, MAX_THETA, MIN_THETA, SLIDING
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 
 _ALL_BIASES = ("qkv", "output", "mlp")
@@ -194,7 +194,7 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
         raise CheckpointError(
             f"{key} does not fit the layers",
             path=settings.path,
-            found=shown(stated),
+            found=format_value(stated),
             expected=f"0 or 1 for each of {count}",
         )
     return [rotated == 1 for rotated in stated[:count]]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -179,7 +179,10 @@ class Awq(QuantMethod):
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.string(key).lower() != "gemm":
                 raise make_unread_settings_error(
-                    settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm"
+                    settings,
+                    "this layout of AWQ is not read",
+                    format_value(settings.values[key]),
+                    "gemm",
                 )
         bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from typing import NoReturn
 
-from quantkit.base.json_values import Settings, parsed, shown
+from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import make_damaged_file_error
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
@@ -137,7 +137,9 @@ class FourBitWeight(DequantizedTensor):
             abs(value - own) <= _CLOSE for value, own in zip(values, _VALUES[kind], strict=True)
         ):
             # bitsandbytes ignores the map
-            self._refuse("has a 'quant_map' of other values than its type's", shown(list(values)))
+            self._refuse(
+                "has a 'quant_map' of other values than its type's", format_value(list(values))
+            )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         count, columns = self.tensor.shape
@@ -205,7 +207,7 @@ class FourBitWeight(DequantizedTensor):
             raise CheckpointError(
                 f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path
             ) from error
-        state = Settings(parsed(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
+        state = Settings(parse_object(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
         if (said := state.string("quant_type")) != self.kind.lower():
             self._refuse("is of another type than its name says", said, self.kind.lower())
         return state
@@ -228,7 +230,7 @@ class FourBitWeight(DequantizedTensor):
     def _read_nested_offset(self, state: Settings) -> float:
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
             problem = f"tensor '{self._name}' has factors of a type that is not read"
-            raise make_unread_settings_error(state, problem, shown(dtype), "float32")
+            raise make_unread_settings_error(state, problem, format_value(dtype), "float32")
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def _bytes(self, weight: StoredTensor, expected: int) -> View:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
@@ -567,7 +567,10 @@ def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
     expected = [scheme.bits, "float", scheme.group_size]
     if stated != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
         raise make_unread_settings_error(
-            weights, "this compressed-tensors scheme is not read", shown(stated), shown(expected)
+            weights,
+            "this compressed-tensors scheme is not read",
+            format_value(stated),
+            format_value(expected),
         )
     return SmallFloats(scheme)
 
@@ -588,7 +591,9 @@ def _strategy(weights: Settings) -> str:
 def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
-        raise make_unread_settings_error(weights, "this order of columns is not read", shown(order))
+        raise make_unread_settings_error(
+            weights, "this order of columns is not read", format_value(order)
+        )
     strategy = _strategy(weights)
     bits = weights.integer("num_bits", 1, 64)
     if weights.has("type"):

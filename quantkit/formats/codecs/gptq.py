@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import (
@@ -175,7 +175,7 @@ def find_quantized_modules(
         problem = "models whose activations are rotated at run time are not read"
         hint = "quantize the float model without rotation"
         raise make_unread_settings_error(
-            settings, problem, f"rotation {shown(rotation)}", hint=hint
+            settings, problem, f"rotation {format_value(rotation)}", hint=hint
         )
     if not stored:
         return list(modules)
@@ -185,7 +185,8 @@ def find_quantized_modules(
             result.append(module)
     if not result and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         problem = (
-            f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is"
+            f"{settings.name} names"
+            f" {format_value(settings.values.get('quant_method'))}, and no tensor is"
             " quantized"
         )
         hint = f"if these are floats, take {settings.name} out of the config"
@@ -253,7 +254,7 @@ def _read_zero_point_version(settings: Settings) -> int | None:
             if stated not in _FORMATS:
                 hint = "export the model with the format gptq"
                 raise make_unread_settings_error(
-                    settings, problem, shown(stated), " or ".join(_FORMATS), hint
+                    settings, problem, format_value(stated), " or ".join(_FORMATS), hint
                 )
             return _FORMATS[stated]
     if settings.flag("is_marlin_format", False):
@@ -274,7 +275,10 @@ def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) ->
     claim = claim.apply_settings(settings)
     if settings.has("pack_dtype") and (words := settings.string("pack_dtype")) != "int32":
         raise make_unread_settings_error(
-            settings, "codes are packed into other words than are read", shown(words), "int32"
+            settings,
+            "codes are packed into other words than are read",
+            format_value(words),
+            "int32",
         )
     if settings.values.get("adapter"):
         raise make_unread_settings_error(settings, "adapters next to codes are not read")
@@ -366,7 +370,7 @@ class AutoRound(QuantMethod):
             raise make_unread_settings_error(
                 settings,
                 "this packing of AutoRound is not read",
-                shown(packing),
+                format_value(packing),
                 ", ".join(_PACKINGS),
                 _AS_GPTQ,
             )
@@ -392,7 +396,7 @@ class AutoRound(QuantMethod):
                 sign = "+"
                 if method == "awq" and any(own[name] != said[name] for name in own):
                     problem = "AWQ of several schemes is not read"
-                    found = f"{shown(key)}: {shown(own)}"
+                    found = f"{format_value(key)}: {format_value(own)}"
                     raise make_unread_settings_error(
                         settings, problem, found, "one scheme", _AS_GPTQ
                     )
@@ -411,7 +415,10 @@ class AutoRound(QuantMethod):
 def _require_weights_only(settings: Settings) -> None:
     if settings.has("data_type") and (kind := settings.string("data_type")) != "int":
         raise make_unread_settings_error(
-            settings, "AutoRound's weights are of a type that is not read", shown(kind), "int"
+            settings,
+            "AutoRound's weights are of a type that is not read",
+            format_value(kind),
+            "int",
         )
     if settings.has("act_bits") and (bits := settings.integer("act_bits", 1, 32)) < _FLOAT_BITS:
         problem = "AutoRound's activations of few bits are not read"

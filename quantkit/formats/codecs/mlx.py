@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -358,7 +358,9 @@ def _require_affine(settings: Settings) -> None:
         mode = _AFFINE
     if mode != _AFFINE:
         problem = f"{settings.name} names a mode of MLX that is not read"
-        raise make_unread_settings_error(settings, problem, shown(mode), _AFFINE, FLOAT_MODEL)
+        raise make_unread_settings_error(
+            settings, problem, format_value(mode), _AFFINE, FLOAT_MODEL
+        )
 
 
 def _choose_group_size(scheme: QuantScheme, columns: int) -> int | Reason:

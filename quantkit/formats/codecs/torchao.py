@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from quantkit.base.json_values import Settings, parsed, shown
+from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
@@ -144,12 +144,15 @@ class _Weight:
         if text is None:
             problem = f"the header does not describe '{raw.name}.{_CODES}'"
             raise raw.make_damage_error(problem, expected=f"torchao's metadata under '{name}'")
-        described = Settings(parsed(text, raw.path), raw.path, name)
+        described = Settings(parse_object(text, raw.path), raw.path, name)
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
             problem = f"'{raw.name}' is a tensor of torchao that is not read"
             raise raw.make_unsupported_error(
-                problem, shown(kind), f"{_INT8}, {_INTX} or {_INT4}, which are plain", FLOAT_MODEL
+                problem,
+                format_value(kind),
+                f"{_INT8}, {_INTX} or {_INT4}, which are plain",
+                FLOAT_MODEL,
             )
         for leaf in _OF_ACTIVATIONS:
             if raw.find(leaf) is not None:
@@ -195,7 +198,8 @@ class _Weight:
             raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' do not fit together as an {kind}",
                 ", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
-                f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
+                f"codes, scales and zero points of {list(shape)} in blocks of"
+                f" {format_value(list(block))}",
             )
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 

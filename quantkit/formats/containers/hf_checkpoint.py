@@ -24,7 +24,7 @@ from quantkit.architectures.text_part import (
     text_settings,
 )
 from quantkit.architectures.topology import parameters
-from quantkit.base.json_values import Settings, read_settings, shown
+from quantkit.base.json_values import Settings, format_value, read_settings
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -194,7 +194,7 @@ class HFCheckpoint:
         for name in [name for name in self._stored if text.plain(name) is None]:
             del self._stored[name]
             del self._files[name]
-        what = f"the text part of {shown(raw['model_type'])} is run, it takes no images"
+        what = f"the text part of {format_value(raw['model_type'])} is run, it takes no images"
         self.notes.append(f"{self.path}: {what}")
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, read_json, shown
+from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
@@ -48,7 +48,9 @@ def read_codecs(
     if raw.get(SETTINGS) is None:
         return None, {}
     if not isinstance(raw[SETTINGS], dict):
-        raise CheckpointError(f"{SETTINGS} is not an object", path=path, found=shown(raw[SETTINGS]))
+        raise CheckpointError(
+            f"{SETTINGS} is not an object", path=path, found=format_value(raw[SETTINGS])
+        )
     settings = Settings(raw[SETTINGS], path, SETTINGS)
     name = method_in(settings)
     if name is not None and name in methods:
@@ -60,7 +62,7 @@ def read_codecs(
         and (stated is not None or not states_scheme(settings))
     ):
         problem = "this algorithm of Model Optimizer is not read"
-        found = shown(stated)
+        found = format_value(stated)
         hint = _FLOAT_MODEL
         if "FP4" in str(stated):
             # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
@@ -73,7 +75,7 @@ def read_codecs(
         )
     if name is None or name not in methods:
         if settings.has("bits"):
-            bits = shown(settings.values["bits"])
+            bits = format_value(settings.values["bits"])
         else:
             bits = ""
         if name:

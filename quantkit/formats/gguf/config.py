@@ -17,7 +17,7 @@ from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.families.keys import only_window
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
-from quantkit.base.json_values import Settings, shortest, shown
+from quantkit.base.json_values import Settings, format_value, shortest
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import gguf_architecture, sharing_families
 from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
@@ -218,14 +218,14 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
     else:
         kind = "model"
     if kind != "model":
-        raise UnsupportedError("is not a complete model", path=str(path), found=shown(kind))
+        raise UnsupportedError("is not a complete model", path=str(path), found=format_value(kind))
     name = general.string("general.architecture")
     known = sharing_families()
     if name not in known:
         raise UnsupportedError(
             "architecture is not supported",
             path=str(path),
-            found=shown(name),
+            found=format_value(name),
             expected=", ".join(sorted(known)),
         )
     architecture = known[name][0].gguf
@@ -258,7 +258,7 @@ def _read_architecture_keys(
         raise UnsupportedError(
             f"has the key '{prefix}{unknown[0]}', which is not supported",
             path=str(path),
-            found=shown(found[unknown[0]]),
+            found=format_value(found[unknown[0]]),
         )
     return Settings(found, path, architecture.name)
 
@@ -274,7 +274,7 @@ def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None 
         raise UnsupportedError(
             f"layers that differ in {keys.name}.{key} are not supported",
             path=keys.path,
-            found=shown(value),
+            found=format_value(value),
         )
     return Settings({key: value[0]}, keys.path, keys.name).integer(key, 1, high)
 
@@ -293,7 +293,7 @@ def _windows(
             raise CheckpointError(
                 f"{keys.name}.{_PATTERN} does not fit the layers",
                 path=keys.path,
-                found=shown(stated),
+                found=format_value(stated),
                 expected=f"0 or 1 for each of {layers}",
             )
         windowed = [bool(one) for one in stated]
@@ -310,7 +310,10 @@ def _windows(
         raise UnsupportedError(
             f"llama.cpp does not load {architecture.name} models without windows",
             path=keys.path,
-            found=f"{_WINDOW} {shown(keys.values.get(_WINDOW))}, {_PATTERN} {shown(stated)}",
+            found=(
+                f"{_WINDOW} {format_value(keys.values.get(_WINDOW))},"
+                f" {_PATTERN} {format_value(stated)}"
+            ),
         )
     return None, [False] * layers
 
@@ -393,7 +396,7 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     widths = {window for window in config.windows if window is not None}
     if len(widths) > 1:
         raise UnsupportedError(
-            "GGUF cannot hold windows of several widths", found=shown(sorted(widths))
+            "GGUF cannot hold windows of several widths", found=format_value(sorted(widths))
         )
     windowed = [window is not None for window in config.windows]
     layers = config.num_layers
@@ -409,7 +412,8 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     )
     if period is None:
         raise UnsupportedError(
-            "llama.cpp does not support this order of layers with windows", found=shown(windowed)
+            "llama.cpp does not support this order of layers with windows",
+            found=format_value(windowed),
         )
     return {**result, _PATTERN: period}
 

@@ -18,7 +18,7 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import FILE_TYPES, GgmlType, GgufTensor
 from quantkit.files.located import gguf_file, read_parts
@@ -351,7 +351,7 @@ class GgufCheckpoint:
                 raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
                 problem = "is quantized by unknown rules"
-                found = f"general.quantization_version {shown(version)}"
+                found = f"general.quantization_version {format_value(version)}"
                 raise UnsupportedError(
                     problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION
                 )

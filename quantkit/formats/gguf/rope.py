@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA, SCALE, RopeConfig
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_architecture
 
@@ -151,7 +151,7 @@ def read_rope(
             raise CheckpointError(
                 f"tensor '{name}' does not fit the heads",
                 path=keys.path,
-                found=shown(list(values)),
+                found=format_value(list(values)),
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )
     original_key = "rope.scaling.original_context_length"
@@ -215,7 +215,9 @@ def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
                 f"{keys.name}.{key} is not supported", path=keys.path, found=keys.values[key]
             )
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise UnsupportedError("rope type is not supported", path=keys.path, found=shown(kind))
+        raise UnsupportedError(
+            "rope type is not supported", path=keys.path, found=format_value(kind)
+        )
     if kind in ("none", "longrope") or factor in (0, 1):
         return None
     if kind == "linear":

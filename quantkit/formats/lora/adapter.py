@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quantkit.base.arguments import as_number, as_path, is_several
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile
@@ -271,6 +271,6 @@ def _with_weight(path: Path) -> tuple[Path, float]:
     except ValueError:
         raise RequestError(
             "no weight of an adapter",
-            found=shown(match["weight"]),
+            found=format_value(match["weight"]),
             expected="PATH=NUMBER, such as adapter=0.5",
         ) from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.base.json_values import Settings, read_settings, shown
+from quantkit.base.json_values import Settings, format_value, read_settings
 from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import UnsupportedError
 from quantkit.formats.lora.target_modules import TargetModules
@@ -136,19 +136,21 @@ def read_config(folder: Path) -> AdapterConfig:
     settings = Settings(raw, path)
     if (kind := settings.string("peft_type")) != "LORA":
         raise UnsupportedError(
-            "is an adapter of another kind", path=path, found=shown(kind), expected="LORA"
+            "is an adapter of another kind", path=path, found=format_value(kind), expected="LORA"
         )
     for key, value in raw.items():
         if key not in KNOWN and value not in (None, False, {}, [], ""):
             raise UnsupportedError(
                 f"'{key}' is not supported in an adapter",
                 path=path,
-                found=shown(value),
+                found=format_value(value),
                 hint="merge it with PEFT's `merge_and_unload()`",
             )
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
     if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise UnsupportedError("unknown value of 'bias'", path=path, found=shown(raw["bias"]))
+        raise UnsupportedError(
+            "unknown value of 'bias'", path=path, found=format_value(raw["bias"])
+        )
     match_time = MatchTime(str(path))
     ranks = _inner(settings, "rank_pattern")
     alphas = _inner(settings, "alpha_pattern")
@@ -183,7 +185,7 @@ def _require_unchanged_base(method: Any, path: Path) -> None:
         raise UnsupportedError(
             "'init_lora_weights' names a method that changes the base before training",
             path=path,
-            found=shown(method),
+            found=format_value(method),
             expected="true, false, gaussian, eva or orthogonal",
             hint=(
                 "convert it to plain LoRA with PEFT's"

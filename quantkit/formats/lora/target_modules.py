@@ -4,7 +4,7 @@ by setting.
 
 from __future__ import annotations
 
-from quantkit.base.json_values import Settings, shown
+from quantkit.base.json_values import Settings, format_value
 from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class TargetModules:
                     f"'{key}' is combined with one expression for 'target_modules', which PEFT"
                     " refuses",
                     path=settings.path,
-                    found=shown(settings.values[key]),
+                    found=format_value(settings.values[key]),
                     expected="a list of 'target_modules'",
                 )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.base.option_fields import accept_fields_of
-from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.formats.checkpoint import resolve_stored_name, schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.output.destination import manifest_path
@@ -67,7 +67,7 @@ def convert(options: ConvertArguments) -> ConvertResult:
         >>> quantkit.convert("Llama-3.2-1B-int4", "llama-3.2-1b.gguf").exact.line()
     """
     started = time.monotonic()
-    progress = deduplicated(options.progress)
+    progress = skip_repeated_reports(options.progress)
     plan = plan_conversion(options)
     if is_finished(plan.dst, options.if_exists):
         return _read_existing_result(plan, started, progress)

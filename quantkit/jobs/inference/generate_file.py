@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from quantkit.base.arguments import as_integer, as_path, require_flags
-from quantkit.base.progress import Progress, deduplicated
+from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.errors import RequestError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
@@ -192,7 +192,7 @@ def generate_file(
         weights=weights,
     )
     job.prepare()
-    return job.run(progress=deduplicated(progress))
+    return job.run(progress=skip_repeated_reports(progress))
 
 
 @dataclass

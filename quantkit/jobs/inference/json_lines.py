@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from quantkit.base.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, shown, within
+from quantkit.base.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, format_value, within
 from quantkit.errors import CheckpointError, RequestError
 
 EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
@@ -60,13 +60,13 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
             hint=LINES_OF_ARRAY,
         )
     raise RequestError(
-        "is no JSON object", path=place, found=shown(line.strip()), expected=EXPECTED
+        "is no JSON object", path=place, found=format_value(line.strip()), expected=EXPECTED
     )
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if (twice := find_duplicate([key for key, _ in pairs])) is not None:
-        raise RequestError(f"the key {shown(twice)} is there twice", argument=twice)
+        raise RequestError(f"the key {format_value(twice)} is there twice", argument=twice)
     return dict(pairs)
 
 
@@ -92,13 +92,13 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     for key, value in values.items():
         if depth(value) > MAX_DEPTH:
             raise RequestError(
-                f"{shown(key)} holds lists or objects in one another",
+                f"{format_value(key)} holds lists or objects in one another",
                 expected=f"at most {MAX_DEPTH} deep",
                 argument=key,
             )
         if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
             raise RequestError(
-                f"{shown(key)} holds a number that is too large",
+                f"{format_value(key)} holds a number that is too large",
                 expected="at most 1.79e308",
                 argument=key,
             )
@@ -108,7 +108,7 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
         if isinstance(one, _Spelled) and not _comes_back(one):
             raise RequestError(
                 "'id' holds a number that does not come back as it is",
-                found=shown(str(one)),
+                found=format_value(str(one)),
                 expected=f"{float(one)}, or a string",
             )
 

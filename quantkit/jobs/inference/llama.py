@@ -20,7 +20,7 @@ from quantkit.base.arguments import (
     require_flags,
     wrong_type,
 )
-from quantkit.distributed.group import count_processes, joined_for_good, lost_as_error
+from quantkit.distributed.group import count_processes, join_until_exit, lost_as_error
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.jobs.inference.load import open_runnable_checkpoint
@@ -156,7 +156,7 @@ class Llama:
                 expected=processes,
                 hint="start as many with torchrun, or leave it out",
             )
-        group = joined_for_good(device)
+        group = join_until_exit(device)
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
         model = load_model(
             checkpoint,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags, require_instance
-from quantkit.base.progress import Progress, deduplicated
+from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
@@ -92,7 +92,7 @@ def load(
     if backend is not None:
         require_backend(as_string("backend", backend))
     path = as_path("path", path)
-    progress = deduplicated(progress)
+    progress = skip_repeated_reports(progress)
     float_dtype = float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
@@ -148,7 +148,7 @@ def load_xla(
     """
     require_flags(multi_host=multi_host)
     path = as_path("path", path)
-    progress = deduplicated(progress)
+    progress = skip_repeated_reports(progress)
     float_dtype = float_type(dtype)
     if devices is None:
         devices = None
@@ -193,7 +193,7 @@ def load_by_transformers(
         as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code
     )
     tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
-    return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
+    return TransformersModel(checkpoint, progress=skip_repeated_reports(progress)), tokenizer
 
 
 def open_runnable_checkpoint(

@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.answers.form import Parts
 from quantkit.answers.pieces import Call
 from quantkit.base.arguments import as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.jobs.inference.json_lines import EXPECTED, strict_object
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -124,18 +124,25 @@ def from_batch_line(
         )
     if unknown := values.keys() - _KEYS:
         raise RequestError(
-            f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS))
+            f"unknown key {format_value(min(unknown))} next to 'body'",
+            expected=", ".join(sorted(_KEYS)),
         )
     custom_id = as_string("custom_id", values.get("custom_id"))
     url = values.get("url")
     if not custom_id:
         raise RequestError("'custom_id' is empty")
     if values.get("method", "POST") != "POST":
-        raise RequestError("'method' is not known", found=shown(values["method"]), expected="POST")
+        raise RequestError(
+            "'method' is not known", found=format_value(values["method"]), expected="POST"
+        )
     if not isinstance(url, str) or url not in _OF_URL:
-        raise RequestError("'url' is not known", found=shown(url), expected=" or ".join(_OF_URL))
+        raise RequestError(
+            "'url' is not known", found=format_value(url), expected=" or ".join(_OF_URL)
+        )
     if not isinstance(body, Mapping):
-        raise RequestError("'body' is of the wrong type", found=shown(body), expected="an object")
+        raise RequestError(
+            "'body' is of the wrong type", found=format_value(body), expected="an object"
+        )
     given = {key: value for key, value in body.items() if value is not None}
     if (model := given.pop("model", None)) is not None:
         as_string("model", model)
@@ -154,11 +161,11 @@ def from_batch_line(
             continue
         hint = "leave it out"
         if defaults:
-            hint += f", or give its default {shown(defaults[0])}"
+            hint += f", or give its default {format_value(defaults[0])}"
         problem = f"'{key}' in 'body' is not supported for {url}"
-        raise RequestError(problem, found=shown(value), hint=hint, argument=key)
-    if len(set(map(shown, lengths.values()))) > 1:
-        both = " and ".join(map(shown, lengths.values()))
+        raise RequestError(problem, found=format_value(value), hint=hint, argument=key)
+    if len(set(map(format_value, lengths.values()))) > 1:
+        both = " and ".join(map(format_value, lengths.values()))
         raise RequestError(f"{' and '.join(lengths)} differ", found=both, argument=_MAX_TOKENS[0])
     names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
     if lengths:
@@ -222,7 +229,7 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
         else:
             require_flags(**{key: value})
         if key in variables and not _is_same_json(variables[key], value):
-            values = f"{shown(value)} and {shown(variables[key])}"
+            values = f"{format_value(value)} and {format_value(variables[key])}"
             raise RequestError(
                 f"'{key}' differs from the one in 'chat_template_kwargs'",
                 found=values,
@@ -367,7 +374,7 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
             raise RequestError(
                 "a message has a tool call of the wrong type",
-                found=shown(call),
+                found=format_value(call),
                 expected=_CALL,
                 argument="messages",
             )
@@ -386,7 +393,9 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
         return strict_object(text, None)
     except RequestError as error:
         # The place is in the problem and not in the path, which a server keeps to itself.
-        problem = f"the arguments of a call of {shown(function.get('name'))}: {error.problem}"
+        problem = (
+            f"the arguments of a call of {format_value(function.get('name'))}: {error.problem}"
+        )
         expected = '{"...": ...}' if error.expected == EXPECTED else error.expected
         raise error.restate(problem=problem, expected=expected, argument="messages") from error
 

@@ -48,7 +48,7 @@ from quantkit.answers.syntaxes import syntax_of
 from quantkit.answers.tools import Tools, check_tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import require_flags, wrong_type
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.inference.json_lines import (
@@ -229,7 +229,8 @@ class PromptReader:
                     batch, values = from_batch_line(values, self._folder.name)
                     if (before := seen.setdefault(batch.custom_id, number)) != number:
                         raise RequestError(
-                            f"'custom_id' is that of line {before}", found=shown(batch.custom_id)
+                            f"'custom_id' is that of line {before}",
+                            found=format_value(batch.custom_id),
                         )
                 given = {key: value for key, value in values.items() if value is not None}
                 _require_known(values, _KEYS | {*OF_TOOLS} if batch else _KEYS)
@@ -545,4 +546,4 @@ def _require_known(values: Mapping[str, Any], known_keys: Collection[str]) -> No
                 hint = f"did you mean '{meant}'?"
             else:
                 hint = None
-            raise RequestError(f"unknown key {shown(key)}", hint=hint, argument=key)
+            raise RequestError(f"unknown key {format_value(key)}", hint=hint, argument=key)

@@ -14,7 +14,7 @@ from pathlib import Path
 from quantkit.base.json_values import read_settings
 from quantkit.doctor import text
 from quantkit.doctor.findings import Finding
-from quantkit.doctor.side_files import README, SideFiles, check_dead, linked_files
+from quantkit.doctor.side_files import README, SideFiles, check_dead, list_copyable_files
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.links import require_inside
 from quantkit.files.located import locate_model
@@ -92,7 +92,7 @@ def check_side_files(
     )
     for finding in check_dead(side):
         raise _refusal(finding, root)
-    for path in linked_files(side):
+    for path in list_copyable_files(side):
         if not is_private_license(path):
             require_inside(path, root)
     tokenizer, notes = load_checked_tokenizer(source)
@@ -102,7 +102,7 @@ def check_side_files(
     else:
         rows = None
     for finding in text.check(side, rows, side_names(source)):
-        if finding.rule.name not in _RULES or finding.where == _CONFIG:
+        if finding.rule.name not in _RULES or finding.location == _CONFIG:
             continue
         if finding.rule.name == _TEMPLATE_RULE and template is not None:
             continue
@@ -155,7 +155,7 @@ def note_left_behind(
 
 def _refusal(finding: Finding, root: Path) -> CheckpointError:
     """Return the doctor's finding as an error."""
-    path = root / finding.where
+    path = root / finding.location
     if not os.path.lexists(path):
         path = root
-    return CheckpointError(finding.what, path=path, hint=finding.rule.remedy)
+    return CheckpointError(finding.message, path=path, hint=finding.rule.remedy)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.doctor.diagnose import diagnose
 from quantkit.doctor.findings import Diagnosis
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
@@ -41,7 +41,7 @@ def require_sound(model: Path) -> Path:
     if str(model).startswith(PREFIX) and not model.exists():
         raise RequestError(
             "is a name on the hub",
-            found=shown(str(model)),
+            found=format_value(str(model)),
             expected="a folder or a GGUF file to push",
         )
     found = require_there(model)
@@ -130,7 +130,9 @@ def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
 def _require_readable(name: str, path: Path) -> None:
     if not is_file_name(name):
         raise RequestError(
-            "has a name that the hub does not accept", path=shown(str(path)), found=shown(name)
+            "has a name that the hub does not accept",
+            path=format_value(str(path)),
+            found=format_value(name),
         )
     if path.is_symlink() and not path.exists():
         raise CheckpointError("is a link to a file that is missing", path=path)
@@ -158,11 +160,13 @@ def _require_no_errors(diagnosis: Diagnosis, model: Path) -> None:
             f"; there are {more} more errors, run the doctor" if more else ""
         )
         raise CheckpointError(
-            f"{first.rule.name}: {first.where}: {first.what}", path=model, hint=hint
+            f"{first.rule.name}: {first.location}: {first.message}", path=model, hint=hint
         )
     for finding in diagnosis.findings:
         if diagnosis.severity(finding) == "warning":
-            _log.warning("%s: %s: %s: %s", model, finding.rule.name, finding.where, finding.what)
+            _log.warning(
+                "%s: %s: %s: %s", model, finding.rule.name, finding.location, finding.message
+            )
 
 
 def _build_unfinished_error(path: Path) -> CheckpointError:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantkit.base.arguments import as_path, as_string, require_flags
-from quantkit.base.json_values import shown
-from quantkit.base.progress import Progress, deduplicated, silent
+from quantkit.base.json_values import format_value
+from quantkit.base.progress import Progress, silent, skip_repeated_reports
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files.hub import PREFIX, REVISION
 from quantkit.files.hub_answers import COMMIT
@@ -101,7 +101,7 @@ def push(
     require_flags(public=public, delete_others=delete_others, dry_run=dry_run)
     name = _repository_name(name)
     _require_valid(base_model, license, revision, message)
-    progress = deduplicated(progress)
+    progress = skip_repeated_reports(progress)
     model = require_sound(as_path("path", path))
     paths, hidden = model_files(model)
     card = model_card(model, paths, name, base_model, license)
@@ -170,7 +170,9 @@ def _repository_name(name: str) -> str:
     plain = as_string("name", name).removeprefix(PREFIX)
     if not HUB_NAME.fullmatch(plain) or "/" not in plain:
         raise RequestError(
-            "is not the name of a repository of models", found=shown(name), expected="owner/name"
+            "is not the name of a repository of models",
+            found=format_value(name),
+            expected="owner/name",
         )
     require_repository_name(plain)
     return plain
@@ -186,7 +188,7 @@ def _require_valid(
     ):
         if value is not None and not pattern.fullmatch(as_string(option, value)):
             raise RequestError(
-                f"`{option}` is none that a hub knows", found=shown(value), expected=expected
+                f"`{option}` is none that a hub knows", found=format_value(value), expected=expected
             )
     if base_model is not None and "/" not in base_model:
         raise RequestError("`base_model` has no owner", found=base_model, expected="owner/name")

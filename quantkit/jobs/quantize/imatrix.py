@@ -16,7 +16,7 @@ from quantkit.architectures.disk import DiskTensor
 from quantkit.base.arguments import as_path
 from quantkit.base.progress import Progress, silent
 from quantkit.calibration.documents import TextSource
-from quantkit.calibration.importance import importance_of, squared_inputs
+from quantkit.calibration.importance import importance_of, sum_squared_inputs
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.imatrix_io import Entry, ImportanceMatrix, read_imatrix
@@ -117,7 +117,7 @@ def imatrix(
         text = "included text"
     else:
         text = text
-    sums, counts = squared_inputs(source, drawn.tokens, progress=progress)
+    sums, counts = sum_squared_inputs(source, drawn.tokens, progress=progress)
     if (
         wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)
     ) is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.option_fields import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -319,7 +319,9 @@ class QuantizeOptions:
         ):
             if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(
-                    f"`{name}` is none that a hub knows", found=shown(value), expected=expected
+                    f"`{name}` is none that a hub knows",
+                    found=format_value(value),
+                    expected=expected,
                 )
         if self.via is not None and as_string("via", self.via) not in VIAS:
             raise RequestError("unknown value of `via`", found=self.via, expected=" or ".join(VIAS))
@@ -339,7 +341,9 @@ class QuantizeOptions:
         ):
             expected = " or ".join(Activations)
             raise RequestError(
-                "unknown type of `activations`", found=shown(self.activations), expected=expected
+                "unknown type of `activations`",
+                found=format_value(self.activations),
+                expected=expected,
             )
         if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
             raise RequestError(
@@ -502,7 +506,7 @@ class QuantizeOptions:
         ):
             raise RequestError(
                 "`activation_memory` is no number of bytes",
-                found=shown(memory),
+                found=format_value(memory),
                 expected="such as 4_000_000_000",
             )
         if self.device is not None:

@@ -79,7 +79,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
 from quantkit.via_transformers.linears import with_linears
-from quantkit.via_transformers.own_code import named_code
+from quantkit.via_transformers.own_code import find_code_file
 from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
     if (
         options.trust_remote_code
         and source.config.runnable
-        and (file := named_code(source.path)) is not None
+        and (file := find_code_file(source.path)) is not None
     ):
         raise RequestError(
             "the folder's code is not run for a model that quantkit runs itself",
@@ -527,7 +527,7 @@ def choose_schemes(
         _of_interrupted(prepared, drawn) if prepared.options.resume else None
     )
     if allocation is None:
-        allocation = fit.chosen(
+        allocation = fit.choose_allocation(
             drawn.tokens,
             device=settings.device,
             memory_bytes=settings.memory_bytes,

@@ -11,7 +11,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.base.arguments import is_several, require_instance
 from quantkit.base.option_fields import accept_fields_of
-from quantkit.base.progress import Progress, deduplicated, without_phase
+from quantkit.base.progress import Progress, skip_repeated_reports, without_phase
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -94,7 +94,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     began = time.monotonic()
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
     group = options.group
-    progress = deduplicated(options.progress)
+    progress = skip_repeated_reports(options.progress)
     prepared = prepare(options)
     if prepared.source.config.run_by is not None and group.size > 1:
         raise RequestError(

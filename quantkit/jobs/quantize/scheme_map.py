@@ -20,7 +20,7 @@ from quantkit.architectures.topology import (
     recurrent_linears,
 )
 from quantkit.base.arguments import as_strings
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
 from quantkit.formats.codecs.codec import Reason, codec_of
@@ -61,7 +61,7 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
         ) is not None:
             raise RequestError(
                 "`embedding` quantizes what `keep` leaves as floats",
-                found=f"{shown(pattern)} matches '{EMBEDDING}'",
+                found=f"{format_value(pattern)} matches '{EMBEDDING}'",
                 hint=(
                     "leave `embedding` out, which keeps its floats then, or name the linear layers"
                     " alone"
@@ -95,14 +95,14 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
     ):
         raise RequestError(
             "the scheme is the path of a file",
-            found=shown(str(scheme)),
+            found=format_value(str(scheme)),
             expected=f"{SPELLINGS}, or a Recipe",
             hint="quantkit.Recipe.from_json(path) reads one",
         )
     if not isinstance(scheme, str):  # callers without types
         raise RequestError(
             f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`",
-            found=shown(scheme),
+            found=format_value(scheme),
         )
     mix = mix_named(scheme)
     return Recipe(QuantScheme.parse(scheme) if mix is None else mix.default)
@@ -365,7 +365,7 @@ def _require_fine(
             raise RequestError(
                 f"'{module}' changes a state that goes from token to token: it takes int8, or keeps"
                 " its floats",
-                found=f"{scheme} for {shown(named.pattern)}",
+                found=f"{scheme} for {format_value(named.pattern)}",
                 expected='"int8" or "keep"',
             )
 
@@ -420,12 +420,12 @@ def _embedding_scheme(
     if named is not None and result is not None and not known:
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats",
-            found=shown(named.pattern),
+            found=format_value(named.pattern),
         )
     if named is not None and result is not None and result not in embeddings:
         raise RequestError(
             "the embedding cannot be quantized so",
-            found=f"{result} for {shown(named.pattern)}",
+            found=f"{result} for {format_value(named.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
         )
     head = next(
@@ -440,7 +440,7 @@ def _embedding_scheme(
         raise RequestError(
             "lm_head is tied to the embedding"
             + (", and both are one" if result else " and keeps its floats"),
-            found=f"{head.scheme} for {shown(head.pattern)}",
+            found=f"{head.scheme} for {format_value(head.pattern)}",
             expected=str(result) if result else None,
             hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
         )

@@ -5,7 +5,7 @@ make them smaller.
 from __future__ import annotations
 
 from quantkit.architectures.names import EMBEDDING
-from quantkit.bit_allocation.fit import stored_bytes
+from quantkit.bit_allocation.fit import count_stored_bytes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.quantize.prepare import Prepared
@@ -31,6 +31,6 @@ def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
     return WeightSizes(
         source_bytes,
         output_bytes,
-        stored_bytes(embedding, codes),
-        stored_bytes(int8, codes) if able else None,
+        count_stored_bytes(embedding, codes),
+        count_stored_bytes(int8, codes) if able else None,
     )

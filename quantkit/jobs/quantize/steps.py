@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quantkit.bit_allocation.fit import Fit
-from quantkit.bit_allocation.losses import CHOICE, choice_flops, sample_counts, tried_weights
+from quantkit.bit_allocation.losses import CHOICE, choice_flops, count_trial_weights, sample_counts
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
@@ -148,7 +148,7 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
         _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
         passes = speed.products(choice_flops(config, shape, settings.memory_bytes))
         head = speed.head_gradients(for_gradients * settings.length)
-        rounding = speed.rounding(tried_weights(fit.units, fit.options), searched=True)
+        rounding = speed.rounding(count_trial_weights(fit.units, fit.options), searched=True)
         steps[CHOICE] = _OVERHEAD * (passes + head) + rounding + _SECONDS_OF_CHOICE * speed.linears
     return steps
 

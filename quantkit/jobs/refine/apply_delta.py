@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantkit.base.arguments import as_path
-from quantkit.base.progress import Progress, deduplicated, silent
+from quantkit.base.progress import Progress, silent, skip_repeated_reports
 from quantkit.formats.container import weight_size
 from quantkit.jobs.output.writer import writing
 from quantkit.jobs.refine.result import RefineResult
@@ -54,7 +54,7 @@ def apply_delta(
         QuantkitError: as `convert` does.
     """
     began = time.monotonic()
-    progress = deduplicated(progress)
+    progress = skip_repeated_reports(progress)
     found = Delta(as_path("delta", delta))
     plan = plan_rewriting(as_path("model", model), as_path("dst", dst), resume=resume)
     source = plan.work.source

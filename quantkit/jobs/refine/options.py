@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, require_flags
-from quantkit.base.json_values import shown
+from quantkit.base.json_values import format_value
 from quantkit.base.option_fields import COLUMN_HELP, TEXT_HELP, option
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.errors import RequestError
@@ -39,7 +39,9 @@ def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
     if match is None:
-        raise RequestError("`mesh` is no shape", found=shown(mesh), expected="DxM, such as 2x4")
+        raise RequestError(
+            "`mesh` is no shape", found=format_value(mesh), expected="DxM, such as 2x4"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -147,7 +149,7 @@ class RefineOptions:
         if self.text_column is not None and self.calibration is None:
             raise RequestError("`text_column` goes with `calibration`")
         if self.backend not in (None, XLA):
-            raise RequestError("unknown `backend`", found=shown(self.backend), expected=XLA)
+            raise RequestError("unknown `backend`", found=format_value(self.backend), expected=XLA)
         if self.backend is not None and self.train_codes:
             raise RequestError('`train_codes` does not go with `backend="xla"`')
         if self.backend is not None and self.device is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.base.arguments import require_instance
 from quantkit.base.option_fields import accept_fields_of
-from quantkit.base.progress import Progress, deduplicated, in_phase
+from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.mesh import ALONE, Mesh
@@ -38,7 +38,7 @@ from quantkit.quality.manifest_check import read_input_roundings
 from quantkit.quality.source_check import SOURCE_CHECK, SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
-from quantkit.training.trained import TrainedCheckpoint, trained_error
+from quantkit.training.trained import TrainedCheckpoint, measure_weight_error
 from quantkit.training.training import HELD_BACK, State, held_back
 from quantkit.xla import require_packages
 from quantkit.xla.split import require_trainable
@@ -89,7 +89,7 @@ def refine(options: RefineArguments) -> RefineResult:
     began = time.monotonic()
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
     group = options.group
-    progress = deduplicated(options.progress)
+    progress = skip_repeated_reports(options.progress)
     planned = plan_refinement(options)
     mesh = _mesh(planned, group)
     if options.on_estimate is not None and group.is_rank0 and options.backend is None:
@@ -296,7 +296,7 @@ def records_of(
         if weight not in changed:
             result[weight] = {"solver": Solver.CARRIED}
             continue
-        error = trained_error(trained.quantized(weight), planned.reference.load(weight))
+        error = measure_weight_error(trained.build_weight(weight), planned.reference.load(weight))
         result[weight] = {"solver": solver} | (
             {} if error is None else {"relative_error": float(f"{error:.4g}")}
         )

@@ -80,8 +80,8 @@ def training_of(
             saved.restore()
         training.share_state(mesh.world)
         state = training.run(
-            evaluated=_nothing if saved is None else saved.evaluated,
-            stepped=_nothing if saved is None else saved.stepped,
+            evaluated=_nothing if saved is None else saved.save_after_evaluation,
+            stepped=_nothing if saved is None else saved.save_if_due,
             progress=progress,
         )
         useful = _is_better(state)

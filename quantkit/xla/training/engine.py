@@ -28,7 +28,7 @@ from quantkit.xla.training.program import (
     TrainingPrograms,
     hidden_program,
 )
-from quantkit.xla.training.state import fetch, put, rates, trained_leaves
+from quantkit.xla.training.state import fetch, put, rates, select_trained_leaves
 from quantkit.xla.weights import found_devices
 
 
@@ -60,7 +60,7 @@ class OnDevices:
         self._samples = samples
         self._schedule = schedule
         self._mesh = mesh
-        self._trained = trained_leaves(quantized, model.names_trained)
+        self._trained = select_trained_leaves(quantized, model.names_trained)
         decoder = MeshDecoder(quantized.config, schemes(quantized), mesh, product_dtype())
         self._programs = TrainingPrograms(decoder, rates(quantized, self._trained))
         self.moments = {
@@ -70,19 +70,19 @@ class OnDevices:
         }
         self._values: Trained
         with enough_memory(None):
-            self._held = load_arrays(quantized, mesh)
+            self._arrays = load_arrays(quantized, mesh)
             if reference.config.tied_embeddings:
                 name = EMBEDDING
             else:
                 name = HEAD
-            self._held[TARGET_HEAD] = load_arrays(reference, mesh, only=name)[name]
+            self._arrays[TARGET_HEAD] = load_arrays(reference, mesh, only=name)[name]
         self.put()
 
     def step(self, step: int, numbers: Tensor) -> float:
         pace = Pace(*map(np.float32, (self._schedule.share(step), *corrections(step))))
         with enough_memory(None):
             self._values, loss = self._programs.step(
-                self._held, self._values, *self._inputs(numbers), pace
+                self._arrays, self._values, *self._inputs(numbers), pace
             )
             return float(loss)
 
@@ -91,8 +91,10 @@ class OnDevices:
         total = 0.0
         with enough_memory(None):
             for some in torch.split(numbers, size):
-                inputs = self._inputs(_repeated(some, size))
-                found = np.asarray(self._programs.losses(self._held, self._values.factors, *inputs))
+                inputs = self._inputs(_pad_samples(some, size))
+                found = np.asarray(
+                    self._programs.losses(self._arrays, self._values.factors, *inputs)
+                )
                 total += float(found[: len(some)].sum(dtype=np.float64))
         return total / (len(numbers) * self._samples.tokens.shape[1])
 
@@ -106,7 +108,7 @@ class OnDevices:
         samples = self._samples
         targets = samples.targets(numbers).numpy()
         spec = self._mesh.samples, None, MODEL
-        return _placed(samples.tokens[numbers], self._mesh), jax.device_put(
+        return _put_tokens(samples.tokens[numbers], self._mesh), jax.device_put(
             targets, self._mesh.sharding(spec, targets.shape)
         )
 
@@ -140,7 +142,9 @@ def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
             progress("float model", start, len(tokens), "samples")
             own = torch.arange(start, min(start + size, len(tokens)))
             with enough_memory(None):
-                states = np.asarray(program(arrays, _placed(tokens[_repeated(own, size)], mesh)))
+                states = np.asarray(
+                    program(arrays, _put_tokens(tokens[_pad_samples(own, size)], mesh))
+                )
             found.append(torch.from_numpy(states[: len(own)].copy()))
         return torch.cat(found)
 
@@ -154,7 +158,7 @@ def product_dtype() -> Any:
     return jnp.float32
 
 
-def _placed(tokens: Tensor, mesh: DeviceMesh) -> jax.Array:
+def _put_tokens(tokens: Tensor, mesh: DeviceMesh) -> jax.Array:
     found = tokens.to(torch.int32).numpy()
     return jax.device_put(found, mesh.sharding((mesh.samples, None), found.shape))
 
@@ -163,7 +167,7 @@ def _multiple(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-def _repeated(numbers: Tensor, size: int) -> Tensor:
+def _pad_samples(numbers: Tensor, size: int) -> Tensor:
     """Return a number of samples, the last one several times if there are fewer: another number
     would be compiled anew.
     """

@@ -21,12 +21,12 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.training.trained import TrainedNames
 from quantkit.xla.hlo import Collective, exchanges
-from quantkit.xla.slices import Slice, compiled_for, gib, too_much
+from quantkit.xla.slices import Slice, compile_for_target, gib, make_memory_error
 from quantkit.xla.training.arrays import abstract_arrays
 from quantkit.xla.training.model import EMBEDDING, MeshDecoder
 from quantkit.xla.training.partitions import DATA, MODEL, SLICES, DeviceMesh
 from quantkit.xla.training.program import HEAD, TARGET_HEAD, Pace, TrainingPrograms
-from quantkit.xla.training.state import abstract_trained, rates, trained_leaves
+from quantkit.xla.training.state import abstract_trained, rates, select_trained_leaves
 
 # Bytes a step, of exchanges that are named in the report.
 _LEAST = 1 << 20
@@ -214,7 +214,7 @@ def step_of(
         UnsupportedError: for a model that XLA does not train.
     """
     config = checkpoint.config
-    trained = trained_leaves(checkpoint, names)
+    trained = select_trained_leaves(checkpoint, names)
     mesh.require_divides(batch)
     decoder = MeshDecoder(config, schemes(checkpoint), mesh, dtype)
     held = abstract_arrays(checkpoint, mesh)
@@ -232,7 +232,7 @@ def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
     """Return what devices exchange in a compiled program, by kind and axis, the most first."""
     counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for one, times in exchanges(program).items():
-        total = counts[one.kind, axes_of(one, mesh)]
+        total = counts[one.kind, find_collective_axes(one, mesh)]
         total[0] += times
         total[1] += times * one.bytes
     found = []
@@ -250,14 +250,14 @@ def _estimate(
     length: int,
 ) -> MeshEstimate:
     lowered = step_of(checkpoint, mesh, names, batch=batch, length=length, dtype=jnp.bfloat16)
-    compiled = compiled_for(slice_.name, lowered, "a step of training")
+    compiled = compile_for_target(slice_.name, lowered, "a step of training")
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     temporaries = memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     total = arguments + temporaries + outputs + memory.generated_code_size_in_bytes
     if total > slice_.chip.memory:
-        raise too_much(slice_.name, f"{gib(total)} a chip", gib(slice_.chip.memory))
+        raise make_memory_error(slice_.name, f"{gib(total)} a chip", gib(slice_.chip.memory))
     found = by_axis(compiled.as_text(), mesh)
     chips = slice_.chips * slice_.count
     compute = _flops(checkpoint.config, batch, length, _PASSES) / chips / slice_.chip.flops
@@ -285,10 +285,12 @@ def _shapes(chips: int) -> list[tuple[int, int]]:
     return [(chips, 1), (chips // model, model)]
 
 
-def axes_of(one: Collective, mesh: DeviceMesh) -> str:
+def find_collective_axes(collective: Collective, mesh: DeviceMesh) -> str:
     """Return the axes of the mesh along which devices exchange."""
     shape = [mesh.size(axis) for axis in (SLICES, DATA, MODEL)]
-    places = np.array(np.unravel_index(np.array(one.devices or range(int(np.prod(shape)))), shape))
+    places = np.array(
+        np.unravel_index(np.array(collective.devices or range(int(np.prod(shape)))), shape)
+    )
     varying = []
     for axis, place in zip((SLICES, DATA, MODEL), places, strict=True):
         if len(set(place.tolist())) > 1:

@@ -118,7 +118,9 @@ class MeshDecoder:
 
     def hidden(self, arrays: Arrays, tokens: jax.Array) -> jax.Array:
         """Hidden states [B, T, D] float32 after the final norm, for tokens [B, T]."""
-        x = self._embedded(arrays[EMBEDDING], self.mesh.constrain(tokens, self.mesh.samples, None))
+        x = self._embed_tokens(
+            arrays[EMBEDDING], self.mesh.constrain(tokens, self.mesh.samples, None)
+        )
         positions = jnp.arange(tokens.shape[1])
         rotary = {name: value for name, value in arrays.items() if name.startswith(ROTARY)}
         for index, block in enumerate(self._blocks):
@@ -147,10 +149,12 @@ class MeshDecoder:
         at a time.
         """
 
-        head, target_head = (self._vocabulary.used(one) for one in (head, target_head))
+        head, target_head = (self._vocabulary.gather_weight(one) for one in (head, target_head))
 
-        def of_some(total: jax.Array, both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            own, expected = both
+        def of_some(
+            total: jax.Array, state_pair: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, None]:
+            own, expected = state_pair
             log_q = jax.nn.log_softmax(self.logits(own, head))
             log_p = jax.nn.log_softmax(self.logits(expected, target_head))
             return total + (jnp.exp(log_p) * (log_p - log_q)).sum((1, 2)), None
@@ -169,20 +173,25 @@ class MeshDecoder:
         return total
 
     def _layer(
-        self, block: nn.Module, rotary: Arrays, positions: jax.Array, x: jax.Array, own: Arrays
+        self,
+        block: nn.Module,
+        rotary: Arrays,
+        positions: jax.Array,
+        x: jax.Array,
+        layer_arrays: Arrays,
     ) -> tuple[jax.Array, None]:
         """Return one round of the loop over a segment's layers; it is computed again for its
         gradients.
         """
 
-        def layer(x: jax.Array, own: Arrays) -> jax.Array:
-            out: jax.Array = run(block, {**own, **rotary}, block, x, positions)
+        def layer(x: jax.Array, layer_arrays: Arrays) -> jax.Array:
+            out: jax.Array = run(block, {**layer_arrays, **rotary}, block, x, positions)
             return self.mesh.constrain(out, self.mesh.samples, None, MODEL)
 
-        return jax.checkpoint(layer)(x, own), None
+        return jax.checkpoint(layer)(x, layer_arrays), None
 
-    def _embedded(self, weight: jax.Array, tokens: jax.Array) -> jax.Array:
-        weight = self.mesh.constrain(weight, *self._vocabulary.gathered)
+    def _embed_tokens(self, weight: jax.Array, tokens: jax.Array) -> jax.Array:
+        weight = self.mesh.constrain(weight, *self._vocabulary.spec_without_data)
         rows = jnp.take(weight, tokens, axis=0).astype(jnp.float32)
         rows = self.mesh.constrain(rows, self.mesh.samples, None, MODEL)
         multiplied = partial(scale_embeddings, multiplier=self.config.embedding_multiplier)

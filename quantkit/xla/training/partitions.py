@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quantkit.architectures.topology import Parameter
 from quantkit.errors import RequestError
-from quantkit.xla.weights import too_few_devices
+from quantkit.xla.weights import make_device_count_error
 
 SLICES = "slices"
 DATA = "data"
@@ -63,7 +63,7 @@ class DeviceMesh:
         """
         count = slices * math.prod(shape)
         if len(devices) < count:
-            raise too_few_devices(devices, count)
+            raise make_device_count_error(devices, count)
         own = sorted(devices, key=lambda one: getattr(one, "slice_index", None) or 0)[:count]
         each = []
         for start in range(0, count, math.prod(shape)):

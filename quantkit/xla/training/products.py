@@ -38,19 +38,19 @@ class Weight:
     units: int | None = None
 
     @property
-    def gathered(self) -> Spec:
+    def spec_without_data(self) -> Spec:
         """As it is used: whole along data."""
         return tuple(None if axis == DATA else axis for axis in self.spec)
 
     def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """``x @ weight.T``, [B, T, I] and [O, I] to [B, T, O]."""
-        return self.forward(x, self.used(weight))
+        return self.forward(x, self.gather_weight(weight))
 
-    def used(self, weight: jax.Array) -> jax.Array:
+    def gather_weight(self, weight: jax.Array) -> jax.Array:
         """Return a weight as it is used: rounded, and gathered along data."""
-        return self.mesh.constrain(weight.astype(self.dtype), *self.gathered)
+        return self.mesh.constrain(weight.astype(self.dtype), *self.spec_without_data)
 
-    def quantized_product(
+    def multiply_quantized(
         self, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
     ) -> jax.Array:
         """``x @ weight.T`` for ``weight = scale * (codes - zero)``. It has gradients by x and by
@@ -61,7 +61,7 @@ class Weight:
             codes: [O, I] int4 or int8.
             zero: [O, G] int8, or None for zeros.
         """
-        result: jax.Array = _quantized_product(self, x, scale, codes, zero)
+        result: jax.Array = _multiply_quantized(self, x, scale, codes, zero)
         return result
 
     def forward(self, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -77,27 +77,31 @@ class Weight:
 
     def inputs(self, x: jax.Array) -> jax.Array:
         """Inputs as they are multiplied: all of them where a device has some of the outputs."""
-        return self.mesh.constrain(x.astype(self.dtype), self.mesh.samples, None, self.gathered[1])
+        return self.mesh.constrain(
+            x.astype(self.dtype), self.mesh.samples, None, self.spec_without_data[1]
+        )
 
     def outputs(self, y: jax.Array) -> jax.Array:
         """Return the gradients by outputs, as they are multiplied: all of them where a device has
         some of the inputs.
         """
-        return self.mesh.constrain(y.astype(self.dtype), self.mesh.samples, None, self.gathered[0])
+        return self.mesh.constrain(
+            y.astype(self.dtype), self.mesh.samples, None, self.spec_without_data[0]
+        )
 
-    def dequantized(
+    def dequantize(
         self, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Codes less zero points [O, G', I / G'] float32, and the weight [O, I]; there may be
         smaller groups.
         """
-        codes = self.mesh.constrain(codes, *self.gathered)
+        codes = self.mesh.constrain(codes, *self.spec_without_data)
         times = self._cuts(codes.shape[1], scale.shape[1])
         units = codes.astype(jnp.float32).reshape(codes.shape[0], scale.shape[1] * times, -1)
         if zero is not None:
             units = units - self._steps(zero, times).astype(jnp.float32)
         floats = (units * self._steps(scale, times)).reshape(codes.shape).astype(self.dtype)
-        return units, self.mesh.constrain(floats, *self.gathered)
+        return units, self.mesh.constrain(floats, *self.spec_without_data)
 
     def by_scale(
         self, x: jax.Array, gradient: jax.Array, units: jax.Array, groups: int
@@ -106,9 +110,9 @@ class Weight:
         columns of a group what its own samples give, so that devices exchange scales alone.
         """
         mesh = self.mesh
-        (rows, columns) = self.gathered
+        (rows, columns) = self.spec_without_data
 
-        def own(x: jax.Array, gradient: jax.Array, units: jax.Array) -> jax.Array:
+        def compute_local(x: jax.Array, gradient: jax.Array, units: jax.Array) -> jax.Array:
             by_weight = self._einsum("bto,bti->oi", gradient, x, jnp.float32)
             return lax.psum((by_weight.reshape(units.shape) * units).sum(-1), mesh.samples)
 
@@ -119,7 +123,7 @@ class Weight:
         )
         output = mesh.fitting((rows, columns), units.shape[:2])
         found = jax.shard_map(
-            own, mesh=mesh.mesh, in_specs=inputs, out_specs=output, check_vma=False
+            compute_local, mesh=mesh.mesh, in_specs=inputs, out_specs=output, check_vma=False
         )(x, gradient, units)
         # Parts of a group may be on several devices.
         if groups < units.shape[1]:
@@ -139,7 +143,7 @@ class Weight:
 
     def _steps(self, array: jax.Array, times: int) -> jax.Array:
         """Scales or zero points [O, G] of smaller groups, [O, G', 1]."""
-        rows, columns = self.gathered
+        rows, columns = self.spec_without_data
         whole = self.mesh.constrain(array, rows, columns if times == 1 else None)
         return self.mesh.constrain(jnp.repeat(whole, times, axis=1), rows, columns)[..., None]
 
@@ -147,7 +151,7 @@ class Weight:
         """Into how many smaller ones groups are cut so that each device of a model has whole
         ones.
         """
-        parts = self.mesh.size(self.gathered[1])
+        parts = self.mesh.size(self.spec_without_data[1])
         # Then all devices have all of it.
         if columns % parts:
             return 1
@@ -160,28 +164,28 @@ class Weight:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized_product(
+def _multiply_quantized(
     weight: Weight, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
 ) -> jax.Array:
-    _, floats = weight.dequantized(scale, codes, zero)
+    _, floats = weight.dequantize(scale, codes, zero)
     return weight.forward(x, floats)
 
 
 def _forward(
     weight: Weight, x: jax.Array, scale: jax.Array, codes: jax.Array, zero: jax.Array | None
 ) -> Any:
-    return _quantized_product(weight, x, scale, codes, zero), (x, scale, codes, zero)
+    return _multiply_quantized(weight, x, scale, codes, zero), (x, scale, codes, zero)
 
 
 def _backward(weight: Weight, kept: Any, gradient: jax.Array) -> Any:
     x, scale, codes, zero = kept
-    units, floats = weight.dequantized(scale, codes, zero)
+    units, floats = weight.dequantize(scale, codes, zero)
     gradient = weight.outputs(gradient)
     by_x = weight.by_inputs(gradient, floats).astype(x.dtype)
     return by_x, weight.by_scale(weight.inputs(x), gradient, units, scale.shape[1]), None, None
 
 
-_quantized_product.defvjp(_forward, _backward)
+_multiply_quantized.defvjp(_forward, _backward)
 
 
 class MeshLinear(nn.Module):
@@ -211,7 +215,7 @@ class MeshLinear(nn.Module):
         if len(arrays) == 1:
             out = self._weight.product(x, arrays[0])
         else:
-            out = self._weight.quantized_product(
+            out = self._weight.multiply_quantized(
                 x, arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
             )
         if bias is None:

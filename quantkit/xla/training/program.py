@@ -60,20 +60,20 @@ class TrainingPrograms:
         self.losses = jax.jit(self._losses)
 
     def _step(
-        self, held: Arrays, trained: Trained, tokens: jax.Array, targets: jax.Array, pace: Pace
+        self, arrays: Arrays, trained: Trained, tokens: jax.Array, targets: jax.Array, pace: Pace
     ) -> tuple[Trained, jax.Array]:
-        values = self._values(held, trained.factors)
+        values = self._values(arrays, trained.factors)
 
         def mean(values: Arrays) -> jax.Array:
             return (
-                divergence(self._decoder, {**held, **values}, tokens, targets).sum() / tokens.size
+                divergence(self._decoder, {**arrays, **values}, tokens, targets).sum() / tokens.size
             )
 
         loss, gradients = jax.value_and_grad(mean)(values)
         new = Trained({}, {}, {})
         for name, rate in self._rates.items():
             if name.endswith(_SCALE):
-                unit = held[name]
+                unit = arrays[name]
             else:
                 unit = values[name] + self._decoder.config.norm_offset
             gradient = gradients[name] * unit.astype(jnp.float32)
@@ -84,22 +84,26 @@ class TrainingPrograms:
         return new, loss
 
     def _losses(
-        self, held: Arrays, factors: Arrays, tokens: jax.Array, targets: jax.Array
+        self, arrays: Arrays, factors: Arrays, tokens: jax.Array, targets: jax.Array
     ) -> jax.Array:
-        return divergence(self._decoder, {**held, **self._values(held, factors)}, tokens, targets)
+        return divergence(
+            self._decoder, {**arrays, **self._values(arrays, factors)}, tokens, targets
+        )
 
-    def _values(self, held: Arrays, factors: Arrays) -> dict[str, jax.Array]:
+    def _values(self, arrays: Arrays, factors: Arrays) -> dict[str, jax.Array]:
         """Scales and norms as they are with factors, rounded as they are stored, in float32."""
         offset = self._decoder.config.norm_offset
         result = {}
         for name, factor in factors.items():
-            start = held[name].astype(jnp.float32)
+            start = arrays[name].astype(jnp.float32)
             if name.endswith(_SCALE):
-                value = _rounded(start * (1 + factor), held[name].dtype)
+                value = _round_to_dtype(start * (1 + factor), arrays[name].dtype)
                 usable = jnp.isfinite(value) & ((value != 0) | (start == 0))
                 result[name] = jnp.where(usable, value, start)
             else:
-                result[name] = _rounded((start + offset) * (1 + factor) - offset, held[name].dtype)
+                result[name] = _round_to_dtype(
+                    (start + offset) * (1 + factor) - offset, arrays[name].dtype
+                )
         return result
 
 
@@ -123,7 +127,7 @@ def hidden_program(decoder: MeshDecoder) -> Any:
     return jax.jit(decoder.hidden)
 
 
-def _rounded(value: jax.Array, dtype: Any) -> jax.Array:
+def _round_to_dtype(value: jax.Array, dtype: Any) -> jax.Array:
     """Float32 rounded to a type; XLA would leave out two conversions one after the other."""
     result: jax.Array = lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
     return result

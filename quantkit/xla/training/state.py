@@ -22,7 +22,7 @@ from quantkit.xla.training.partitions import DeviceMesh
 from quantkit.xla.training.program import Trained
 
 
-def trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
+def select_trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
     """Return the scales and norms that are trained."""
     weights = set(names.weights)
     norms = set(names.norms)
@@ -56,15 +56,15 @@ def put(
 ) -> Trained:
     """Factors and moments by the names of tensors, on the devices."""
 
-    def placed(leaf: Leaf, value: Callable[[str], Tensor]) -> jax.Array:
+    def put_leaf(leaf: Leaf, value: Callable[[str], Tensor]) -> jax.Array:
         found = np.stack([value(name).numpy() for name in leaf.tensors]).reshape(leaf.shape)
         return jax.device_put(found, mesh.sharding(leaf.spec, leaf.shape))
 
     result = Trained({}, {}, {})
     for leaf in trained:
-        result.factors[leaf.key] = placed(leaf, lambda name: factors[name])
-        result.first[leaf.key] = placed(leaf, lambda name: moments[name + FIRST])
-        result.second[leaf.key] = placed(leaf, lambda name: moments[name + SECOND])
+        result.factors[leaf.key] = put_leaf(leaf, lambda name: factors[name])
+        result.first[leaf.key] = put_leaf(leaf, lambda name: moments[name + FIRST])
+        result.second[leaf.key] = put_leaf(leaf, lambda name: moments[name + SECOND])
     return result
 
 
