@@ -20,8 +20,9 @@ demo: .venv/installed
 	$(BIN)/quantkit demo
 
 # A file's tests stay together: what they share is made once. A worker that crashes ends the run, which fails.
+test: MARKERS := -m "not slow"
 test test-all: .venv/installed-test
-	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/pytest $(MARKERS) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of the CPU kernels, once for each instruction set that is not the machine's own.
 test-kernels: .venv/installed-test

@@ -109,7 +109,27 @@ alone at the end.
 """
 
 
+def _mark_unsampled_cases_slow(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test with ``sampled(count)`` but `count`, evenly spaced."""
+    cases_by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        cases_by_test.setdefault((item.path, name), []).append(item)
+    for cases in cases_by_test.values():
+        marker = cases[0].get_closest_marker("sampled")
+        if marker is None:
+            continue
+        (count,) = marker.args
+        sampled = {index * len(cases) // count for index in range(count)}
+        for index, case in enumerate(cases):
+            if index not in sampled:
+                case.add_marker(pytest.mark.slow)
+
+
+# Before the built-in hook, which selects by marker.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_unsampled_cases_slow(items)
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 

@@ -57,6 +57,7 @@ REPORTS = (
 )
 
 
+@pytest.mark.slow
 def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
     code = (
         "import sys, quantkit\n"

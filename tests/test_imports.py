@@ -238,6 +238,7 @@ def test_transformers_and_what_runs_it_are_used_in_one_room(package: str) -> Non
     assert all(module.startswith("quantkit.via_transformers.") for module in users)
 
 
+@pytest.mark.slow
 def test_jax_is_requested_in_one_room_and_torchax_in_one_module() -> None:
     def users(package: str) -> set[str]:
         return {
@@ -280,6 +281,7 @@ def test_what_reads_headers_imports_torch_only_where_it_loads_tensors(module: st
     assert not {name: reached[name] for name in HEAVY & set(reached)}
 
 
+@pytest.mark.slow
 def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
     needs_jax = {module for module in MODULES if module.startswith(XLA) and module not in XLA_LIGHT}
     names = sorted(set(MODULES) - {"quantkit.cli.__main__"} - NEEDS_TRITON - needs_jax)

@@ -36,6 +36,7 @@ print(torch.get_num_threads())
 _SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "quota", "environment", "expected"),
     [

@@ -49,6 +49,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 def test_the_examples_run_in_order(tmp_path: Path) -> None:
     (_, jobs), (_, stream), (_, prompts), (_, batch) = blocks = _blocks()
     assert [language for language, _ in blocks] == ["", "python", "", "python"]
@@ -72,6 +73,7 @@ def _script(text: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_way_from_download_to_generation_runs_with_a_small_model(
     demo_model: Path, tmp_path: Path
 ) -> None:

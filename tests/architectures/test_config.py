@@ -4,266 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
+from config_cases import GEMMA, ROPES, VARIANTS, config_keys, transformers_config
 from transformers import AutoConfig
 
 from quantkit.architectures.config import ExpertsConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.errors import CheckpointError, UnsupportedError
 
-_GEMMA = {"head_dim": 16, "pad_token_id": 0}
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
-    "long_factor": [1.5, 2.9, 4.5, 7.3],
-}
-_SCALED_QUERIES = {
-    "rope_type": "default",
-    "rope_theta": 1e6,
-    "original_max_position_embeddings": 16,
-    "llama_4_scaling_beta": 0.3,
-}
-_MINISTRAL = {
-    **_SCALED_QUERIES,
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-mha": ("llama", {"num_key_value_heads": None}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-attention-bias": ("llama", {"attention_bias": True}),
-    "llama-head-dim": ("llama", {"head_dim": 32}),
-    "llama-ends": ("llama", {"eos_token_id": [2, 5, 9], "bos_token_id": None}),
-    "glm": ("glm", {"head_dim": 16}),
-    "glm-whole": (
-        "glm",
-        {
-            "head_dim": 16,
-            "attention_bias": False,
-            "rope_parameters": {"partial_rotary_factor": 1.0},
-        },
-    ),
-    "glm-quarter": (
-        "glm",
-        {
-            "head_dim": 16,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
-        },
-    ),
-    "glm4": ("glm4", {"head_dim": 16}),
-    "glm4-whole": (
-        "glm4",
-        {
-            "head_dim": 16,
-            "attention_bias": False,
-            "rope_parameters": {"partial_rotary_factor": 1.0},
-        },
-    ),
-    "granite": ("granite", {}),
-    "granite-multipliers": (
-        "granite",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.015625,
-            "logits_scaling": 7.3,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": _MINISTRAL}),
-    "ministral3-window": ("ministral3", {"sliding_window": 7, "rope_parameters": _SCALED_QUERIES}),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
-    "mistral-default": ("mistral", {}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": None}),
-    "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen2-idle-window": (
-        "qwen2",
-        {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0], "attention_bias": True, "mlp_bias": True}),
-    "smollm3-interval": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
-    "smollm3-window": (
-        "smollm3",
-        {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 5},
-    ),
-    "smollm3-no-theta": ("smollm3", {"rope_parameters": {"rope_type": "default"}}),
-    "smollm3-types": (
-        "smollm3",
-        {
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "sliding_window": 5,
-        },
-    ),
-    "phi3": ("phi3", {}),
-    "phi3-mha": ("phi3", {"num_key_value_heads": None, "sliding_window": 2047}),
-    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
-    "phi3-longrope": (
-        "phi3",
-        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
-    ),
-    "phi3-longrope-factors": (
-        "phi3",
-        {
-            "rope_parameters": {
-                **_LONGROPE,
-                "factor": 3.0,
-                "attention_factor": 1.2,
-                "partial_rotary_factor": 0.5,
-            },
-            "original_max_position_embeddings": 16,
-            "hidden_size": 128,
-        },
-    ),
-    "gemma": ("gemma", {**_GEMMA}),
-    "gemma-bias": (
-        "gemma",
-        {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"},
-    ),
-    "gemma2": ("gemma2", {**_GEMMA}),
-    "gemma2-bare": (
-        "gemma2",
-        {
-            **_GEMMA,
-            "sliding_window": 5,
-            "query_pre_attn_scalar": 9,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "gemma2-types": (
-        "gemma2",
-        {**_GEMMA, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 7.0},
-    ),
-    "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 8}),
-    "gemma3-windows": (
-        "gemma3_text",
-        {
-            **_GEMMA,
-            "layer_types": ["sliding_attention"] * 3,
-            "sliding_window": 5,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-        },
-    ),
-    "gemma3-whole": (
-        "gemma3_text",
-        {**_GEMMA, "layer_types": ["full_attention"] * 3, "attention_bias": True},
-    ),
-    "gemma3-ropes": (
-        "gemma3_text",
-        {
-            **_GEMMA,
-            "layer_types": ["full_attention", *["sliding_attention"] * 2],
-            "sliding_window": 5,
-            "query_pre_attn_scalar": 9,
-            "final_logit_softcapping": 7.0,
-            "tie_word_embeddings": False,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-        },
-    ),
-    "olmo2": ("olmo2", {}),
-    "olmo2-mha": ("olmo2", {"num_key_value_heads": None, "tie_word_embeddings": True}),
-    "olmo2-rope": (
-        "olmo2",
-        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    ),
-    "olmo3": ("olmo3", {"num_hidden_layers": 9}),
-    "olmo3-ropes": (
-        "olmo3",
-        {
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 8,
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 16,
-                    "rope_theta": 1e5,
-                },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-            },
-        },
-    ),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-biases": ("qwen3", {"attention_bias": True}),
-    "qwen3-layers": (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-}
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn-options": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.2,
-        "attention_factor": 1.1,
-        "truncate": False,
-    },
-}
-
-
-def _transformers_config(kind: str, **changes: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoConfig.for_model(kind, **deepcopy({**oracle.SIZES, **changes}))
-
-
-def _keys(kind: str, **changes: Any) -> dict[str, Any]:
-    """The config.json that transformers writes."""
-    raw: dict[str, Any] = json.loads(
-        _transformers_config(kind, **changes).to_json_string(use_diff=False)
-    )
-    return raw
 
 
 def _read_back(raw: dict[str, Any], folder: Path) -> Any:
@@ -353,14 +106,14 @@ def _windows(theirs: Any) -> list[int | None]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_config_of_transformers_means_the_same_to_both(variant: str) -> None:
     kind, changes = VARIANTS[variant]
-    theirs = _transformers_config(kind, **changes)
-    _require_same_meaning(config_from_hf(_keys(kind, **changes), "config.json"), theirs)
+    theirs = transformers_config(kind, **changes)
+    _require_same_meaning(config_from_hf(config_keys(kind, **changes), "config.json"), theirs)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_written_is_read_back_the_same(variant: str) -> None:
     kind, changes = VARIANTS[variant]
-    config = config_from_hf(_keys(kind, **changes), "config.json")
+    config = config_from_hf(config_keys(kind, **changes), "config.json")
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config))), "config.json") == config
 
 
@@ -369,8 +122,8 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(
     variant: str, tmp_path: Path
 ) -> None:
     kind, changes = VARIANTS[variant]
-    original = _transformers_config(kind, **changes)
-    config = config_from_hf(_keys(kind, **changes), "config.json")
+    original = transformers_config(kind, **changes)
+    config = config_from_hf(config_keys(kind, **changes), "config.json")
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
     _require_same_meaning(config, theirs)
     theirs.rope_parameters.pop("type", None)  # what older readers of some families ask for
@@ -395,7 +148,11 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(
 
 @pytest.mark.parametrize("kind", ["glm", "glm4"])
 def test_null_for_the_part_of_a_head_that_turns_is_all_of_it(kind: str, tmp_path: Path) -> None:
-    raw = {**_keys(kind, pad_token_id=0), "partial_rotary_factor": None, "rope_parameters": None}
+    raw = {
+        **config_keys(kind, pad_token_id=0),
+        "partial_rotary_factor": None,
+        "rope_parameters": None,
+    }
     theirs = _read_back(raw, tmp_path / "model")
     assert theirs.rope_parameters.get("partial_rotary_factor") is None
     assert config_from_hf(raw, "config.json").rope.rotary_dim is None
@@ -403,7 +160,7 @@ def test_null_for_the_part_of_a_head_that_turns_is_all_of_it(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3"])
 def test_a_model_without_windows_is_written_with_one_that_readers_look_for(kind: str) -> None:
-    raw = _keys(
+    raw = config_keys(
         kind, pad_token_id=0, head_dim=16, layer_types=["full_attention"] * 3, sliding_window=9
     )
     assert config_to_hf(config_from_hf(raw, "config.json"))["sliding_window"] > 0
@@ -413,7 +170,7 @@ def test_a_model_without_windows_is_written_with_one_that_readers_look_for(kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rope_settings_go_to_transformers_and_back(kind: str, rope: str, tmp_path: Path) -> None:
     settings = {**ROPES[rope], "rope_theta": 123456.0}
-    raw = _keys(kind, rope_parameters=dict(settings))
+    raw = config_keys(kind, rope_parameters=dict(settings))
     config = config_from_hf(raw, "config.json")
     assert config_from_hf(config_to_hf(config), "config.json") == config
     theirs = _read_back(config_to_hf(config), tmp_path / "model")
@@ -425,7 +182,7 @@ def test_rope_settings_go_to_transformers_and_back(kind: str, rope: str, tmp_pat
 def test_older_rope_keys_mean_the_same_as_newer_ones(
     rope: str, spelling: str, tmp_path: Path
 ) -> None:
-    newer = _keys("llama", rope_parameters={**ROPES[rope], "rope_theta": 500000.0})
+    newer = config_keys("llama", rope_parameters={**ROPES[rope], "rope_theta": 500000.0})
     older = {key: value for key, value in newer.items() if key != "rope_parameters"}
     scaling = {spelling if key == "rope_type" else key: value for key, value in ROPES[rope].items()}
     older.update(rope_theta=500000.0, rope_scaling=None if rope == "default" else scaling)
@@ -450,7 +207,7 @@ def test_older_rope_keys_mean_the_same_as_newer_ones(
 def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(
     older: dict[str, Any], tmp_path: Path
 ) -> None:
-    keys = _keys("gemma3_text", **_GEMMA, num_hidden_layers=6)
+    keys = config_keys("gemma3_text", **GEMMA, num_hidden_layers=6)
     raw = {
         key: value for key, value in keys.items() if key not in ("rope_parameters", "layer_types")
     } | older
@@ -465,7 +222,7 @@ def test_gemma3s_older_keys_mean_what_transformers_takes_them_for(
 def test_olmo3s_older_scaling_is_for_whole_layers_only(scaling: str | None, tmp_path: Path) -> None:
     raw = {
         key: value
-        for key, value in _keys("olmo3", num_hidden_layers=4).items()
+        for key, value in config_keys("olmo3", num_hidden_layers=4).items()
         if key != "rope_parameters"
     }
     raw |= {"rope_theta": 500000, "rope_scaling": scaling and dict(ROPES[scaling])}
@@ -479,7 +236,7 @@ def test_olmo3s_older_scaling_is_for_whole_layers_only(scaling: str | None, tmp_
 
 
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
-    raw = {**_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
+    raw = {**config_keys("llama"), "rope_theta": 20000.0, "rope_scaling": dict(ROPES["linear"])}
     theirs = _read_back(raw, tmp_path / "model")
     assert theirs.rope_parameters == {**ROPES["linear"], "rope_theta": 20000.0}
     _require_same_meaning(config_from_hf(raw, "config.json"), theirs)
@@ -490,7 +247,7 @@ def test_the_original_context_is_the_whole_one_where_it_is_not_said(
     kind: str, tmp_path: Path
 ) -> None:
     scaling = {k: v for k, v in ROPES[kind].items() if k != "original_max_position_embeddings"}
-    raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
+    raw = {**config_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
     theirs = _read_back(raw, tmp_path / "model")
     found = config_from_hf(raw, "config.json").rope.original_context
     assert found == theirs.rope_parameters["original_max_position_embeddings"] == 64
@@ -568,7 +325,7 @@ def test_an_absent_key_means_what_transformers_takes_it_for(
         if kind[:4] == "qwen"
         else {}
     )
-    raw = _keys(kind, num_key_value_heads=8, **window)
+    raw = config_keys(kind, num_key_value_heads=8, **window)
     if key in ("use_sliding_window", "sliding_window", "max_window_layers"):
         raw.pop("layer_types", None)
     del raw[key]
@@ -590,7 +347,7 @@ def test_an_absent_key_means_what_transformers_takes_it_for(
 )
 @pytest.mark.parametrize("value", ["absent", None])
 def test_a_missing_key_is_named_with_its_file(key: str, value: str | None) -> None:
-    raw = _keys("llama")
+    raw = config_keys("llama")
     if value is None:
         raw[key] = None
     else:
@@ -603,7 +360,7 @@ def test_a_missing_key_is_named_with_its_file(key: str, value: str | None) -> No
     ("kind", "key"), [("mistral", "num_key_value_heads"), ("qwen3", "head_dim")]
 )
 def test_a_key_whose_default_differs_by_family_must_be_there(kind: str, key: str) -> None:
-    raw = _keys(kind)
+    raw = config_keys(kind)
     del raw[key]
     with pytest.raises(CheckpointError, match=rf"config\.json: lacks the key '{key}'"):
         config_from_hf(raw, "config.json")
@@ -622,7 +379,7 @@ def test_a_key_whose_default_differs_by_family_must_be_there(kind: str, key: str
 )
 def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
     scaling = {k: v for k, v in ROPES[rope].items() if k != key}
-    raw = {**_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
+    raw = {**config_keys("llama"), "rope_parameters": {**scaling, "rope_theta": 10000.0}}
     with pytest.raises(
         CheckpointError, match=rf"^x/config\.json: rope scaling lacks the key '{key}'"
     ):
@@ -675,7 +432,7 @@ def test_a_missing_rope_key_is_named_with_its_file(rope: str, key: str) -> None:
 )
 def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^x/config\.json: .*{message}"):
-        config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+        config_from_hf({**config_keys("llama"), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(
@@ -748,7 +505,7 @@ def test_a_setting_of_a_family_that_is_not_computed_is_refused(
     kind: str, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=rf"^x/config\.json: .*{message}"):
-        config_from_hf({**_keys(kind), **changes}, "x/config.json")
+        config_from_hf({**config_keys(kind), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(
@@ -764,7 +521,7 @@ def test_a_setting_of_a_family_that_is_not_computed_is_refused(
 @pytest.mark.parametrize("value", ["many", [8.0]])
 def test_a_rope_setting_that_is_no_number_is_refused(key: str, value: Any) -> None:
     raw = {
-        **_keys("llama"),
+        **config_keys("llama"),
         "rope_parameters": {**ROPES["llama3"], "rope_theta": 10000.0, key: value},
     }
     with pytest.raises(CheckpointError, match=r"^x/config\.json: holds a value of the wrong type"):
@@ -787,7 +544,7 @@ def test_a_rope_setting_that_is_no_number_is_refused(key: str, value: Any) -> No
 )
 def test_a_value_that_makes_no_sense_is_refused_with_its_file(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
-        config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+        config_from_hf({**config_keys("llama"), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(
@@ -803,20 +560,24 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_file(changes: dict[str,
 )
 def test_the_float_type_is_read_in_both_spellings(keys: dict[str, Any], expected: str) -> None:
     raw = {
-        key: value for key, value in _keys("llama").items() if key not in ("dtype", "torch_dtype")
+        key: value
+        for key, value in config_keys("llama").items()
+        if key not in ("dtype", "torch_dtype")
     }
     assert config_from_hf({**raw, **keys}, "config.json").dtype == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_transformers_reads_the_float_type_that_we_write(dtype: str, tmp_path: Path) -> None:
-    config = config_from_hf({**_keys("llama"), "dtype": dtype}, "config.json")
+    config = config_from_hf({**config_keys("llama"), "dtype": dtype}, "config.json")
     assert str(_read_back(config_to_hf(config), tmp_path / "model").dtype) == f"torch.{dtype}"
 
 
 def test_differences_name_each_field_and_both_values() -> None:
-    first = config_from_hf(_keys("llama"), "config.json")
-    second = config_from_hf({**_keys("llama"), "vocab_size": 97, "dtype": "float16"}, "config.json")
+    first = config_from_hf(config_keys("llama"), "config.json")
+    second = config_from_hf(
+        {**config_keys("llama"), "vocab_size": 97, "dtype": "float16"}, "config.json"
+    )
     assert first.differences(second) == ["vocab_size 96 against 97"]
     assert first.differences(first.with_dtype("bfloat16")) == []
 
@@ -824,9 +585,12 @@ def test_differences_name_each_field_and_both_values() -> None:
 def test_differences_are_words_not_what_python_calls_its_objects() -> None:
     layers = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     first = config_from_hf(
-        {**_keys("qwen2"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "c"
+        {**config_keys("qwen2"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "c",
     )
-    second = config_from_hf({**_keys("qwen2", **layers), "rope_parameters": ROPES["yarn"]}, "c")
+    second = config_from_hf(
+        {**config_keys("qwen2", **layers), "rope_parameters": ROPES["yarn"]}, "c"
+    )
     found = first.differences(replace(second, experts=ExpertsConfig(8, 64, 2)))
     assert {"rope.type default against yarn", "rope.theta 1000000 against 10000"} < set(found)
     assert any(

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
-from test_config import ROPES, _keys, _transformers_config
+from config_cases import ROPES, config_keys, transformers_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from work import counted_calls
 
@@ -70,7 +70,7 @@ def test_a_count_is_a_whole_number_within_bounds(key: str, value: Any) -> None:
     with pytest.raises(
         CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected an integer from 1 to "
     ) as one:
-        config_from_hf({**_keys("llama"), key: value}, "x/config.json")
+        config_from_hf({**config_keys("llama"), key: value}, "x/config.json")
     assert len(str(one.value)) < 300
 
 
@@ -88,7 +88,7 @@ def test_a_count_of_meta_is_a_whole_number_within_bounds(key: str, value: Any) -
 @pytest.mark.parametrize("value", ["1e-5", True, 0, -1e-5, 1e300, [1e-5], 10**400])
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
 def test_a_number_is_positive_and_within_bounds(key: str, value: Any) -> None:
-    raw = {**_keys("llama"), "rope_parameters": None, key: value}
+    raw = {**config_keys("llama"), "rope_parameters": None, key: value}
     with pytest.raises(
         CheckpointError, match=rf"^x/config\.json: .*'{key}'.*expected a number from "
     ):
@@ -126,7 +126,7 @@ def test_a_number_is_positive_and_within_bounds(key: str, value: Any) -> None:
 )
 def test_a_value_of_the_wrong_kind_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
-        config_from_hf({**_keys("llama"), **changes}, "x/config.json")
+        config_from_hf({**config_keys("llama"), **changes}, "x/config.json")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_value_of_the_wrong_kind_is_refused(changes: dict[str, Any]) -> None:
     ],
 )
 def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
-    raw = _keys("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    raw = config_keys("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
         config_from_hf(
             {**raw, **({} if "layer_types" in changes else {"layer_types": None}), **changes},
@@ -188,12 +188,12 @@ def test_a_rope_scaling_that_cannot_be_computed_is_refused(
     kind: str, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(CheckpointError, match=r"^x/config\.json: "):
-        config_from_hf({**_keys("llama"), **_rope(kind, **changes)}, "x/config.json")
+        config_from_hf({**config_keys("llama"), **_rope(kind, **changes)}, "x/config.json")
 
 
 def test_dynamic_scaling_needs_more_than_one_pair_of_dimensions() -> None:
     with pytest.raises(CheckpointError, match="head_dim must be above 2"):
-        config_from_hf({**_keys("llama"), **_rope("dynamic"), "head_dim": 2}, "x/config.json")
+        config_from_hf({**config_keys("llama"), **_rope("dynamic"), "head_dim": 2}, "x/config.json")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_value_of_the_wrong_kind_in_params_json_is_refused(changes: dict[str, 
 
 def test_what_published_configs_hold_is_read() -> None:
     raw = {
-        **_keys("llama"),
+        **config_keys("llama"),
         "rope_theta": 1000000,
         "rms_norm_eps": 1e-06,
         "attention_bias": None,
@@ -254,8 +254,8 @@ def test_what_published_configs_hold_is_read() -> None:
 )
 def test_odd_yarn_settings_mean_what_they_mean_in_transformers(changes: dict[str, Any]) -> None:
     changes = _rope("yarn", **changes)
-    config = config_from_hf(_keys("llama", **changes), "config.json")
-    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](_transformers_config("llama", **changes), "cpu")
+    config = config_from_hf(config_keys("llama", **changes), "config.json")
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](transformers_config("llama", **changes), "cpu")
     rotary = Rotary(config)
     torch.testing.assert_close(rotary.whole.inverse_frequencies, expected, rtol=1e-5, atol=0)
     assert rotary(torch.zeros(1)).cosine[0, 0].item() == pytest.approx(scale)
@@ -310,6 +310,7 @@ def test_what_is_no_small_regular_file_is_not_opened(tmp_path: Path) -> None:
         read_json(tmp_path / "large.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -337,13 +338,13 @@ def test_absurd_counts_cost_neither_time_nor_memory(
 
 @pytest.mark.parametrize(("kind", "context"), [("default", 2**31 - 1), ("dynamic", 2**31 - 1)])
 def test_a_long_context_makes_no_large_table(kind: str, context: int) -> None:
-    raw = {**_keys("llama"), **_rope(kind), "max_position_embeddings": context}
+    raw = {**config_keys("llama"), **_rope(kind), "max_position_embeddings": context}
     rotary = Rotary(config_from_hf(raw, "config.json"))
     assert rotary(torch.tensor([0, context - 1])).cosine.isfinite().all()
 
 
 def test_as_many_layers_as_may_be_are_listed_at_once() -> None:
-    config = config_from_hf({**_keys("llama"), "num_hidden_layers": 1024}, "config.json")
+    config = config_from_hf({**config_keys("llama"), "num_hidden_layers": 1024}, "config.json")
     assert len(parameters(config)) == 9 * 1024 + 3
     with pytest.raises(QuantkitError):
-        config_from_hf({**_keys("llama"), "num_hidden_layers": 1025}, "config.json")
+        config_from_hf({**config_keys("llama"), "num_hidden_layers": 1025}, "config.json")

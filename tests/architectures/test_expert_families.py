@@ -13,8 +13,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from architecture_cases import CASES
 from safetensors.torch import load_file, save_file
-from test_architectures import CASES
 from torch import Tensor
 
 import quantkit
@@ -52,6 +52,7 @@ def _theirs(folder: Path) -> Tensor:
     return oracle.logits(oracle.load(folder), oracle.random_tokens(40, batch=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", EXPERTS)
 def test_transformers_reads_what_is_written(case: str, tmp_path: Path) -> None:
     kind, settings = CASES[case]
@@ -79,6 +80,7 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
     return folder / "floats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_config import VARIANTS, _keys
+from config_cases import config_keys
+from gguf_config_cases import CASES, EXPERTS
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -22,59 +23,6 @@ from quantkit.formats.gguf.config import config_of, metadata_of, notes_of, short
 from quantkit.formats.gguf.names import ROPE_FREQS, get_norm_offset, gguf_tensors, keeps_float32
 from quantkit.formats.gguf.rope import rope_tensors
 
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        name: VARIANTS[name]
-        for name in (
-            "llama",
-            "llama-biases",
-            "llama-head-dim",
-            "llama-ends",
-            "granite",
-            "granite-multipliers",
-            "mistral-window",
-            "mistral-no-window",
-            "qwen2",
-            "qwen2-tied",
-            "qwen2-window",
-            "qwen3",
-            "smollm3-no-theta",
-            "phi3",
-            "phi3-mha",
-            "phi3-partial",
-            "phi3-longrope",
-            "gemma",
-            "olmo2",
-            "olmo3",
-        )
-    },
-    "gemma2": (
-        "gemma2",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "sliding_window": 7},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8},
-    ),
-    "gemma3-linear": (
-        "gemma3_text",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "pad_token_id": 0,
-            "num_hidden_layers": 8,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-    ),
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
-    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
-}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -96,7 +44,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def _config(kind: str, **changes: Any) -> ModelConfig:
-    return config_from_hf(_keys(kind, **changes), "config.json")
+    return config_from_hf(config_keys(kind, **changes), "config.json")
 
 
 def _stored(value: Any) -> Any:
@@ -236,12 +184,12 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "shares": (
         "qwen3_moe",
-        {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False},
+        {**EXPERTS, "head_dim": 16, "norm_topk_prob": False},
         "shares of experts",
     ),
     "dense": (
         "qwen3_moe",
-        {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
+        {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
         "layers without experts",
     ),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),

@@ -18,6 +18,7 @@ def test_every_family_that_runs_is_drawn() -> None:
     assert set(FEATURES) == {name for name, family in families().items() if family.runs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CONFIGS, 20))
 def test_no_config_means_something_else_to_transformers(first: int, tmp_path: Path) -> None:
     """As ``python scripts/compare_configs.py --configs 100 --seed 21``."""

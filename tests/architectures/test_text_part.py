@@ -60,6 +60,7 @@ def _theirs(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", _WHOLES)
 def test_our_decoder_computes_what_transformers_does(
     kind: str, tiny_image_text_model: Tiny
@@ -69,6 +70,7 @@ def test_our_decoder_computes_what_transformers_does(
     torch.testing.assert_close(model(TOKENS), _theirs(folder), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe", "smolvlm"])
 def test_a_quantized_text_part_runs_with_our_kernels(
     kind: str, tiny_image_text_model: Tiny, tmp_path: Path

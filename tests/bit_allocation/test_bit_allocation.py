@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from partial import contents, interrupted
-from test_topology import CASES, ENDS
+from topology_cases import CASES, ENDS
 
 import quantkit
 from quantkit.architectures.families import families

@@ -13,8 +13,8 @@ import pytest
 import torch
 from partial import contents
 from safetensors.torch import load_file, save_file
-from test_architectures import CASES
-from test_distributed import codes
+from saved_experts import NEVER, STARVED, save_experts
+from stored_codes import codes
 from torch import Tensor
 
 import quantkit
@@ -26,7 +26,7 @@ from quantkit.calibration.effort import EFFORTS, Effort, activation_bytes, batch
 from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
-from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -42,9 +42,14 @@ from quantkit.quality.measures import compare_batches
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.scheme import QuantScheme
 
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_experts("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
+
+
 SAMPLES, LENGTH = 24, 40
 TOKENS = SAMPLES * LENGTH
-NEVER, STARVED = 5, 4
 CPU = torch.device("cpu")
 
 
@@ -53,35 +58,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     path.write_text(excerpt()[:11000])
     return path
-
-
-def _saved(case: str, folder: Path, **changes: Any) -> Path:
-    """A model of a case, with the demo's tokenizer; where it has experts one gets few tokens,
-    another none.
-    """
-    kind, settings = CASES[case]
-    model = oracle.make(kind, **{**settings, "vocab_size": 2048, **changes})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "embed_tokens" in name:
-                parameter[:, 0] = 0.3  # a state that all tokens share, and no layer adds to
-            elif name.endswith(
-                ("o_proj.weight", "mlp.down_proj.weight", "shared_expert.down_proj.weight")
-            ):
-                parameter[0] = 0.0
-            elif name.endswith("experts.down_proj"):
-                parameter[:, 0] = 0.0
-            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
-                parameter[NEVER], parameter[:, 0] = 0.0, 0.0
-                parameter[NEVER, 0], parameter[STARVED, 0] = -50.0, -1.0
-    oracle.save(model, folder)
-    (folder / "tokenizer.model").write_bytes((DEMO_MODEL / "tokenizer.model").read_bytes())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _saved("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
 
 
 def _quantize(
@@ -121,11 +97,12 @@ def _expert(layer: int, expert: int, part: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "olmoe-clip", "gpt-oss"]
 )
 def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_path: Path) -> None:
-    source = _saved(case, tmp_path / "source")
+    source = save_experts(case, tmp_path / "source")
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
     floats, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
     assert _kl(floats, solved) < 0.8 * _kl(
@@ -138,7 +115,7 @@ def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_p
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "olmoe-clip", "gpt-oss"])
 def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
-    source = open_checkpoint(_saved(case, tmp_path / "source"))
+    source = open_checkpoint(save_experts(case, tmp_path / "source"))
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
     store = ActivationStore(tmp_path / "states", 10**9)
     streams = Streams(source, tokens, store, CPU, EFFORTS["thorough"])
@@ -231,13 +208,14 @@ def test_starved_experts_are_reported_in_one_line(made: quantkit.QuantizeResult)
     )
 
 
+@pytest.mark.slow
 def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         group_solver, "drift_damping", lambda inputs, tokens: 0.1
     )  # few tokens are believed much
-    source = _saved("gpt-oss-square", tmp_path / "source", num_local_experts=16)
+    source = save_experts("gpt-oss-square", tmp_path / "source", num_local_experts=16)
     made = _quantize(source, tmp_path / "made", text, accept_quality_loss=False)
     assert quantkit.verify(source, made.path).ok
     records = made.manifest["modules"]

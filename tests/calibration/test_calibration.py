@@ -129,6 +129,7 @@ def test_a_device_that_cannot_be_used_is_refused_wherever_a_model_is_run(demo_mo
                 load(demo_model, device=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4-g64", "int4-g128-asym", QuantScheme(4, None)], ids=str)
 def test_gptq_is_much_closer_to_the_source_than_rounding(
     scheme: str | QuantScheme, demo_model: Path, text: Path, tmp_path: Path, tokenizer: Tokenizer

@@ -57,6 +57,7 @@ print(json.dumps([results, str(before) == str(settings())]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_text_from_a_file_is_read_without_libraries_for_datasets_and_networks(
     suffix: str, tmp_path: Path
@@ -210,6 +211,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         return Answers(found.of, found.settings_kept, found.stderr, sent)
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(
     answers: Answers, tmp_path: Path
 ) -> None:

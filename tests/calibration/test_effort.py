@@ -61,6 +61,7 @@ def test_experts_need_more_as_each_gets_a_share_of_the_tokens(tmp_path: Path) ->
     assert EFFORTS["default"].length(sparse) == 8 * EFFORTS["default"].length(dense)
 
 
+@pytest.mark.slow
 def test_the_manifest_records_the_effort_and_thorough_is_another_name_for_one(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_calibrated_experts import _saved
+from saved_experts import save_experts
 from torch import Tensor
 
 import quantkit
@@ -91,7 +91,7 @@ def test_the_sample_is_text_where_there_is_a_tokenizer(demo_model: Path) -> None
 
 
 def test_an_expert_without_tokens_has_none(tmp_path: Path) -> None:
-    source = open_checkpoint(_saved("mixtral", tmp_path / "source"))
+    source = open_checkpoint(save_experts("mixtral", tmp_path / "source"))
     missing = set(linear_columns(source.config)) - input_importance(source, None).keys()
     assert missing
     assert all(".experts." in name for name in missing)

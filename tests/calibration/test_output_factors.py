@@ -14,7 +14,7 @@ import pytest
 import torch
 from partial import contents, interrupted
 from safetensors.torch import load_file, save_file
-from test_topology import CASES, ENDS
+from topology_cases import CASES, ENDS
 from torch import Tensor
 
 import quantkit
@@ -187,6 +187,7 @@ def test_linears_are_found_together_or_apart_and_once(store: ActivationStore) ->
     assert factors.take(["a", "a2"]) == factors.take(["d"]) == factors.take(["unknown"]) == {}
 
 
+@pytest.mark.slow
 def test_the_solver_uses_them_if_scales_are_floats(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_the_solver_uses_them_if_scales_are_floats(
     made("floats", "mxfp4")
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_with_less_memory_writes_the_same(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def _scaled(source: Path, target: Path, factor: float) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "scheme"),
     [("gguf", "int4-g32"), ("gguf", "q4_k_m"), ("gptq", "int4-g32"), ("awq", "int4-g32")],
@@ -85,6 +86,7 @@ def _never_solve(*_: object, **__: object) -> Any:
     raise AssertionError("a linear was solved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("to", "scheme"), [("gptq", "int4-g32"), ("gguf", "q4_k_m")])
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])

@@ -327,6 +327,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(demo_model: Path, tmp_path: P
     assert (found.returncode, found.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_verdict_is_reported_by_the_exit_code_whoever_reads(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -370,6 +371,7 @@ def test_what_is_done_is_done_though_nobody_can_be_reported(
     assert (tmp_path / "out" / "quantkit.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_closed_stream_is_no_obstacle(closed: str, demo_model: Path, tmp_path: Path) -> None:
     convert = ["convert", str(demo_model), str(tmp_path / "out")]
@@ -414,6 +416,7 @@ def test_inspect_counts_tied_parameters_once(tied: bool, tmp_path: Path, capfd: 
     assert json.loads(out)["parameters"] == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_inspect_counts_the_same_parameters_after_quantization(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -442,6 +445,7 @@ def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Ca
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -469,6 +473,7 @@ def test_progress_is_plain_lines_where_stderr_is_no_terminal(
     }[arguments[0]]
 
 
+@pytest.mark.slow
 def test_there_is_a_progress_bar_where_stderr_is_a_terminal(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -496,6 +501,7 @@ def test_there_is_a_progress_bar_where_stderr_is_a_terminal(
 # Verify
 
 
+@pytest.mark.slow
 def test_verify_exits_0_or_11_and_with_strict_10(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -561,6 +567,7 @@ def test_generate_repeats_itself_with_a_seed_and_differs_with_another(
     assert first != other
 
 
+@pytest.mark.slow
 def test_generate_is_greedy_by_default(demo_model: Path, capfd: Capture) -> None:
     assert generate(capfd, demo_model) == generate(capfd, demo_model, "--seed", "3")
     assert generate(capfd, demo_model) == generate(

@@ -89,6 +89,7 @@ def test_commands_and_options_are_completed() -> None:
     assert [line.split(",")[0] for line in _completions("quantize", "x")] == ["file"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -107,6 +108,7 @@ def test_files_are_completed(words: tuple[str, ...]) -> None:
     assert _completions(*words) == ["file,x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("quantize", "--scheme"), ("quantize", "--head"), ("bench", "--scheme")]
 )
@@ -115,6 +117,7 @@ def test_schemes_are_completed(words: tuple[str, ...]) -> None:
     assert "plain,int8" in _completions(*words, "i")
 
 
+@pytest.mark.slow
 def test_a_path_after_a_name_is_completed(tmp_path: Path) -> None:
     """Also where the shell does not take the word apart."""
     for name in ("int4", "int8", "bf16"):

@@ -697,6 +697,7 @@ def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(
     refused(capfd, 3, sharded, f"'{QUERY}'", "stale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_in_float64_are_read_as_by_transformers(

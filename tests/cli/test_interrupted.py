@@ -237,6 +237,7 @@ def test_an_interruption_of_an_import_is_reported_in_one_line(
     )
 
 
+@pytest.mark.slow
 @SIGNALS
 def test_an_interruption_that_an_import_swallows_is_not_lost(
     number: int, code: int, demo_model: Path
@@ -297,7 +298,7 @@ STEPS = pytest.mark.parametrize(
     ("step", "given"),
     [
         ("calibration.settings.GptqSettings.draw", ["--scheme", "int4-g64"]),
-        ("bit_allocation.fit.Fit.chosen", ["--target-bits", "5.5"]),
+        ("bit_allocation.fit.Fit.choose_allocation", ["--target-bits", "5.5"]),
     ],
 )
 
@@ -396,6 +397,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "first", "second"])
 def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     who: str, demo_model: Path, tmp_path: Path

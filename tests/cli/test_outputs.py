@@ -48,6 +48,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
 # What the commands write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["inspect", "plan convert", "verify one", "verify two", "bench"]
 )

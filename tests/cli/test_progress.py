@@ -326,6 +326,7 @@ def test_a_terminal_of_any_size_shows_a_bar(
     assert max(map(len, drawn)) < (columns or 80)
 
 
+@pytest.mark.slow
 def test_the_table_of_trequests_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_quantized_model_is_refused_unless_slowness_is_allowed(
     name: str,
@@ -79,6 +80,7 @@ def test_a_quantized_model_is_refused_unless_slowness_is_allowed(
             assert err.count("int8 runs without kernels") == err.count(f"{WARNING}{REASON}\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "bench"])
 def test_the_reference_that_was_requested_needs_no_permission(
     name: str, int8: Path, demo_model: Path, without_kernels: None, capfd: Capture

@@ -9,6 +9,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from stored_codes import codes
 
 import quantkit
 from quantkit.calibration.activation_store import ActivationStore
@@ -20,10 +21,8 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
 from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_scales import layer_scales
-from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 pytestmark = pytest.mark.processes
@@ -36,12 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def codes(folder: Path) -> dict[str, QuantTensor]:
-    checkpoint = open_checkpoint(folder)
-    loaded = {module: checkpoint.load(module + ".weight") for module in schemes(checkpoint)}
-    return {module: value for module, value in loaded.items() if isinstance(value, QuantTensor)}
-
-
+@pytest.mark.slow
 def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_path: Path) -> None:
     options = [
         "--scheme",

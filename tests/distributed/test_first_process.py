@@ -63,6 +63,7 @@ def test_an_error_is_reported_once_and_is_that_of_both(demo_model: Path, tmp_pat
     ]
 
 
+@pytest.mark.slow
 def test_waiting_has_no_limit_of_time() -> None:
     """Neither for the end of the first, nor where it says what an earlier run has left."""
     code = (
@@ -98,6 +99,7 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
     assert after == before
 
 
+@pytest.mark.slow
 def test_both_accept_an_output_that_both_have_made(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     options = [

@@ -129,6 +129,7 @@ def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
     }
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, Decoder]) -> None:
     for name in shared.each[0]:
         if CASES[name].dtype == "bfloat16":
@@ -212,6 +213,7 @@ def test_shared_models_keep_their_kernels_but_not_whole_blocks(
             assert not process[name]["fused"]
 
 
+@pytest.mark.slow
 def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
     drawn = ["--temperature", "1", "--max-new-tokens", "12"]
     command = forked.launched(2, "generate", folders["int8"], "--prompt", "My fellow", *drawn)
@@ -249,6 +251,7 @@ def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_p
         )
 
 
+@pytest.mark.slow
 def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path) -> None:
     few = [
         "--batch",
@@ -332,6 +335,7 @@ def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
     assert "the processes do not divide the attention heads (found 3 processes, 8 heads" in reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "count"), [(signal.SIGKILL, 4), (signal.SIGINT, 2)])
 def test_a_lost_process_and_an_interruption_end_the_job(
     how: signal.Signals, count: int, folders: dict[str, Path], tmp_path: Path

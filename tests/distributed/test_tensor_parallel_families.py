@@ -14,7 +14,7 @@ import oracle
 import pytest
 import tensor_parallel_worker as worker
 import torch
-from test_architectures import CASES as ARCHITECTURES
+from architecture_cases import CASES as ARCHITECTURES
 
 import quantkit
 from quantkit.distributed.group import SINGLE
@@ -79,6 +79,7 @@ def alone(folders: dict[str, Path]) -> dict[str, Decoder]:
 _AMONG_FOUR = ("qwen3-moe-int4", "qwen2-moe", "gpt-oss", "gemma2", "olmo2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "names"), [(2, tuple(CASES)), (4, _AMONG_FOUR)], ids=["2", "4"])
 def test_the_tokens_and_logits_are_those_of_one_process(
     count: int,

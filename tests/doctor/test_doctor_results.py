@@ -16,6 +16,7 @@ HYBRIDS = ("granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "kimi_linear")
 WITH_IMAGES = ("gemma3", "qwen2_5_vl", "llama4", "smolvlm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*HYBRIDS, *WITH_IMAGES])
 def test_a_result_has_nothing(
     kind: str,

@@ -61,6 +61,7 @@ FOUND = Bench(
 # What is measured
 
 
+@pytest.mark.slow
 def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     quantkit.convert(demo_model, tmp_path / "float")
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
@@ -132,6 +133,7 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
         bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="no-such-device")
 
 
+@pytest.mark.slow
 def test_one_thread_is_tried_where_the_weights_are_few(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_one_thread_is_tried_where_the_weights_are_few(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_bench_reports_its_progress_to_a_script_without_a_main_guard(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +488,7 @@ def test_one_kind_of_measurement_is_enough() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies", "reported"),
     [

@@ -88,6 +88,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is measured
 
 
+@pytest.mark.slow
 def test_each_context_is_measured_with_each_batch(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -15,6 +15,7 @@ from quantkit.evals.demo import SCHEMES, run_demo
 from quantkit.quality.verify import Verdict
 
 
+@pytest.mark.slow
 def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
     report = run_demo(tmp_path / "demo")
     rows = {row.name: row for row in report.rows}
@@ -44,6 +45,7 @@ def test_the_demo_measures_every_checkpoint(tmp_path: Path) -> None:
         assert not any("Left out" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(
     tmp_path: Path, capfd: Capture
 ) -> None:
@@ -76,6 +78,7 @@ def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("during", "again"), [("tensors", "new/demo"), ("steps", "demo")])
 @pytest.mark.parametrize("name", ["demo", "new/demo"])
 def test_an_interrupted_demo_leaves_nothing_and_the_next_reports_each_step(

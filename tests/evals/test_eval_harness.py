@@ -100,6 +100,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_word_perplexity_is_the_harness_s_to_four_digits(
     folder: Path, ours: Any, theirs: Any, data: Path
 ) -> None:

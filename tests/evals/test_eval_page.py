@@ -93,6 +93,7 @@ class _Read(HTMLParser):
             self.cells[-1] += data
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_loads_nothing(found: Evaluation) -> None:
     page = found.to_html()
     assert page.startswith("<!doctype html>\n<html")

@@ -341,6 +341,7 @@ def test_the_picture_names_each_model_once_and_knows_no_stray_texts(found: Evalu
     assert layers[:8] != layers[8:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a" * 300, "$x_1$ & \\frac", "模型", "_hidden"])
 def test_the_picture_takes_any_name(name: str, found: Evaluation) -> None:
     pytest.importorskip("matplotlib")

@@ -36,6 +36,7 @@ from quantkit.tensors.spec import TensorSpec
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.slow
 def test_no_damaged_input_breaks_the_rule() -> None:
     """1,200 inputs, thirty of them whole runs; ``--only NUMBER`` repeats one."""
     command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--inputs", "1200", "--seed", "0"]

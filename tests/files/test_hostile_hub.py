@@ -261,6 +261,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name.removeprefix("hf:case/"): run for name, run in found.items()}
 
 
+@pytest.mark.slow
 def test_a_sound_answer_is_taken(runs: dict[str, Run]) -> None:
     run = runs["sound"]
     assert (run.code, run.err, run.outside) == (0, "", [])
@@ -517,6 +518,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name.removeprefix("case/"): run for name, run in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_hostile_answer_about_a_dataset_is_refused(datasets: dict[str, Run], name: str) -> None:
     run = datasets[name]
@@ -527,6 +529,7 @@ def test_a_hostile_answer_about_a_dataset_is_refused(datasets: dict[str, Run], n
     assert not any("evil" in path for path in run.inside)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_check_of_a_file(tmp_path: Path) -> None:
     """The cache holds a file of 64 GiB of zeros, which no record says was checked."""
     size, path, requested = 64 << 30, "consolidated.00.pth", threading.Event()

@@ -256,6 +256,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("kind", BOMBS)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_hostile_pickle_is_refused_soon_and_in_little_memory(

@@ -423,6 +423,7 @@ OTHER_TENSORS: dict[str, tuple[str, torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", OTHER_TENSORS)
 def test_verify_compares_every_tensor_of_the_cache(
     what: str, folders: dict[str, Path], tmp_path: Path

@@ -182,6 +182,7 @@ HUGE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGE)
 def test_what_explodes_ends_soon(name: str) -> None:
     """Compiled and followed for some tokens, or refused, in bounded time."""

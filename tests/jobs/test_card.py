@@ -171,6 +171,7 @@ RECIPE = Recipe(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

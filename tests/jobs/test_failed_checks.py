@@ -85,6 +85,7 @@ def raiser(error: type[BaseException]) -> Callable[..., Any]:
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "error"), CASES)
 def test_a_check_that_raises_deletes_nothing_and_is_repeated_alone(
     name: str,

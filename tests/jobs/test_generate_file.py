@@ -340,6 +340,7 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(
 # What is wrong
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("content", "reported"),
     [
@@ -676,6 +677,7 @@ def test_a_torn_line_is_dropped(
     assert texts(out) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", [b"no JSON\n", b'{"index": 7}\n', b'{"index": "0"}\n', b"[]\n", b'{"index": 0}\n' * 2]
 )
@@ -690,6 +692,7 @@ def test_a_damaged_partial_file_is_refused_and_kept(
     assert (partial(out) / NAME).read_bytes() == line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "options"),
     [
@@ -721,6 +724,7 @@ def test_other_inputs_or_options_are_not_gone_on_with(
     assert (partial(out) / NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(
     demo_model: Path, prompts: Path, tmp_path: Path, whole: list[str]
 ) -> None:
@@ -852,6 +856,7 @@ def test_a_name_that_was_taken_meanwhile_is_left_alone(
 # Processes, and terminals
 
 
+@pytest.mark.slow
 def test_processes_share_a_file_of_prompts(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
     """The first one reads and writes; the other may have neither."""
     requested = (

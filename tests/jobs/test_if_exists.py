@@ -97,6 +97,7 @@ def test_gptq_is_not_repeated(
     assert contents(quantized) == before
 
 
+@pytest.mark.slow
 def test_an_option_in_another_spelling_is_the_same(
     source: Path, converted: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_option_in_another_spelling_is_the_same(
     assert quantkit.convert(source, converted, dtype="bf16", if_exists="skip").skipped
 
 
+@pytest.mark.slow
 def test_schemes_for_a_size_are_not_chosen_again(
     source: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +141,7 @@ def test_what_differs_in_a_conversion_is_named(source: Path, converted: Path) ->
         quantkit.quantize(source, converted, "int8", if_exists="skip")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -179,6 +182,7 @@ def test_another_machine_differs(
         quantkit.quantize(source, quantized, "int4-g64", **GPTQ, if_exists="skip")
 
 
+@pytest.mark.slow
 def test_calibration_text_is_compared_by_its_content(source: Path, tmp_path: Path) -> None:
     text, dst = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("The people of the United States, and of the world. " * 200)
@@ -220,6 +224,7 @@ def test_a_certificate_is_compared(source: Path, tmp_path: Path) -> None:
             quantkit.quantize(source, dst, "int8", **{**given, **changed})
 
 
+@pytest.mark.slow
 def test_files_in_gguf_are_compared(source: Path, in_gguf: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0]['content'] }}")
@@ -386,6 +391,7 @@ QUANTIZED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", QUANTIZED)
 def test_another_quantization_is_refused(
     change: str, source: Path, quantized: Path, tmp_path: Path

@@ -97,6 +97,7 @@ def _expected(
     return tokens[: min(ends, default=None)], logprobs[: min(ends, default=None)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_and_log_probabilities_are_those_of_the_algorithm(
     echo: bool, llama: quantkit.Llama
@@ -425,6 +426,7 @@ open(f"{out}/{rank}.json", "w").write(json.dumps(found))
 """  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama2", "llama3 int4"])
 def test_processes_share_the_model_and_all_have_the_results(
     name: str, folders: dict[str, Path], tmp_path: Path

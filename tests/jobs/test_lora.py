@@ -812,6 +812,7 @@ quantkit.convert(sys.argv[1], sys.argv[2], lora=sys.argv[3], source_check=False,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_merge_resumes_with_the_same_adapter_only(base: Path, tmp_path: Path) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter")

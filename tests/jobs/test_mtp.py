@@ -63,6 +63,7 @@ def _is_ignored(module: str, ignored: list[str]) -> bool:
     return is_match(module, torch.nn.Linear(1, 1), ignored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", mtp.KINDS)
 def test_its_tensors_are_carried_and_a_note_lists_them(
@@ -107,6 +108,7 @@ def test_compressed_tensors_ignores_all_its_linears(
     assert not any(_is_ignored(module, ignored) for module in packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mtp.KINDS)
 def test_doctor_finds_nothing(kind: str, quantized: Quantized) -> None:
     require_sound(quantized(kind, "run").path)
@@ -178,6 +180,7 @@ def test_transformers_loads_the_result_without_it(
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", mtp.KINDS)
 def test_it_is_carried_when_the_result_is_dequantized(
     kind: str, source: Callable[[str], Path], quantized: Quantized, tmp_path: Path

@@ -223,6 +223,7 @@ def test_code_that_is_not_trusted_is_not_run(
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_where_transformers_has_a_class_the_code_is_not_run(
     tiny_model: Tiny, ran: Path, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def _measured(empty: Path, *arguments: str | Path) -> tuple[dict[str, Any], int]
     return forecast, 1024 * int(out.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak"
 )
@@ -170,6 +171,7 @@ def test_time_counts_what_does_not_shrink_with_the_model(
     assert seconds[0] > 0.1
 
 
+@pytest.mark.slow
 def test_the_steps_are_the_phases_that_the_job_reports(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_the_steps_are_the_phases_that_the_job_reports(
         assert min(estimate.steps.values()) > 0
 
 
+@pytest.mark.slow
 def test_refining_is_counted_with_the_phases_that_the_job_reports(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -245,6 +248,7 @@ def test_choosing_schemes_counts_the_head_and_the_search_of_scales(
     assert choice_seconds() > without + 1000
 
 
+@pytest.mark.slow
 def test_a_probe_tells_early_that_a_scheme_will_hardly_pass(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from test_architectures import CASES, DENSE
+from architecture_cases import CASES, DENSE
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL, EXCERPT
@@ -23,6 +23,7 @@ _ROUNDED: dict[str, Any] = {}
 _GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 16, "length": 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DENSE)
 def test_a_quantized_model_is_within_its_bounds(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]

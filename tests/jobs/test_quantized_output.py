@@ -106,6 +106,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 @pytest.mark.parametrize("case", MODELS)
 def test_transformers_computes_what_the_reference_backend_does(

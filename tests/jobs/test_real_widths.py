@@ -103,6 +103,7 @@ def test_a_quantized_folder_keeps_its_tokenizer(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "up_size", "down_size"),
     [
@@ -130,6 +131,7 @@ def test_rows_that_groups_do_not_divide_have_smaller_ones(
     assert 1e-5 < kl < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_k_quant_mix_has_the_types_of_llama_cpp(
     name: str, real_shape: Callable[[str], Path], tmp_path: Path

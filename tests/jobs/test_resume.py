@@ -127,6 +127,7 @@ def whole_contents(
     return contents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.0, 0.35, 0.75])
 @pytest.mark.parametrize("job", JOBS)
 def test_a_killed_run_resumes_to_the_same_bytes(

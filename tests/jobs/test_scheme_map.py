@@ -7,7 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 from command import Capture, run
-from test_config import _keys
+from config_cases import config_keys
 
 from quantkit.architectures.families import config_from_hf
 from quantkit.jobs.quantize.scheme_map import SchemeMap
@@ -16,7 +16,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 
 def _lines(scheme: str, **sizes: int) -> list[str]:
-    config = config_from_hf(_keys("llama", **sizes), "config.json")
+    config = config_from_hf(config_keys("llama", **sizes), "config.json")
     return SchemeMap.of(Recipe(QuantScheme.parse(scheme)), config).misfit_lines()
 
 
@@ -76,7 +76,7 @@ def test_each_replacement_is_reported_with_its_layers(
 def test_all_experts_of_a_layer_have_one_scheme(scheme: str, used: str | None) -> None:
     """vLLM has gate, up and down of all experts as one module; llama.cpp does not."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "num_hidden_layers": 1}
-    config = config_from_hf(_keys("qwen3_moe", **sizes), "config.json")
+    config = config_from_hf(config_keys("qwen3_moe", **sizes), "config.json")
     scheme_map = SchemeMap.of(Recipe(QuantScheme.parse(scheme)), config)
     experts = {str(one) for module, one in scheme_map.schemes.items() if ".experts." in module}
     if used is None:

@@ -96,6 +96,7 @@ def _by_format(dst: Path) -> dict[str, dict[str, bytes]]:
     return {path.name: contents(path) for path in dst.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_each_format_has_the_bytes_of_a_run_in_it_alone(
     job: str, source: Path, alone: dict[str, dict[str, dict[str, bytes]]], tmp_path: Path
@@ -131,6 +132,7 @@ def test_experts_that_formats_order_differently(
         assert contents(tmp_path / "out" / name) == contents(tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("job", "phase", "share"),

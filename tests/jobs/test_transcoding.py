@@ -90,6 +90,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("scheme", "to"), EXACT, ids=str)
 def test_what_goes_to_another_format_comes_back_to_the_same_bytes(
     scheme: str, to: str, folders: dict[str, Path], tmp_path: Path

@@ -93,6 +93,7 @@ def test_it_is_rounded_and_measured_as_by_the_own_decoder(name: str, made: Made)
     assert any(note.endswith(f"{UNREAD}{on_cpus}; quantkit does") for note in other.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "qwen3_next"])
 def test_gptq_leaves_it_rounded_and_all_that_reads_the_result_reads_it(
     name: str, made: Made, sources: dict[str, Path], tmp_path: Path

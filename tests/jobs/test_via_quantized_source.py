@@ -99,6 +99,7 @@ def _written(
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stored", "dequantize"),
     [

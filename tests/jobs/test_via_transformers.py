@@ -88,6 +88,7 @@ def _kl(source: Path, result: Path, texts: Tensor) -> float:
     return float((reference.exp() * (reference - own)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_the_result_and_it_loses_less_than_rounding(
     kind: str, tiny_model: Tiny, made: Made, texts: Tensor
@@ -139,6 +140,7 @@ def test_a_family_with_a_decoder_loses_as_much_through_either(
     assert other == pytest.approx(own, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("written", "left"), [(1, {"0", "1"}), (2, {"1"}), (3, set())])
 def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_bytes(
     written: int,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_cpu_kernels import DTYPES, HERE
+from instruction_sets import DTYPES, HERE
 from torch import Tensor
 
 from quantkit.kernels.cpu_operators import BlockOperands, Blocks

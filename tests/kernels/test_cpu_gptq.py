@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from instruction_sets import HERE
 from schemes import any_scheme
-from test_cpu_kernels import HERE
 from torch import Tensor
 
 from quantkit.errors import RequestError
@@ -47,6 +47,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -89,6 +90,7 @@ def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
         assert (scale != 0).all()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_a_layer_loses_as_little_as_with_torch(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import DTYPES, HERE
 from quick_compiler import quick_compiler
 from torch import Tensor
 
@@ -24,18 +25,12 @@ from quantkit.kernels import build, library
 from quantkit.kernels.backend import REFERENCE
 from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.kernels.library import load_kernels
-from quantkit.kernels.variants import VARIANTS, runs_here
 from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import to_cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
 pytestmark = pytest.mark.cpu_kernels
-
-
-HERE = [name for name in VARIANTS if runs_here(name)]
-"""The kernels that this machine can run."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _random(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> QuantTensor:
@@ -519,6 +514,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
         load_kernels("sse9")
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
     compiler = quick_compiler(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from expert_formulas import Mixture, summed
-from test_cpu_kernels import HERE
-from test_fused import _logits, _Wrong
+from fused_blocks import WrongBackend, block_logits
+from instruction_sets import HERE
 from torch import Tensor
 
 from quantkit.architectures.config import ExpertsConfig, LayerConfig
@@ -181,6 +181,7 @@ def _banks(model: Decoder) -> list[Any]:
     return [module.bank for module in model.modules() if isinstance(module, Experts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MIXTURES)
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str) -> None:
@@ -188,19 +189,19 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str) -> N
     model = load_model(checkpoint, dtype=torch.float32, backend="cpu-exact")
     assert model.ops.blocks is not None
     steps = [5, 1, 1, 20, 13]
-    found = _logits(model, _tokens(), steps, torch.float32)
+    found = block_logits(model, _tokens(), steps, torch.float32)
     model.ops = dataclasses.replace(model.ops, blocks=None)
-    banked = _logits(model, _tokens(), steps, torch.float32)
+    banked = block_logits(model, _tokens(), steps, torch.float32)
     for module in model.modules():
         if isinstance(module, Experts):
             assert module.bank is not None
             module.bank = None
-    one_by_one = _logits(model, _tokens(), steps, torch.float32)
+    one_by_one = block_logits(model, _tokens(), steps, torch.float32)
     assert (found - one_by_one).abs().max() < 1e-3 * one_by_one.std()
     assert (banked - one_by_one).abs().max() < 1e-3 * one_by_one.std()
     reference = load_model(checkpoint, dtype=torch.float32, backend="reference")
     assert _banks(reference) == [None] * len(_banks(reference))
-    whole = _logits(reference, _tokens(), [40], torch.float32)
+    whole = block_logits(reference, _tokens(), [40], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 
@@ -212,10 +213,10 @@ def test_sequences_together_have_the_bits_that_each_has_alone() -> None:
     )
     assert model.ops.blocks is not None
     texts = torch.cat([_tokens(), _tokens().flip(0)])
-    together = _logits(model, texts, [30, 1, 1], torch.float32)
+    together = block_logits(model, texts, [30, 1, 1], torch.float32)
     for row in range(4):
         assert torch.equal(
-            together[row], _logits(model, texts[row : row + 1], [30, 1, 1], torch.float32)[0]
+            together[row], block_logits(model, texts[row : row + 1], [30, 1, 1], torch.float32)[0]
         )
 
 
@@ -234,9 +235,9 @@ def test_the_weights_of_a_bank_are_there_once() -> None:
 def test_a_bfloat16_model_takes_its_router_as_it_is() -> None:
     model = load_model(_mixture("int8", dtype="bfloat16", shared_size=32, shared_gate=True))
     assert model.ops.blocks is not None
-    found = _logits(model, _tokens(), [9, 1, 30], torch.bfloat16)
+    found = block_logits(model, _tokens(), [9, 1, 30], torch.bfloat16)
     floats = load_model(_mixture("int8", shared_size=32, shared_gate=True), dtype=torch.float32)
-    whole = _logits(floats, _tokens(), [40], torch.float32)
+    whole = block_logits(floats, _tokens(), [40], torch.float32)
     assert (found - whole).norm() < 0.1 * whole.norm()
 
 
@@ -251,7 +252,7 @@ def test_experts_that_are_quantized_differently_go_one_by_one(left_out: str) -> 
         _mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="reference"
     )
     found, expected = (
-        _logits(one, _tokens(), [5, 35], torch.float32) for one in (model, reference)
+        block_logits(one, _tokens(), [5, 35], torch.float32) for one in (model, reference)
     )
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
@@ -279,7 +280,7 @@ def test_kernels_for_experts_that_a_compiler_got_wrong_are_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernels = load_kernels()
-    monkeypatch.setattr(cpu, "load_kernels", lambda: _Wrong(kernels, wrong, share))
+    monkeypatch.setattr(cpu, "load_kernels", lambda: WrongBackend(kernels, wrong, share))
     model = load_model(_mixture("int8"), dtype=torch.float32)
     assert model.ops.blocks is None
     assert (
@@ -289,6 +290,7 @@ def test_kernels_for_experts_that_a_compiler_got_wrong_are_not_used(
     assert (None in _banks(model)) == (wrong == "experts")
 
 
+@pytest.mark.slow
 def test_a_step_of_experts_compiles_into_one_graph() -> None:
     for scheme in ("int8", None):
         model = load_model(_mixture(scheme), dtype=torch.float32)

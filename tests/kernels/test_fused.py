@@ -9,8 +9,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from test_architectures import CASES, FULLEST
-from test_cpu_kernels import HERE
+from architecture_cases import CASES, FULLEST
+from fused_blocks import WrongBackend, block_logits, hidden_states
+from instruction_sets import HERE
 from torch import Tensor
 
 import quantkit
@@ -20,7 +21,6 @@ from quantkit.kernels.library import load_kernels
 from quantkit.model import fused_blocks
 from quantkit.model.attention import attend_with_mask
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Decoder
 from quantkit.model.fused_blocks import block_features
 from quantkit.model.linear import QuantLinear
 from quantkit.model.load import load_model
@@ -30,35 +30,10 @@ from quantkit.tensors.scheme import QuantScheme
 pytestmark = pytest.mark.cpu_kernels
 
 
-def _logits(
-    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
-) -> Tensor:
-    """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves
-    if `first`.
-    """
-    return model.head(_hidden(model, tokens, steps, dtype, first=first))
-
-
-def _hidden(
-    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
-) -> Tensor:
-    """The hidden states [B, T, D] of which they are."""
-    cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
-    parts, start = [], 0
-    with torch.inference_mode():
-        for count in steps:
-            positions = torch.arange(start, start + count)
-            own = first and start == 0
-            parts.append(
-                model.hidden(tokens[:, start : start + count], positions, cache, first=own)
-            )
-            start += count
-    return torch.cat(parts, dim=1)
-
-
 SERVED = [case for case in CASES if case != "gpt-oss-limits"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "scheme"),
     [
@@ -83,17 +58,17 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
     all_found = [
-        _logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)
+        block_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)
     ]
     with torch.inference_mode():
         all_found.append(model(tokens, torch.arange(count)))
     model.ops = dataclasses.replace(model.ops, blocks=None)
-    expected = _logits(model, tokens, steps, torch.float32)
+    expected = block_logits(model, tokens, steps, torch.float32)
     for found in all_found:
         assert (found - expected).abs().max() < 1e-3 * expected.std()
     exact = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     assert exact.ops.blocks is None
-    whole = _logits(exact, tokens, [count], torch.float32)
+    whole = block_logits(exact, tokens, [count], torch.float32)
     assert (found - whole).abs().max() < 1e-2 * whole.std()
 
 
@@ -106,6 +81,7 @@ PIECES = [
 """Steps of three sequences: of each piece the sequence, its first position, and how many tokens."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias", "smollm3"])
 @pytest.mark.parametrize(
     ("backend", "cached"),
@@ -139,7 +115,7 @@ def test_sequences_that_come_and_go_are_each_as_if_alone(
                 found.setdefault(text, []).append(row)
         for text, states in found.items():
             own = [count for step in PIECES for other, _, count in step if other == text]
-            alone = _hidden(model, texts[text : text + 1], own, cached)[0]
+            alone = hidden_states(model, texts[text : text + 1], own, cached)[0]
             together = torch.stack(states)
             if backend == "reference":
                 bound = (
@@ -197,8 +173,8 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.bfloat16)
     assert model.ops.blocks is not None
-    found = _logits(model, oracle.random_tokens(9), [4, 1, 1, 1, 1, 1], torch.bfloat16)
-    whole = _logits(
+    found = block_logits(model, oracle.random_tokens(9), [4, 1, 1, 1, 1, 1], torch.bfloat16)
+    whole = block_logits(
         load_model(tmp_path / "quantized", dtype=torch.float32),
         oracle.random_tokens(9),
         [9],
@@ -225,11 +201,12 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     reference = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     tokens = oracle.random_tokens(9)
     found, expected = (
-        _logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference)
+        block_logits(each, tokens, [5, 1, 3], torch.float32) for each in (model, reference)
     )
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", ["float_linear", "cached_attention", "run_blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.15, 5.0])
@@ -245,37 +222,20 @@ def test_operations_that_a_compiler_got_wrong_are_not_used(
     quantkit.quantize(folder, tmp_path / "quantized", "int8", accept_quality_loss=True)
     tokens = oracle.random_tokens(9)
     good = load_model(tmp_path / "quantized", dtype=dtype)
-    expected = _logits(good, tokens, [4, 1, 1, 1, 2], dtype)
+    expected = block_logits(good, tokens, [4, 1, 1, 1, 2], dtype)
     assert not caplog.records
     kernels = load_kernels()
-    monkeypatch.setattr(cpu, "load_kernels", lambda: _Wrong(kernels, wrong, share))
+    monkeypatch.setattr(cpu, "load_kernels", lambda: WrongBackend(kernels, wrong, share))
     model = load_model(tmp_path / "quantized", dtype=dtype)
     assert model.ops.blocks is None
     assert "wrong on this machine; torch's are used" in caplog.text
-    found = _logits(model, tokens, [4, 1, 1, 1, 2], dtype)
+    found = block_logits(model, tokens, [4, 1, 1, 1, 2], dtype)
     assert (found - expected).abs().max() < (
         1e-3 if dtype == torch.float32 else 0.1
     ) * expected.std()
 
 
-class _Wrong:
-    """Kernels of which one gives a number in each row that is too large by a share."""
-
-    def __init__(self, kernels: Any, wrong: str, share: float) -> None:
-        self._kernels, self._wrong, self._share = kernels, wrong, share
-
-    def __getattr__(self, name: str) -> Any:
-        right = getattr(self._kernels, name)
-
-        def slightly_off(first: Tensor, *rest: Any) -> Any:
-            out = right(first, *rest)
-            changed = first if out is None else out
-            changed[..., -1] *= 1 + self._share
-            return out
-
-        return slightly_off if name == self._wrong else right
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128"])
 def test_the_exact_mode_writes_the_references_text(
     scheme: str, demo_model: Path, tmp_path: Path

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from instruction_sets import HERE
 from schemes import any_scheme
-from test_cpu_kernels import HERE
 from torch import Tensor
 
 from quantkit.kernels import dispatch as check
@@ -128,6 +128,7 @@ def test_zero_points_and_negative_scales_that_are_lost_are_found_out(inner: str)
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 def test_what_is_right_passes(variant: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from build_wheels import compile_kernels
+from instruction_sets import HERE
 from quick_compiler import quick_compiler
-from test_cpu_kernels import HERE
 
 from quantkit.errors import UnsupportedError
 from quantkit.kernels.build import ensure_compiled

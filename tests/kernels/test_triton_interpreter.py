@@ -18,6 +18,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_kernels_are_right_in_the_interpreter() -> None:
     command = [
         sys.executable,

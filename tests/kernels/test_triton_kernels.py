@@ -128,6 +128,7 @@ def test_kernels_for_single_products_compile_for_gpus_that_are_not_here(
         assert "ld.global.v4" in stages["ptx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("group", "symmetric"), [(0, True), (32, False), (128, True)])
 @pytest.mark.parametrize("tokens", [32, 128])
@@ -158,6 +159,7 @@ def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "symmetric"), [(0, True), (32, False)])
 def test_float32_has_no_tensor_cores_and_compiles_as_well(
     group: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +174,7 @@ def test_float32_has_no_tensor_cores_and_compiles_as_well(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("stages", [1, 3])
@@ -198,6 +201,7 @@ def test_kernels_for_few_tokens_compile_for_gpus_that_are_not_here(
         assert "st.local" not in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_kernels_for_few_tokens_compile_for_one(
@@ -219,6 +223,7 @@ def test_kernels_for_few_tokens_compile_for_one(
     assert _compiled(triton_skinny.skinny, {**flags, **config.constants()}, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("places", [8, 4096])
@@ -239,6 +244,7 @@ def test_kernels_for_experts_compile_for_gpus_that_are_not_here(
     assert _compiled(kernel, constants, target)["cubin" if target == "cuda" else "hsaco"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cached", [None, "i8"])
 @pytest.mark.parametrize(
@@ -314,6 +320,7 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "bits", "cached"), [("cuda", 4, "i8"), ("cuda", 8, None), ("hip", 4, None)], ids=str
 )
@@ -363,7 +370,7 @@ def test_columns_are_rounded_without_a_word_between_threads(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_gptq import round_columns
 
-    tensors = ("start", "wanted", "ratios", "inverse", "scale", "zero", "codes", "errors")
+    tensors = ("start", "target", "ratios", "inverse", "scale", "zero", "codes", "errors")
     types = dict.fromkeys(tensors, "*fp32") | {"columns": "*i64", "levels": "fp32"}
     constants = {
         "SYMMETRIC": symmetric,
@@ -631,6 +638,7 @@ def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.Monkey
     assert _unsupported_reason() == "triton is not installed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])
 def test_the_scripts_say_what_they_do_without_a_gpu(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]

@@ -27,6 +27,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
 
+@pytest.mark.slow
 def test_loading_and_generating_leave_torchs_compiler_alone(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def _bound(dtype: torch.dtype, backend: str, entry: str = "cache") -> float:
     return MODES[backend] + steps + (INT8_CACHE if entry == "int8 cache" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", MODES)

@@ -61,6 +61,7 @@ def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
         assert report.probes["random tokens"].divergence.kl == pytest.approx(kl, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", ["kl", "perplexity_ratio"])
 def test_what_the_gate_stops_is_different(
     figure: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +145,7 @@ def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "activations", "expected"),
     [

@@ -291,6 +291,7 @@ def test_gptq_reads_each_weight_once_and_the_source_for_its_baseline(
     assert source.reads == {name: 2 + (name in solved) for name in source.names()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4-g64", "int4-g32-asym"])
 def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     scheme: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,6 +321,7 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     assert ran == [1, 2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "damage", ["codes", "one code", "scale", "solver", "fallback", "scheme", "kept"]
 )

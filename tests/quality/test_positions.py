@@ -136,6 +136,7 @@ def test_pieces_of_attention_are_the_whole(
     assert max(masks) < 2 * 150 * 25  # no mask of all by all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(
     kind: str, tmp_path: Path

@@ -15,16 +15,15 @@ import forked
 import oracle
 import pytest
 import torch
+from architecture_cases import ROPES
+from batch_cases import CONTEXT, batch_model, random_prompts, staggered_requests
 from rows import alone, forward_logprobs, read_late, require_same, together
-from test_architectures import ROPES
 from torch import Tensor
 from transformers import DynamicCache
 
 import quantkit
-from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
@@ -35,13 +34,10 @@ from quantkit.tensors.qtensor import QuantTensor
 
 pytestmark = pytest.mark.cpu_kernels
 
-LENGTHS = (1, 400, 2, 17, 16, 239, 240, 241, 33, 300, 5, 64, 120, 8, 257, 15)
-"""Of prompts, around what is read at a time (240) and what kernels take as few rows (16)."""
 NEAR = 2e-3
 """Where sums are made in another order: how near two log-probabilities may be for either to be
 the larger.
 """
-CONTEXT = 512
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "windows": ("mistral", {"sliding_window": 50}),
@@ -65,31 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def _model(folder: Path | str, backend: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
-    model = load_model(
-        Path(folder), device="cpu", dtype=torch.float32, backend=backend, group=group
-    )
-    model.config = replace(model.config, eos_token_ids=())
-    return model
-
-
-def _prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    return [
-        row[:length].tolist() for row, length in zip(_texts(len(lengths)), lengths, strict=True)
-    ]
-
-
-def _texts(count: int) -> Tensor:
-    return oracle.random_tokens(CONTEXT, batch=count)
-
-
-def _staggered(**options: Any) -> list[Request]:
-    """Sixteen requests that end one after the other."""
-    return [
-        Request(prompt, 3 + 5 * index % 23, **options) for index, prompt in enumerate(_prompts())
-    ]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [None, torch.int8], ids=["float", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
@@ -97,9 +69,9 @@ def _staggered(**options: Any) -> list[Request]:
 def test_each_sequence_has_the_bits_of_itself_alone(
     backend: str, scheme: str, kind: str, cached: torch.dtype | None, folders: Path
 ) -> None:
-    model = _model(folders / f"{kind}-{scheme}", backend)
+    model = batch_model(folders / f"{kind}-{scheme}", backend)
     assert model.ops.ragged
-    requests = _staggered(logprobs=2)
+    requests = staggered_requests(logprobs=2)
     expected = [
         replace(alone(model, one, cache_dtype=cached)[0], prompt=at)
         for at, one in enumerate(requests)
@@ -112,22 +84,23 @@ def test_each_sequence_has_the_bits_of_itself_alone(
 _SHARED = """
 import sys, torch
 from dataclasses import replace
-from test_batch import _model, _staggered
+from batch_cases import batch_model, staggered_requests
 from quantkit.distributed.group import join_processes
 from rows import alone, together
 from quantkit.runtime.engine import Engine
 torch.set_num_threads(1)
 with join_processes("cpu") as group:
     for folder in sys.argv[1:]:
-        model = _model(folder, "cpu-exact", group)
+        model = batch_model(folder, "cpu-exact", group)
         assert model.ops.ragged and model.config.num_kv_heads == 1
-        requests = _staggered(logprobs=1)[::2]
+        requests = staggered_requests(logprobs=1)[::2]
         expected = [replace(alone(model, one)[0], prompt=at) for at, one in enumerate(requests)]
         assert together(Engine(model, 430, slots=5), requests) == expected
         print([one.token_ids for one in expected])
 """
 
 
+@pytest.mark.slow
 def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: Path) -> None:
     model = oracle.make(
         "llama", intermediate_size=128, max_position_embeddings=CONTEXT, num_hidden_layers=1
@@ -142,26 +115,30 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == second.stdout
     for line, folder in zip(first.stdout.splitlines(), folders, strict=True):
-        own = _model(folder, "cpu-exact")
-        for tokens, request in zip(json.loads(line), _staggered(logprobs=2)[::2], strict=True):
+        own = batch_model(folder, "cpu-exact")
+        for tokens, request in zip(
+            json.loads(line), staggered_requests(logprobs=2)[::2], strict=True
+        ):
             right = alone(own, request)[0]
             shared = replace(right, token_ids=tokens)
             assert require_same(shared, right, NEAR) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["", "-int8"], ids=["floats", "reference"])
 def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(
     name: str, kind: str, folders: Path
 ) -> None:
-    model = _model(folders / f"{kind}{name}", "reference" if name else None)
+    model = batch_model(folders / f"{kind}{name}", "reference" if name else None)
     assert not model.ops.ragged
-    requests = _staggered(logprobs=2)
+    requests = staggered_requests(logprobs=2)
     found = together(Engine(model, 430, slots=5), requests)
     same = [require_same(one, alone(model, requests[one.prompt])[0], NEAR) for one in found]
     assert sum(same) > 0.9 * sum(one.max_new_tokens for one in requests)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "backend", "bound"),
@@ -176,10 +153,10 @@ def test_log_probabilities_are_those_of_a_plain_pass(
     name: str, backend: str | None, bound: float, kind: str, folders: Path
 ) -> None:
     """Of prompts that are echoed as well as of new tokens."""
-    model = _model(folders / f"{kind}{name}", backend)
+    model = batch_model(folders / f"{kind}{name}", backend)
     requests = [
-        *_staggered(logprobs=3, echo=True)[:8],
-        Request(_prompts()[9], 0, logprobs=0, echo=True),
+        *staggered_requests(logprobs=3, echo=True)[:8],
+        Request(random_prompts()[9], 0, logprobs=0, echo=True),
     ]
     for one in together(Engine(model, 430, slots=4), requests):
         request, reported = requests[one.prompt], one.logprobs
@@ -214,6 +191,7 @@ def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tens
     return found, reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [None, "int8"])
 @pytest.mark.parametrize(
     ("rope", "compiled"), [*((rope, False) for rope in ROPES), ("dynamic", True)]
@@ -245,7 +223,7 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     model = load_model(folder, dtype=torch.float32)
     assert model.ops.ragged == (scheme is not None)
     lengths = (100, 5, 49) if compiled else (100, 5, 55, 108, 1, 49)
-    requests = [Request(prompt, 20, logprobs=2) for prompt in _prompts(lengths)]
+    requests = [Request(prompt, 20, logprobs=2) for prompt in random_prompts(lengths)]
     engine = Engine(model, 128, slots=4, compiled=compiled)
     monkeypatch.setattr(engine, "chunk", 48)
     for one in together(engine, requests):
@@ -287,19 +265,20 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 # What is compiled
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
 def test_nothing_is_compiled_after_the_warm_up(
     backend: str, folders: Path, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which says how much it compiles. Compiled sequences are themselves but for ties."""
-    model = _model(folders / "llama-int8", backend)
+    model = batch_model(folders / "llama-int8", backend)
     engine = Engine(model, 100, slots=3, compiled=True)
     monkeypatch.setattr(engine, "chunk", 16)
     before = graphs()
     assert engine.warm_up() == graphs() - before == 5
     requests = [
-        Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(_prompts())
+        Request(prompt[:90], 2 + at % 7, logprobs=2) for at, prompt in enumerate(random_prompts())
     ]
     expected = [alone(model, request)[0] for request in requests]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -316,20 +295,20 @@ def test_nothing_is_compiled_after_the_warm_up(
 
 
 def test_eager_engines_need_no_warm_up(folders: Path) -> None:
-    assert Engine(_model(folders / "llama-int8"), 20).warm_up() == 0
+    assert Engine(batch_model(folders / "llama-int8"), 20).warm_up() == 0
 
 
 @pytest.mark.compiles
 def test_a_warm_up_covers_more_rows_than_a_slot_holds(
     folders: Path, graphs: Callable[[], int]
 ) -> None:
-    model = _model(folders / "llama-int8", "cpu-exact")
+    model = batch_model(folders / "llama-int8", "cpu-exact")
     model.config = replace(model.config, max_context=20)
     engine = Engine(model, 20, slots=4, compiled=True)
     before = graphs()
     assert engine.warm_up() == graphs() - before == 7
     with torch._dynamo.config.patch(error_on_recompile=True):
-        together(engine, [Request(prompt[:15], 4) for prompt in _prompts()])
+        together(engine, [Request(prompt[:15], 4) for prompt in random_prompts()])
 
 
 # Who waits for whom
@@ -341,19 +320,19 @@ def test_a_short_prompt_waits_for_no_long_one(
     """Its first token, while 8 sequences decode and a prompt of 2000 is read: within three
     chunks.
     """
-    model = _model(folders / "llama-int8")
+    model = batch_model(folders / "llama-int8")
     model.config = replace(model.config, max_context=2500)
     engine = Engine(model, 2100, slots=10, draft_tokens=0)
     rows: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
     scheduler = Scheduler(engine)
-    running = [scheduler.add(Request(prompt, 100))[0] for prompt in _prompts((9,) * 8)]
+    running = [scheduler.add(Request(prompt, 100))[0] for prompt in random_prompts((9,) * 8)]
     while any(len(one.tokens) < 3 for one in running):
         scheduler.step()
     long, drawn = scheduler.add(Request([5] * 2000, 10))[0], [len(one.tokens) for one in running]
     scheduler.step()
-    short = scheduler.add(Request(_prompts((16,))[0], 10))[0]
+    short = scheduler.add(Request(random_prompts((16,))[0], 10))[0]
     rows.clear()
     while not short.tokens:
         scheduler.step()
@@ -364,7 +343,7 @@ def test_a_short_prompt_waits_for_no_long_one(
 
 
 def test_long_prompts_take_turns(folders: Path) -> None:
-    model = _model(folders / "llama-int8")
+    model = batch_model(folders / "llama-int8")
     model.config = replace(model.config, max_context=2500)
     scheduler = Scheduler(Engine(model, 1500, slots=2))
     first, second = (scheduler.add(Request([token] * 1400, 2))[0] for token in (5, 6))
@@ -376,14 +355,15 @@ def test_long_prompts_take_turns(folders: Path) -> None:
 # Requests that come and go
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama-int8", "windows-int4-g32"])
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_that_come_and_go_as_they_like(
     seed: int, name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At random: when they come, what they share, how they are drawn, and when they are left."""
-    model, chance = _model(folders / name, "cpu-exact"), random.Random(seed)
-    texts = _prompts((200, 200))
+    model, chance = batch_model(folders / name, "cpu-exact"), random.Random(seed)
+    texts = random_prompts((200, 200))
     cached = chance.choice([None, torch.int8])
     engine = Engine(model, 260, slots=chance.choice([1, 2, 5]), cache_dtype=cached)
     monkeypatch.setattr(engine, "chunk", chance.choice([32, 48, 240]))
@@ -444,8 +424,8 @@ def _read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_samples_of_a_prompt_share_it(
     name: str, slots: int, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = _model(folders / name)
-    prompt = _prompts((250,))[0]
+    model = batch_model(folders / name)
+    prompt = random_prompts((250,))[0]
     request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=6)
     single = [Request(prompt, 6, SamplingParams(1.5, seed=4 + number)) for number in range(6)]
     expected = [alone(model, one)[0].token_ids for one in single]
@@ -458,8 +438,8 @@ def test_samples_of_a_prompt_share_it(
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folders: Path) -> None:
-    model = _model(folders / "llama-int8")
-    prompt = _prompts((300,))[0]
+    model = batch_model(folders / "llama-int8")
+    prompt = random_prompts((300,))[0]
     request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=3)
     expected = [one.token_ids for one in alone(model, request)]
     for slots in (1, 2, 3):
@@ -474,10 +454,11 @@ def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folder
 
 
 def test_seeds_and_samples_do_not_depend_on_what_else_runs(folders: Path) -> None:
-    model = _model(folders / "llama-int4-g32", "cpu-fast")
+    model = batch_model(folders / "llama-int4-g32", "cpu-fast")
     drawn = {"temperature": 1.2, "top_p": 0.9, "seed": 5}
     requested = [
-        Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))
+        Request(prompt, 12, SamplingParams(**drawn), samples=2)
+        for prompt in random_prompts((40, 3, 260))
     ]
     expected = [one.token_ids for request in requested for one in alone(model, request)]
     for slots in (2, 6):
@@ -538,7 +519,7 @@ def test_what_is_not_finite_is_given_to_nobody(
     options: dict[str, Any], wrong: str, late: bool, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_late(monkeypatch, late=late)
-    engine = Engine(_model(folders / "llama-int8"), 420, slots=4)
+    engine = Engine(batch_model(folders / "llama-int8"), 420, slots=4)
     step, count = engine.step, iter(range(1000))
 
     def broken(*given: Any) -> Tensor:
@@ -549,7 +530,9 @@ def test_what_is_not_finite_is_given_to_nobody(
 
     monkeypatch.setattr(engine, "step", broken)
     scheduler = Scheduler(engine)
-    several = [scheduler.add(Request(prompt, 30, **options))[0] for prompt in _prompts((300, 5, 7))]
+    several = [
+        scheduler.add(Request(prompt, 30, **options))[0] for prompt in random_prompts((300, 5, 7))
+    ]
     with pytest.raises(NonFiniteError):
         _finish(scheduler)
     assert all(len(one.tokens) < 10 for one in several)
@@ -559,7 +542,7 @@ def test_what_is_not_finite_is_given_to_nobody(
 
 
 def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
-    model = _model(folders / "llama-int8")
+    model = batch_model(folders / "llama-int8")
     with pytest.raises(
         RequestError,
         match=(
@@ -579,7 +562,7 @@ def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
 
 
 def test_a_slot_must_hold_what_is_requested(folders: Path) -> None:
-    scheduler = Scheduler(Engine(_model(folders / "llama-int8"), 20, slots=2))
+    scheduler = Scheduler(Engine(batch_model(folders / "llama-int8"), 20, slots=2))
     with pytest.raises(RequestError, match="exceed the engine"):
         scheduler.add(Request([5] * 15, 6))
     assert not scheduler.busy

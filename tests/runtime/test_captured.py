@@ -17,8 +17,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from architecture_cases import CASES, ROPES
 from rows import Late, LateRecorder, together
-from test_architectures import CASES, ROPES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -128,6 +128,7 @@ def _bare(one: Generation) -> tuple[list[int], str | None]:
     return one.tokens, one.finish_reason
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slots", [1, 3, 5])
 @pytest.mark.parametrize("soon", [0.0, 0.5, 1.0], ids=["late", "now and then", "at once"])
 @pytest.mark.parametrize("folder", ["model", "model-int8"])

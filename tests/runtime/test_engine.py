@@ -11,8 +11,8 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from instruction_sets import HERE
 from rows import read_late
-from test_cpu_kernels import HERE
 from torch import Tensor
 
 import quantkit
@@ -58,6 +58,7 @@ def _without_end(path: Path, backend: str | None = None) -> Decoder:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
 def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(

@@ -183,6 +183,7 @@ for one in running:
 """
 
 
+@pytest.mark.slow
 def test_what_is_left_early_says_nothing_at_the_end_of_a_program(demo_model: Path) -> None:
     command = [sys.executable, "-c", LEFT_EARLY, str(demo_model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -265,6 +266,7 @@ def test_the_prompt_is_given_in_place_or_named(
         assert run(capfd, "generate", demo_model, *given, *NEW, "--dtype", "fp32") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [["-"], ["--prompt-file", "-"]], ids=" ".join)
 def test_a_dash_reads_stdin(given: list[str], demo_model: Path, answer: str) -> None:
     done = _piped(f"{PROMPT}\n".encode(), demo_model, *given, *NEW, "--dtype", "fp32")
@@ -323,6 +325,7 @@ def test_a_prompt_that_is_none_is_refused(
     assert all(word.format(tmp=tmp_path) in err for word in words), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     ["", "x --prompt-file y", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"],

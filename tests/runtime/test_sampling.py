@@ -214,6 +214,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -> None:
     seen = torch.tensor([[True, True, False, True]])

@@ -48,6 +48,7 @@ def expected(loaded: tuple[Any, Any]) -> list[quantkit.Completion]:
     return quantkit.generate_batch(decoder, PROMPTS, tokenizer=tokenizer, max_new_tokens=24)
 
 
+@pytest.mark.slow
 def test_texts_at_once_are_those_alone(client: OpenAI, expected: list[quantkit.Completion]) -> None:
     def continued(prompt: str) -> Any:
         return client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0)
@@ -315,6 +316,7 @@ def test_whoever_goes_away_gives_the_slot_back(client: OpenAI, address: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_key_is_needed_where_there_is_one(model: Path) -> None:
     with started(model, "--api-key", KEY) as (_, address):
         with pytest.raises(AuthenticationError):
@@ -323,6 +325,7 @@ def test_a_key_is_needed_where_there_is_one(model: Path) -> None:
         assert _health(address) == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_running_requests_end_before_the_server_does(model: Path) -> None:
     with started(model, "--context", "512") as (process, address):
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

@@ -107,6 +107,7 @@ def greedy_text(model: Any, tokenizer: Any, context: str) -> str:
     return after
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -292,6 +292,7 @@ def test_a_log_on_stdout_has_it_to_itself(model: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

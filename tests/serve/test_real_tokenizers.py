@@ -90,6 +90,7 @@ def render(tokenizer: Any, tools: Any) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 def test_a_chat_is_the_template_and_the_greedy_text(served: Served) -> None:
     ids = render(served.tokenizer, None)
     answer = served.client.chat.completions.create(messages=MESSAGES, **served.settings)

@@ -23,6 +23,7 @@ from quantkit.serve.remote_chat import RemoteChat
 STREAM = {"Content-Type": "text/event-stream"}
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_a_session_does(address: str, model: Path, template: Path) -> None:
     decoder, tokenizer = quantkit.load(model, backend="cpu-exact")
     chat = quantkit.chat_format(model, tokenizer, str(template))
@@ -95,6 +96,7 @@ def _error(message: str, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": "x", "param": None, "code": code}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("reply", "kind", "message"),
     [

@@ -143,6 +143,7 @@ def log_entry(log: Path, number: str) -> dict[str, Any]:
     return entries()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [
@@ -191,6 +192,7 @@ def test_a_header_byte_by_byte_is_not_waited_for(address: str) -> None:
             pytest.fail("the server read all of it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_stops_reading_gives_its_place_back(
     stream: bool, address: str, log: Path
@@ -269,6 +271,7 @@ def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) 
         assert log_entry(log, "unsent-0")["status"] == 499
 
 
+@pytest.mark.slow
 def test_an_address_with_too_many_busy_connections_is_refused(model: Path) -> None:
     body = {"prompt": "War", "max_tokens": 3000, "logit_bias": WITHOUT_END, "stream": True}
     with (
@@ -327,6 +330,7 @@ def test_compressed_bodies_are_refused(coding: str, status: int, address: str) -
     assert (b"accept-encoding: identity" in answer.lower()) is (status == 415)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("authorization", "status"),
     [
@@ -348,6 +352,7 @@ def test_the_scheme_of_a_key_may_have_any_case(
         assert connection.getresponse().status == status
 
 
+@pytest.mark.slow
 def test_the_name_of_a_proxy_can_be_allowed(model: Path) -> None:
     with impatient_server(
         model, "--allowed-host", "LLM.example", "--allowed-host", "2001:db8::1"

@@ -100,6 +100,7 @@ def streamed(client: OpenAI, **given: Any) -> tuple[str, str, dict[int, dict[str
     return content, reasoning, calls, reason, usage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_that_are_required_are_made_whole_or_in_pieces(
     family: str, clients: dict[str, OpenAI]
@@ -343,6 +344,7 @@ def test_reasoning_is_separate_whole_or_in_pieces(clients: dict[str, OpenAI]) ->
     assert usage.completion_tokens_details.reasoning_tokens == details.reasoning_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["opened", "plain", "closed"])
 def test_a_format_begins_after_the_reasoning(template: str, clients: dict[str, OpenAI]) -> None:
     client = clients[template]

@@ -8,7 +8,7 @@ from typing import Any
 
 import oracle
 import pytest
-from test_topology import CASES, ENDS
+from topology_cases import CASES, ENDS
 
 from quantkit.architectures.families import families
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint

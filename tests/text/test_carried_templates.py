@@ -87,6 +87,7 @@ def _expected(plain: Path, template: str) -> list[int]:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", FORMS, indirect=True)
 @pytest.mark.parametrize("job", ["convert", "quantize", "there and back"])
 def test_readers_find_them_wherever_they_lay(

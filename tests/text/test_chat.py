@@ -524,6 +524,7 @@ def _doubled(text: str) -> str:
 LONG = "{% set text = 'xy' * 2000000 %}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "source",
     [

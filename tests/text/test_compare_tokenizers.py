@@ -380,6 +380,7 @@ def test_an_added_token_with_a_space_is_another_than_with_the_sign_for_it(
     assert "zebra'): spelling " in str(_difference(one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -447,6 +448,7 @@ def _many_tokens(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_id_of_a_large_vocabulary_is_compared(tmp_path: Path) -> None:
     source = _many_tokens(tmp_path / "source")
     original = load_tokenizer(source)

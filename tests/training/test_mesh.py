@@ -108,6 +108,7 @@ def together(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(models, tmp_path_factory.mktemp("together") / "out", "2x2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Path) -> None:
     """Twenty steps of 4 samples; each process ends with the same factors, to the bit."""
@@ -129,6 +130,7 @@ def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Pat
         assert (factors[name] - value).abs().mean() < 2e-5, name
 
 
+@pytest.mark.slow
 def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path: Path) -> None:
     """After the process that keeps it was killed; the other one ends with the code for that."""
     command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *TEXT)]
@@ -164,6 +166,7 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
     assert sorted(one.name for one in tmp_path.iterdir()) == ["alone", "dst"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -77,6 +77,7 @@ def weights(path: Path) -> dict[str, QuantTensor]:
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_it_is_closer_on_another_text_and_has_the_same_codes(
     floats: Path, int4: Path, refined: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: P
     assert quantkit.verify(refined).is_same
 
 
+@pytest.mark.slow
 def test_verify_finds_a_trained_norm_that_was_changed_later(
     floats: Path, int4: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_verify_finds_a_trained_scale_that_was_changed_later(
     assert f"tensor '{name}.weight' is not as refining wrote it" in report.problems
 
 
+@pytest.mark.slow
 def test_another_format_and_another_refinement_keep_the_list(
     floats: Path, int4: Path, all_trained: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_another_format_and_another_refinement_keep_the_list(
     assert all(one["before"] == lists[1][name]["before"] for name, one in lists[0].items())
 
 
+@pytest.mark.slow
 def test_groups_of_whole_rows_in_awq(floats: Path, tmp_path: Path) -> None:
     """Whose scales are stored the other way round."""
     quantkit.quantize(
@@ -168,6 +172,7 @@ def test_groups_of_whole_rows_in_awq(floats: Path, tmp_path: Path) -> None:
     assert made.after < made.before
 
 
+@pytest.mark.slow
 def test_codes_are_trained_too(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +189,7 @@ def test_codes_are_trained_too(
     assert quantkit.verify(tmp_path / "codes", floats).verdict is Verdict.WITHIN_BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "scheme"),
     [
@@ -307,6 +313,7 @@ def stopping_at(step: int) -> Callable[..., None]:
     return progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 14])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
     floats: Path,
@@ -347,6 +354,7 @@ def test_a_damaged_state_is_refused(
         quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK, resume=True)
 
 
+@pytest.mark.slow
 def test_a_delta_gives_the_same_model(
     floats: Path, int4: Path, all_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +527,7 @@ def test_models_that_do_not_belong_together_are_refused(
         quantkit.refine(int4, floats, against=floats, **QUICK)
 
 
+@pytest.mark.slow
 def test_quantize_refines_what_it_quantized(floats: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq"}
     plain = quantkit.quantize(floats, tmp_path / "plain", "int4-g64", **options)
@@ -535,6 +544,7 @@ def test_quantize_refines_what_it_quantized(floats: Path, tmp_path: Path) -> Non
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
 
 
+@pytest.mark.slow
 def test_what_training_does_not_improve_is_written_as_it_was_quantized(
     floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,6 +575,7 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, RequestError, QualityError, KeyboardInterrupt])
 @pytest.mark.parametrize("rate", [None, 5.0], ids=["better", "no better"])
 def test_the_quantized_model_outlives_a_failed_check(
@@ -593,6 +604,7 @@ def test_the_quantized_model_outlives_a_failed_check(
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 2}
     quantkit.quantize(floats, tmp_path / "whole", "int4-g64", **options)
@@ -648,6 +660,7 @@ def test_what_does_not_go_with_refine_is_named(
         quantkit.quantize(floats, tmp_path / "dst", "int4-g32", train_codes=True)
 
 
+@pytest.mark.slow
 def test_the_commands(floats: Path, int4: Path, tmp_path: Path, capfd: Capture) -> None:
     text = ["--calibration", EXCERPT, "--samples", "64", "--length", "32", "--epochs", "1"]
     pair = [int4, tmp_path / "dst", "--against", floats, *text, "--no-source-check"]

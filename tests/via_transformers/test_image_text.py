@@ -102,6 +102,7 @@ def _require_text_only(source: Path, folder: Path, packed: int = 14) -> None:
     assert all(torch.equal(after[name], value) for name, value in others.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_text_part_is_quantized(
@@ -241,6 +242,7 @@ def _kl(expected: Tensor, found: Tensor) -> tuple[float, float]:
     return kl.value, kl.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WITH_IMAGES)
 @torch.no_grad()
 def test_images_mean_the_same_to_the_result(

@@ -111,6 +111,7 @@ def _met(model: Any) -> dict[tuple[int, str], tuple[Tensor, ...]]:
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
     kind: str, tiny_model: Tiny, tmp_path: Path

@@ -74,6 +74,7 @@ def _logits(checkpoint: Checkpoint) -> Tensor:
     return final_logits(checkpoint, [states[0]])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_experts_are_apart_and_floats_are_stacked(
     kind: str, tiny_model: Tiny, tmp_path: Path

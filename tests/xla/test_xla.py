@@ -11,10 +11,10 @@ from typing import Any
 import forked
 import oracle
 import pytest
+from architecture_cases import CASES
 from command import Capture, run, without_progress
 from paths import ROOT
 from schemes import any_scheme
-from test_architectures import CASES
 from virtual_devices import environment, found_by, require_torchax
 
 import quantkit
@@ -84,6 +84,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "tied-int8", "qwen3", *FEATURES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_torch(name: str, cases: dict[str, Any]) -> None:
     case = cases[name]
@@ -174,6 +175,7 @@ def test_nan_is_no_token(cases: dict[str, Any]) -> None:
     assert cases["nan"].startswith("NonFiniteError: the model's logits are NaN or Inf")
 
 
+@pytest.mark.slow
 def test_the_command_continues_as_torch_does_and_compiles_once(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -202,6 +204,7 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
     assert len([name for name in found[0] if name.startswith(("jit_prefill", "jit_chunk"))]) == 2
 
 
+@pytest.mark.slow
 def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
     require_torchax()
     command = forked.quantkit(

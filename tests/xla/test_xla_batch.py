@@ -29,6 +29,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_by("xla_batch_cases", {"qwen3": 4, "int4-g32": 8, "float32": 8}, home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "int4-g32", "qwen3"])
 def test_eight_prompts_at_once_are_continued_as_by_torch(name: str, cases: dict[str, Any]) -> None:
     case = cases[name]

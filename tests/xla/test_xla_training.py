@@ -70,6 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
@@ -129,6 +130,7 @@ def test_what_a_plan_counts_is_what_devices_have(found: dict[str, Any]) -> None:
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["held"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) -> None:
     """Killed after its first epoch over a mesh, it is continued by torch, as torch would have
     trained.
@@ -188,6 +190,7 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)  # scales in bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,11 +13,11 @@ import families
 import oracle
 import pytest
 import torch
+from gptq_words import AWQ, gptq_settings, gptq_tensors, pack_words, stated_settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
@@ -61,39 +61,6 @@ def _random(
     )
 
 
-def _words(fields: Tensor, bits: int) -> Tensor:
-    """Fields [N, W] packed along the last axis, least significant first, by arithmetic."""
-    per_word = 32 // bits
-    padded = torch.nn.functional.pad(fields.long(), (0, -fields.shape[1] % per_word))
-    shifts = torch.arange(per_word) * bits
-    words = (padded.view(len(fields), -1, per_word) << shifts).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def _gptq(value: QuantTensor, order: Tensor | None = None, version: int = 1) -> dict[str, Tensor]:
-    """A module's tensors in GPTQ as GPTQModel makes them: version 1 subtracts from whole words.
-
-    Args:
-        order: of the inputs; input i lies in the place order[i] of the groups.
-    """
-    bits, columns = value.scheme.bits, value.shape[1]
-    size = value.scheme.group_size or columns
-    place = torch.arange(columns) if order is None else order
-    zero = (
-        torch.full(value.scale.shape, value.scheme.levels // 2)
-        if value.zero is None
-        else value.zero
-    )
-    ones = (2**32 - 1) // (2**bits - 1)
-    qzeros = _words(zero.t(), bits)
-    return {
-        "qweight": _words(value.codes[:, place], bits).t().contiguous(),
-        "qzeros": qzeros - ones if version == 1 else qzeros,
-        "scales": value.scale.half().t().contiguous(),
-        "g_idx": (place // size).to(torch.int32),
-    }
-
-
 def _awq(value: QuantTensor) -> dict[str, Tensor]:
     """A module's tensors in AWQ, field by field."""
     zero = torch.full(value.scale.shape, 8) if value.zero is None else value.zero
@@ -102,7 +69,7 @@ def _awq(value: QuantTensor) -> dict[str, Tensor]:
         ordered = torch.empty_like(codes)
         for field, output in enumerate(AWQ_ORDER):
             ordered[:, field::8] = codes[:, output::8]
-        return _words(ordered, 4)
+        return pack_words(ordered, 4)
 
     return {
         "qweight": packed(value.codes.t()),
@@ -159,7 +126,7 @@ def test_codes_lie_as_documented_and_come_back(
             spec = TensorSpec("m.weight", (rows, columns), DType.FLOAT16, scheme)
             names = [tensor.name.removeprefix("m.") for tensor in codec.list_stored_tensors(spec)]
             expected = (
-                _gptq(value, version=1 if scheme.symmetric else 2)
+                gptq_tensors(value, version=1 if scheme.symmetric else 2)
                 if method == "gptq"
                 else _awq(value)
             )
@@ -215,7 +182,7 @@ def _coded(
             own = _awq(value)
         else:
             order = torch.randperm(tensor.shape[1]) if act_order else None
-            own = _gptq(value, order, version)
+            own = gptq_tensors(value, order, version)
             weight = weight if order is None else weight[:, order]
         tensors |= {module + suffix: part.contiguous() for suffix, part in own.items()}
         floats[name] = weight
@@ -229,24 +196,6 @@ def _coded(
     return folder, folder.with_name(f"{folder.name}-floats")
 
 
-def _settings(bits: int = 4, size: int = 32, **more: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": size,
-        "desc_act": False,
-        "sym": True,
-        **more,
-    }
-
-
-def _stated(values: dict[str, Any]) -> Settings:
-    return Settings(values, Path("config.json"), "quantization_config")
-
-
-_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-
-
 @pytest.mark.parametrize("how", ["gptq", "act-order", "awq"])
 @pytest.mark.parametrize("case", ["llama", "phi3", "glm4", "mixtral"])
 def test_every_tensor_of_a_family_is_what_its_codes_mean(
@@ -254,7 +203,7 @@ def test_every_tensor_of_a_family_is_what_its_codes_mean(
 ) -> None:
     """Rows that are fused, permuted or of experts on disk, whole and in parts."""
     source = oracle.save(families.make(case), tmp_path / "source")
-    settings, scheme = (_AWQ if how == "awq" else _settings()), QuantScheme(4, 32, how != "awq")
+    settings, scheme = (AWQ if how == "awq" else gptq_settings()), QuantScheme(4, 32, how != "awq")
     folder, floats = _coded(source, tmp_path / how, settings, scheme, act_order=how == "act-order")
     coded, plain = families.opened(folder), families.opened(floats)
     assert set(schemes(coded)) | {name.removesuffix(".weight") for name in read_as_floats(coded)}
@@ -283,7 +232,7 @@ def llama(tmp_path: Path) -> Path:
 def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(
     llama: Path, tmp_path: Path
 ) -> None:
-    folder, _ = _coded(llama, tmp_path / "old", _settings(), QuantScheme(4, 32))
+    folder, _ = _coded(llama, tmp_path / "old", gptq_settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config=None)
     (folder / "quantize_config.json").write_text(
         json.dumps({"bits": 4, "group_size": 32, "desc_act": True})
@@ -298,7 +247,7 @@ def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(
     with pytest.raises(CheckpointError, match=rf"unexpected tensor '{bias}'"):
         open_checkpoint(folder)
 
-    folder, _ = _coded(llama, tmp_path / "native", _AWQ, QuantScheme(4, 32, False))
+    folder, _ = _coded(llama, tmp_path / "native", AWQ, QuantScheme(4, 32, False))
     oracle.edit_json(folder / "config.json", quantization_config=None)
     native = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     (folder / "quant_config.json").write_text(json.dumps(native))
@@ -311,7 +260,7 @@ def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(
 def test_the_zero_points_report_their_version(
     stated: str, version: int, symmetric: bool, llama: Path, tmp_path: Path
 ) -> None:
-    settings = _settings(checkpoint_format=stated, sym=True)
+    settings = gptq_settings(checkpoint_format=stated, sym=True)
     scheme = QuantScheme(4, 32, symmetric)
     folder, floats = _coded(llama, tmp_path / "coded", settings, scheme, version=version)
     coded, plain = open_checkpoint(folder), open_checkpoint(floats)
@@ -326,8 +275,8 @@ def test_the_zero_points_report_their_version(
 
 
 def test_modules_of_two_versions_are_refused(llama: Path, tmp_path: Path) -> None:
-    one, _ = _coded(llama, tmp_path / "one", _settings(), QuantScheme(4, 32))
-    two, _ = _coded(llama, tmp_path / "two", _settings(), QuantScheme(4, 32), version=2)
+    one, _ = _coded(llama, tmp_path / "one", gptq_settings(), QuantScheme(4, 32))
+    two, _ = _coded(llama, tmp_path / "two", gptq_settings(), QuantScheme(4, 32), version=2)
     name = "model.layers.2.mlp.down_proj.qzeros"
     mixed = {
         **load_file(one / "model.safetensors"),
@@ -348,8 +297,10 @@ def test_zero_points_of_zero_are_exact_under_version_1_or_refused(
     assert value.zero is not None
     value.zero[4, 1] = value.zero[0, 0] = 0
     value.zero[5, 1] = value.zero[1, 0] = 3
-    settings = METHODS["gptq"].read_settings(_stated(_settings(bits)), ["m"], ["m.qweight"])
-    tensors = _gptq(value)
+    settings = METHODS["gptq"].read_settings(
+        stated_settings(gptq_settings(bits)), ["m"], ["m.qweight"]
+    )
+    tensors = gptq_tensors(value)
     raw, expected = _raw(tensors, tmp_path), TensorSpec("m.weight", value.shape, DType.FLOAT32)
     spec = settings["m"].spec(raw, expected)
     found = settings["m"].decode(raw, spec)
@@ -376,13 +327,13 @@ def test_groups_that_do_not_divide_the_row_are_smaller_ones_that_repeat(tmp_path
         (40, QuantScheme(4, 8)),
         (96, QuantScheme(4, 96)),
     ):
-        codec = METHODS["gptq"].read_settings(_stated(_settings(4, size)), ["m"], ["m.qweight"])[
-            "m"
-        ]
+        codec = METHODS["gptq"].read_settings(
+            stated_settings(gptq_settings(4, size)), ["m"], ["m.qweight"]
+        )["m"]
         place = torch.arange(96) // size
         codes, scale = torch.randint(0, 16, (8, 96)), torch.randn(8, int(place.max()) + 1).half()
         tensors = {
-            "qweight": _words(codes, 4).t(),
+            "qweight": pack_words(codes, 4).t(),
             "qzeros": torch.full((scale.shape[1], 1), 0x77777777, dtype=torch.int32),
             "scales": scale.t(),
             "g_idx": place.to(torch.int32),
@@ -398,7 +349,9 @@ def test_groups_that_do_not_divide_the_row_are_smaller_ones_that_repeat(tmp_path
 
 
 def test_groups_too_small_for_a_scheme_are_read_as_floats(tmp_path: Path) -> None:
-    codec = METHODS["gptq"].read_settings(_stated(_settings(8, 12)), ["m"], ["m.qweight"])["m"]
+    codec = METHODS["gptq"].read_settings(
+        stated_settings(gptq_settings(8, 12)), ["m"], ["m.qweight"]
+    )["m"]
     place = torch.arange(48) // 12
     codes, scale, zero = (
         torch.randint(0, 256, (6, 48)),
@@ -406,8 +359,8 @@ def test_groups_too_small_for_a_scheme_are_read_as_floats(tmp_path: Path) -> Non
         torch.randint(1, 256, (6, 4)),
     )
     tensors = {
-        "qweight": _words(codes, 8).t(),
-        "qzeros": _words(zero.t() - 1, 8),
+        "qweight": pack_words(codes, 8).t(),
+        "qzeros": pack_words(zero.t() - 1, 8),
         "scales": scale.t(),
     }
     raw, expected = _raw(tensors, tmp_path), TensorSpec("m.weight", (6, 48), DType.BFLOAT16)
@@ -494,8 +447,8 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
 @pytest.mark.parametrize("case", _BROKEN)
 def test_what_contradicts_itself_is_refused(case: str, llama: Path, tmp_path: Path) -> None:
     changes, tensors, reported = _BROKEN[case]
-    folder, _ = _coded(llama, tmp_path / "coded", _settings(), QuantScheme(4, 32))
-    oracle.edit_json(folder / "config.json", quantization_config={**_settings(), **changes})
+    folder, _ = _coded(llama, tmp_path / "coded", gptq_settings(), QuantScheme(4, 32))
+    oracle.edit_json(folder / "config.json", quantization_config={**gptq_settings(), **changes})
     stored = {**load_file(folder / "model.safetensors"), **(tensors or {})}
     save_file(
         {name: one for name, one in stored.items() if one is not None}, folder / "model.safetensors"
@@ -510,14 +463,14 @@ def test_what_contradicts_itself_is_refused(case: str, llama: Path, tmp_path: Pa
 def test_other_kinds_of_awq_are_refused(
     changes: dict[str, Any], llama: Path, tmp_path: Path
 ) -> None:
-    folder, _ = _coded(llama, tmp_path / "coded", {**_AWQ}, QuantScheme(4, 32, False))
-    oracle.edit_json(folder / "config.json", quantization_config={**_AWQ, **changes})
+    folder, _ = _coded(llama, tmp_path / "coded", {**AWQ}, QuantScheme(4, 32, False))
+    oracle.edit_json(folder / "config.json", quantization_config={**AWQ, **changes})
     with pytest.raises(UnsupportedError, match="AWQ"):
         open_checkpoint(folder)
 
 
 def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Path) -> None:
-    settings = _settings(
+    settings = gptq_settings(
         dynamic={"-:.*lm_head": {}, r"+:.*\.1\.mlp\..*": {"bits": 8, "group_size": -1}}
     )
     folder, _ = _coded(llama, tmp_path / "coded", settings, QuantScheme(4, 32))
@@ -531,7 +484,7 @@ def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Pa
     written = METHODS["gptq"].write_settings(found, [*found, "lm_head"])
     assert len(written["dynamic"]) == 3
     read = METHODS["gptq"].read_settings(
-        _stated(written), found, [f"{name}.qweight" for name in found]
+        stated_settings(written), found, [f"{name}.qweight" for name in found]
     )
     assert {module: codec.scheme for module, codec in read.items()} == found
 
@@ -546,11 +499,13 @@ def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
     written = METHODS["gptq"].write_settings(kept, [*kept, *experts])
     assert len(written["dynamic"]) == len(experts) == 4608
     stored = [f"{module}.qweight" for module in kept]
-    read = METHODS["gptq"].read_settings(_stated(written), [*kept, *experts], stored)
+    read = METHODS["gptq"].read_settings(stated_settings(written), [*kept, *experts], stored)
     assert {module: codec.scheme for module, codec in read.items()} == kept
     patterns = {f"-:.*{module}": {} for module in experts}
     with pytest.raises(CheckpointError, match="too many patterns"):
-        METHODS["gptq"].read_settings(_stated({**written, "dynamic": patterns}), kept, stored)
+        METHODS["gptq"].read_settings(
+            stated_settings({**written, "dynamic": patterns}), kept, stored
+        )
 
 
 @pytest.mark.parametrize(
@@ -559,7 +514,7 @@ def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
 def test_theirs_goes_to_ours_and_back_to_the_same_bytes(
     scheme: QuantScheme, llama: Path, tmp_path: Path
 ) -> None:
-    settings = _settings(scheme.bits, scheme.group_size or -1, sym=scheme.symmetric)
+    settings = gptq_settings(scheme.bits, scheme.group_size or -1, sym=scheme.symmetric)
     theirs, _ = _coded(
         llama, tmp_path / "theirs", settings, scheme, version=1 if scheme.symmetric else 2
     )

@@ -11,8 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from gptq_words import AWQ, gptq_settings, gptq_tensors, pack_words, stated_settings
 from safetensors.torch import load_file, save_file
-from test_gptq_format import _AWQ, _gptq, _settings, _stated, _words
 from torch import Tensor
 
 import quantkit
@@ -79,9 +79,9 @@ def test_any_zero_points_go_to_gptq_and_come_back(
         assert value.zero is not None
         columns[name.removesuffix(".weight")] = weight.shape[1]
         tensors |= {
-            f"{name}_packed": _words(value.codes, bits),
+            f"{name}_packed": pack_words(value.codes, bits),
             f"{name}_scale": value.scale,
-            f"{name}_zero_point": _words(value.zero.t(), bits).t().contiguous(),
+            f"{name}_zero_point": pack_words(value.zero.t(), bits).t().contiguous(),
             f"{name}_shape": torch.tensor(weight.shape),
         }
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -113,7 +113,9 @@ def _read(
     }
     save_file(stored, folder / "model.safetensors")
     file, notes = open_file(folder / "model.safetensors"), list[str]()
-    codecs = METHODS[settings["quant_method"]].read_settings(_stated(settings), modules, stored)
+    codecs = METHODS[settings["quant_method"]].read_settings(
+        stated_settings(settings), modules, stored
+    )
     found = []
     for name, codec in codecs.items():
         raw = RawModule(name, dict.fromkeys(file.tensors, file), folder, notes)
@@ -141,8 +143,12 @@ def test_constant_zero_points_report_no_version_where_codes_do(
         _around(torch.randn(32, 96), zero if number == 1 or not one else None, 4)
         for number in range(7)
     ]
-    modules = {f"m{number}": _gptq(value, version=version) for number, value in enumerate(values)}
-    settings = _settings(sym=False, checkpoint_format=None if stated is None else FORMAT[stated])
+    modules = {
+        f"m{number}": gptq_tensors(value, version=version) for number, value in enumerate(values)
+    }
+    settings = gptq_settings(
+        sym=False, checkpoint_format=None if stated is None else FORMAT[stated]
+    )
     found, notes = _read(tmp_path, modules, settings)
     for value, expected in zip(found, values, strict=True):
         assert torch.equal(value.dequantize(), expected.dequantize())
@@ -167,10 +173,10 @@ def test_where_codes_cannot_report_the_settings_do_and_then_the_constant(
     stored: int, stated: int | None, sym: bool, means: int, tmp_path: Path
 ) -> None:
     modules = {
-        f"m{number}": _gptq(_around(torch.randn(32, 96) / 4, stored, 4, 0.5), version=2)
+        f"m{number}": gptq_tensors(_around(torch.randn(32, 96) / 4, stored, 4, 0.5), version=2)
         for number in range(7)
     }
-    settings = _settings(sym=sym, checkpoint_format=None if stated is None else FORMAT[stated])
+    settings = gptq_settings(sym=sym, checkpoint_format=None if stated is None else FORMAT[stated])
     for value in _read(tmp_path, modules, settings)[0]:
         assert _symmetric(value) == (means == 8)
         assert value.zero is None or set(value.zero.flatten().tolist()) == {means}
@@ -194,8 +200,8 @@ def test_groups_of_one_sign_report_no_version(tmp_path: Path) -> None:
             mixed.copy_(own)
         value.zero[:, 0] = 0
         values.append(value)
-    modules = {f"m{number}": _gptq(value, version=2) for number, value in enumerate(values)}
-    found, notes = _read(tmp_path, modules, _settings(sym=False, checkpoint_format="gptq_v2"))
+    modules = {f"m{number}": gptq_tensors(value, version=2) for number, value in enumerate(values)}
+    found, notes = _read(tmp_path, modules, gptq_settings(sym=False, checkpoint_format="gptq_v2"))
     for value, expected in zip(found, values, strict=True):
         assert torch.equal(value.dequantize(), expected.dequantize())
     assert not notes
@@ -203,11 +209,11 @@ def test_groups_of_one_sign_report_no_version(tmp_path: Path) -> None:
 
 def test_codes_of_two_versions_are_refused_and_odd_weights_outvoted(tmp_path: Path) -> None:
     values = [_around(torch.randn(32, 96), None, 4, above=3 * (number == 5)) for number in range(8)]
-    modules = {f"m{number}": _gptq(value, version=2) for number, value in enumerate(values)}
-    settings = _settings(sym=True, checkpoint_format="gptq")
+    modules = {f"m{number}": gptq_tensors(value, version=2) for number, value in enumerate(values)}
+    settings = gptq_settings(sym=True, checkpoint_format="gptq")
     for value, expected in zip(_read(tmp_path, modules, settings)[0], values, strict=True):
         assert torch.equal(value.dequantize(), expected.dequantize())
-    modules |= {f"m{number}": _gptq(values[number], version=1) for number in range(4)}
+    modules |= {f"m{number}": gptq_tensors(values[number], version=1) for number in range(4)}
     with pytest.raises(CheckpointError, match="have another GPTQ version than others"):
         _read(tmp_path, modules, settings)
 
@@ -223,12 +229,12 @@ def test_whole_rows_whose_inputs_fill_no_word_are_read(
         scale = weight.abs().amax(1, keepdim=True).half() / (scheme.levels / 2 - 1)
         zero = torch.randint(6, 11, scale.shape, dtype=torch.uint8) + scheme.levels // 2 - 8
         codes = (weight / scale.float() + zero).round().clamp(0, scheme.levels - 1).to(torch.uint8)
-        own = _gptq(QuantTensor(codes, scale, zero, scheme), version=1)
+        own = gptq_tensors(QuantTensor(codes, scale, zero, scheme), version=1)
         modules[f"m{number}"] = (
             own if indexed else {name: one for name, one in own.items() if name != "g_idx"}
         )
     found, notes = _read(
-        tmp_path, modules, _settings(bits, -1, checkpoint_format="gptq"), (32, columns)
+        tmp_path, modules, gptq_settings(bits, -1, checkpoint_format="gptq"), (32, columns)
     )
     assert torch.equal(found[6].codes, codes)
     assert found[6].zero is not None
@@ -245,20 +251,20 @@ def test_a_zero_point_of_0_that_borrows_is_reported_once_unless_its_packer_is_kn
         value = _around(torch.randn(32, 96), None, 4)
         assert value.zero is not None
         value.zero[4 : 4 + number, 1] = 0
-        modules[f"m{number}"] = _gptq(value, version=1)
-    settings = _settings(checkpoint_format="gptq", meta={"quantizer": [writer]})
+        modules[f"m{number}"] = gptq_tensors(value, version=1)
+    settings = gptq_settings(checkpoint_format="gptq", meta={"quantizer": [writer]})
     notes = _read(tmp_path, modules, settings)[1]
     assert ["zero points stored as 15, the first in 'm1'" in note for note in notes] == [True] * (
         writer is None
     )
 
 
-@pytest.mark.parametrize("settings", [_settings(), _AWQ], ids=["gptq", "awq"])
+@pytest.mark.parametrize("settings", [gptq_settings(), AWQ], ids=["gptq", "awq"])
 def test_rotated_models_are_refused(settings: dict[str, Any]) -> None:
     for rotation in (None, "", "hadamard"):
         method, stated = (
             METHODS[settings["quant_method"]],
-            _stated({**settings, "rotation": rotation}),
+            stated_settings({**settings, "rotation": rotation}),
         )
         if not rotation:
             assert method.read_settings(stated, ["m"], ["m.qweight"])

@@ -112,6 +112,7 @@ def test_two_groups_that_contradict_each_other_are_refused_by_name(
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pattern",
     [

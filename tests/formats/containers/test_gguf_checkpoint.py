@@ -20,7 +20,7 @@ import oracle
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Ggml
-from test_gguf_config import CASES
+from gguf_config_cases import CASES
 from torch import Tensor
 from vocabularies import train
 
@@ -456,6 +456,7 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("cast", ["fp32", "bf16", "fp16"])
 def test_norms_of_all_sizes_survive_casts_there_and_back(

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_topology import CASES, ENDS
+from topology_cases import CASES, ENDS
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig

@@ -12,9 +12,9 @@ import oracle
 import pytest
 import torch
 from families import CASES, let_run, make, opened
+from hf_layout import SCHEMES, quantized_on_disk, restacked, same, turn
 from partial import partial
 from safetensors.torch import load_file
-from test_hf_layout import SCHEMES, quantized_on_disk, restacked, same, turn
 from torch import Tensor
 
 import quantkit

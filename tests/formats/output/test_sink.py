@@ -55,6 +55,7 @@ def _in_writing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sink._GrowingFile, "write", write)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "error", [MemoryError("no more"), RuntimeError("a bug"), OSError(errno.EIO, "Input/output")]
 )

@@ -1,0 +1,290 @@
+"""Tiny configurations of every architecture that has a decoder here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROPES: dict[str, dict[str, Any]] = {
+    "theta": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
+    "yarn-options": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    },
+}
+
+
+_GLM = {"head_dim": 16, "pad_token_id": 0}
+
+
+_SCALED_QUERIES = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 12,
+    "llama_4_scaling_beta": 0.5,
+}
+
+
+_MINISTRAL = {
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        **ROPES["yarn"],
+        **_SCALED_QUERIES,
+        "rope_type": "yarn",
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+_PHI = {"pad_token_id": 0}
+
+
+_LONGROPE = {
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 26,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [1.5, 2.9, 4.5, 7.3],
+    },
+}
+
+
+_GEMMA = {"head_dim": 16, "pad_token_id": 0}
+
+
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2}
+
+
+_MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+
+
+_QWEN2_MOE = {**_MOE, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+
+
+_QWEN3_MOE = {**_MOE, "moe_intermediate_size": 48, "head_dim": 16}
+
+
+_OLMOE = {**_MOE, "num_key_value_heads": 8}
+
+
+_GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 8}),
+    "llama-odd-groups": (
+        "llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+    ),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 16}),
+    "glm-whole": (
+        "glm",
+        {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True},
+    ),
+    "glm-bare": ("glm", {**_GLM, "attention_bias": False}),
+    "glm": ("glm", _GLM),
+    "glm4-whole": (
+        "glm4",
+        {**_GLM, "rope_parameters": {"partial_rotary_factor": 1.0}, "tie_word_embeddings": True},
+    ),
+    "glm4-bare": ("glm4", {**_GLM, "attention_bias": False}),
+    "glm4": ("glm4", _GLM),
+    "granite": ("granite", {}),
+    "granite-multipliers": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.7,
+            "logits_scaling": 0.3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": ("ministral3", {**_MINISTRAL, "tie_word_embeddings": True}),
+    "ministral3-default": ("ministral3", {**_MINISTRAL, "rope_parameters": _SCALED_QUERIES}),
+    "ministral3-window": ("ministral3", {**_MINISTRAL, "sliding_window": 7}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "phi3": ("phi3", _PHI),
+    "phi3-window": ("phi3", {**_PHI, "sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {**_PHI, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": ("phi3", {**_PHI, **_LONGROPE}),
+    "phi3-longrope-partial-window": (
+        "phi3",
+        {
+            **_PHI,
+            **_LONGROPE,
+            "partial_rotary_factor": 0.5,
+            "hidden_size": 128,
+            "sliding_window": 7,
+        },
+    ),
+    "gemma": ("gemma", _GEMMA),
+    "gemma-bias": ("gemma", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", {**_GEMMA, "sliding_window": 7}),
+    "gemma2-bare": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "layer_types": ["full_attention"] * 3,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma2-features": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**_GEMMA, "sliding_window": 7, "num_hidden_layers": 7}),
+    "gemma3-features": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "final_logit_softcapping": 1.5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha": ("olmo2", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
+    "olmo2-bias": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-features": (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 5e5,
+                    "attention_factor": 1.1,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "mixtral-window": ("mixtral", {**_MIXTRAL, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
+    "qwen2-moe-normalized": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2-moe-dense-layer": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "qwen2-moe-step-window": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3-moe-normalized": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3-moe-dense-layer": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "qwen3-moe-step-window": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "olmoe": ("olmoe", _OLMOE),
+    "olmoe-bias": ("olmoe", {**_OLMOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe-clip": (
+        "olmoe",
+        {
+            **_OLMOE,
+            "clip_qkv": 0.5,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "gpt-oss-square": ("gpt_oss", {**_GPT_OSS, "intermediate_size": 64, "attention_bias": False}),
+    "gpt-oss-full": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {**ROPES["yarn"], "truncate": False},
+        },
+    ),
+    "gpt-oss-limits": (
+        "gpt_oss",
+        {**_GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_hidden_layers": 2},
+    ),
+}
+
+
+FULLEST = list({kind: case for case, (kind, _) in CASES.items()}.values())
+"""The last case of each family, which has most of its features."""
+
+
+DENSE = [case for case in FULLEST if not {"num_experts", "num_local_experts"} & set(CASES[case][1])]

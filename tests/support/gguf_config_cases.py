@@ -1,0 +1,63 @@
+"""Configurations and the GGUF metadata that llama.cpp writes for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config_cases import VARIANTS
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: VARIANTS[name]
+        for name in (
+            "llama",
+            "llama-biases",
+            "llama-head-dim",
+            "llama-ends",
+            "granite",
+            "granite-multipliers",
+            "mistral-window",
+            "mistral-no-window",
+            "qwen2",
+            "qwen2-tied",
+            "qwen2-window",
+            "qwen3",
+            "smollm3-no-theta",
+            "phi3",
+            "phi3-mha",
+            "phi3-partial",
+            "phi3-longrope",
+            "gemma",
+            "olmo2",
+            "olmo3",
+        )
+    },
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "sliding_window": 7},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0, "num_hidden_layers": 8},
+    ),
+    "gemma3-linear": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "pad_token_id": 0,
+            "num_hidden_layers": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
+}

@@ -1,0 +1,73 @@
+"""Configurations of every family, and the ends of their layers' kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 150000.0,
+}
+
+
+_QWEN3_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "head_dim": 16,
+}
+
+
+_DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_shared_experts": 2,
+}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "ministral3": ("ministral3", {"head_dim": 16, "pad_token_id": 0}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "rope_parameters": _YARN}),
+    "gemma": ("gemma", {"head_dim": 8, "pad_token_id": 0}),
+    "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "pad_token_id": 0}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}),
+    "deepseek-v3-lite": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),
+}
