@@ -32,7 +32,8 @@ class TransformersModel:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, progress: Progress = silent) -> None:
-        """
+        """Load all weights of the checkpoint.
+
         Args:
             checkpoint: that transformers runs, see `open_to_run`.
 
@@ -40,20 +41,24 @@ class TransformersModel:
             RequestError: if its weights do not fit in memory.
             CheckpointError: for a damaged generation_config.json.
         """
-        needed = 4 * parameter_count(checkpoint)
-        free = available_bytes()
-        if needed > free:
+        # float32 takes four bytes per parameter, whatever the checkpoint stores.
+        required_bytes = 4 * parameter_count(checkpoint)
+        free_bytes = available_bytes()
+        if required_bytes > free_bytes:
             problem = "does not fit in memory as float32"
-            expected = f"at most {size_text(free)}"
+            expected = f"at most {size_text(free_bytes)}"
             raise RequestError(
-                problem, path=checkpoint.path, found=size_text(needed), expected=expected
+                problem, path=checkpoint.path, found=size_text(required_bytes), expected=expected
             )
-        self._path, self._lazy = checkpoint.path, passage_of(checkpoint).lazy
+        self._path = checkpoint.path
+        self._lazy = passage_of(checkpoint).lazy
+        # generation_config.json and the tokenizer may name more end tokens than the config.
         config = replace(checkpoint.config, eos_token_ids=self._lazy.end_tokens)
         self.config = replace(config, eos_token_ids=end_tokens(checkpoint.path, config))
         parts = self._lazy.parts
         for index, part in enumerate(parts):
             progress("weights", index, len(parts), "parts")
+            # The size above counts parameters only; loading a part may allocate more.
             with enough_memory(checkpoint.path):
                 self._lazy.load(part)
         progress("weights", len(parts), len(parts), "parts")
@@ -65,8 +70,10 @@ class TransformersModel:
         max_new_tokens: int = MAX_NEW_TOKENS,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[int, None, None]:
-        """Continue a prompt, as `quantkit.generate` does. Raises what that raises, and
-        `UnsupportedError` if the code of the model fails.
+        """Continue a prompt, as `quantkit.generate` does.
+
+        Raises the errors of `quantkit.generate`, and `UnsupportedError` if the code of the model
+        fails.
         """
         request = create_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         sampler = Sampler(
@@ -77,13 +84,14 @@ class TransformersModel:
     def _new_tokens(
         self, request: Request, draw: Callable[[torch.Tensor], torch.Tensor]
     ) -> Generator[int, None, None]:
+        """Run the model on the whole text for each new token, until an end token."""
         tokens = list(request.prompt)
         for _ in range(request.max_new_tokens):
             with torch.inference_mode(), quiet(), convert_model_errors(self._path):
-                logits = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[
-                    :, -1
-                ]
-                token = int(draw(finite_logits(logits, self._path)))
+                # This backend has no KV cache: each new token recomputes the whole text.
+                output = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False)
+                last_logits = output.logits[:, -1]
+                token = int(draw(finite_logits(last_logits, self._path)))
             if token in self.config.eos_token_ids:
                 return
             tokens.append(token)

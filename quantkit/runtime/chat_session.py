@@ -38,15 +38,16 @@ would be large.
 """
 # A quarter of the context is kept for answers.
 _SHARE = 4
-# logged once
+# A session logs this once: in a full context every further question drops messages.
 _FULL = (
     "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"
 )
 
 
 def conversation_length(config: ModelConfig, context: int | None) -> int:
-    """Tokens that a conversation can have: `context`, if any is requested; raises `RequestError`
-    if out of range.
+    """Choose the number of tokens of a conversation: `context`, or a default if it is None.
+
+    Raises `RequestError` if `context` is out of range.
     """
     if context is None:
         return min(config.max_context, CONTEXT)
@@ -61,21 +62,23 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
 
 
 class ChatSession:
-    """A conversation: each question is answered with all that was said before in view.
+    """A conversation: the model answers each question with all earlier messages in its context.
 
-    What was said stays in the cache, so a turn reads only what is new. When the context is full the
-    oldest questions are forgotten with their answers; the system prompt stays. A conversation is
-    one thread's at a time: what another calls `ask` meanwhile gets an error.
+    Earlier messages stay in the KV cache, so a turn reads only the new ones. When the context is
+    full the oldest questions are forgotten with their answers; the system prompt stays. One thread
+    uses a conversation at a time: another one that calls `ask` meanwhile gets an error.
 
     Attributes:
-        messages: what was said, each with ``role`` and ``content``, without the system prompt.
-        finish_reason: what ended the last answer: ``stop`` or ``length``; None before one, and
-            where it was cut off.
+        messages: questions and answers, each with ``role`` and ``content``, without the system
+            prompt.
+        finish_reason: what ended the last answer: ``stop`` or ``length``; None before the first
+            answer, and if the last one was cut off.
 
     Example:
-        >>> model, tokenizer = quantkit.load("model") >>> session = quantkit.ChatSession(model,
-        tokenizer, quantkit.chat_format("model", tokenizer)) >>> for piece in session.ask("What is
-        the capital of France?"):
+        >>> model, tokenizer = quantkit.load("model")
+        >>> chat = quantkit.chat_format("model", tokenizer)
+        >>> session = quantkit.ChatSession(model, tokenizer, chat)
+        >>> for piece in session.ask("What is the capital of France?"):
         ...     print(piece, end="", flush=True)
     """
 
@@ -91,7 +94,8 @@ class ChatSession:
         stop: str | Sequence[str] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> None:
-        """
+        """Prepare a conversation without messages.
+
         Args:
             model, tokenizer: from `quantkit.load`; instead of the model also an engine over it, to
                 choose how it runs.
@@ -113,6 +117,7 @@ class ChatSession:
         if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
         require_rows(tokenizer, decoder.config.vocab_size)
+        # Any prompt checks the sampling options: errors appear here, not at the first question.
         create_request(decoder.config, [0], 1, sampling)
         if max_new_tokens is None:
             self._max_new_tokens = None
@@ -131,6 +136,7 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = []
         self.finish_reason: FinishReason | None = None
         self.system = system
+        # The history is this session's own, so its texts may depend on how it was computed.
         self._scheduler = Scheduler(self._engine, any_prefix=True)
         self._answer: Generator[str, None, None] | None = None
         self._dropped_reported = False
@@ -191,7 +197,7 @@ class ChatSession:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raises `RequestError` while another thread is within."""
+        """Lock the conversation; raises `RequestError` while another thread has locked it."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "the conversation is in use by another thread",
@@ -203,7 +209,7 @@ class ChatSession:
             self._turn.release()
 
     def _iterate_under_lock(self, answer: Generator[str, None, None]) -> Generator[str, None, None]:
-        """Yield the pieces of an answer, each computed while no other thread is at it."""
+        """Yield the pieces of an answer, and lock the conversation while one is computed."""
         try:
             while True:
                 with self._alone():
@@ -216,7 +222,7 @@ class ChatSession:
                     return
                 yield piece
         finally:
-            # Else whoever has it leaves this answer first.
+            # If another thread has locked the conversation, it closes this answer first.
             if self._turn.acquire(blocking=False):
                 answer.close()
                 self._turn.release()
@@ -224,7 +230,11 @@ class ChatSession:
     def _start_answer(
         self, question: _Message, interrupted: Callable[[], bool] | None
     ) -> Generator[str, None, None]:
-        """Return the pieces of the answer to a question."""
+        """Encode the conversation with a question, and return a generator of its answer.
+
+        The generator changes the messages when it starts, so an answer that is never read leaves
+        the conversation as it was.
+        """
         dropped, ids = self._fit_conversation(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
@@ -239,33 +249,35 @@ class ChatSession:
                 self._dropped_reported = True
                 _log.info(_FULL, self._engine.length)
             self.messages.append(question)
-            (found,) = self._scheduler.add(request)
-            said: list[str] = []
+            (generation,) = self._scheduler.add(request)
+            pieces: list[str] = []
             self.finish_reason = None
             try:
-                for piece in self._iterate_pieces(found, interrupted):
-                    said.append(piece)
+                for piece in self._iterate_pieces(generation, interrupted):
+                    pieces.append(piece)
                     yield piece
+            # The reader closed the answer between steps: it ends here and is remembered.
             except GeneratorExit:
                 raise
-            except (
-                BaseException
-            ) as error:  # amid a step: the slots may not be what they were taken for
+            except BaseException as error:
+                # The step was cut off, so the slots may not contain what the scheduler recorded.
                 self._scheduler = Scheduler(self._engine, any_prefix=True)
+                # After Ctrl-C the answer so far is remembered, after an error it is not.
                 if isinstance(error, Exception):
-                    said.clear()
+                    pieces.clear()
                 raise
             finally:
-                self._scheduler.end(found)
-                if said or self.finish_reason is not None:
-                    self.messages.append({"role": "assistant", "content": "".join(said)})
+                self._scheduler.end(generation)
+                if pieces or self.finish_reason is not None:
+                    self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                # Two questions in a row would break the alternation of roles.
                 else:
                     self.messages.pop()
 
         return answer()
 
     def _leave_answer(self) -> None:
-        """End an answer that is still being generated."""
+        """Close an answer that is still being generated."""
         if self._answer is not None:
             self._answer.close()
             self._answer = None
@@ -273,13 +285,14 @@ class ChatSession:
     def _iterate_pieces(
         self, generation: Generation, interrupted: Callable[[], bool] | None
     ) -> Generator[str, None, None]:
-        """Yield the pieces of an answer that are not empty."""
+        """Run steps until the generation ends, and yield the pieces of text that are not empty."""
         text = Detokenizer(self._tokenizer, (), self._stop)
         count = 0
         while generation.finish_reason is None:
             if interrupted is not None and interrupted():
                 return
             self._scheduler.step()
+            # A step may add several tokens, if proposals were accepted.
             for token in generation.tokens[count:]:
                 if piece := text.add(token):
                     yield piece
@@ -295,27 +308,33 @@ class ChatSession:
             self.finish_reason = "stop"
 
     def _fit_conversation(self, question: _Message) -> tuple[int, list[int]]:
-        """Return how many messages to drop so that a question and its answer have room, and the
-        tokens of the others.
+        """Drop the oldest messages until a question and its answer have room.
+
+        Returns how many messages to drop, and the tokens of the remaining conversation.
         """
         length = self._engine.length
         dropped = 0
         ids = self._encode_messages(0, question)
         share = max(1, length // _SHARE)
+        # A drop changes the beginning of the prompt, so the cache no longer fits. Each drop frees
+        # the whole share, so that the next turns need none.
         if len(ids) + min(share, self._max_new_tokens or share) > length:
             while len(ids) + share > length and dropped < len(self.messages):
+                # A question goes with its answer.
                 dropped += 2
                 ids = self._encode_messages(dropped, question)
         if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
-            found = f"{len(ids)} tokens with the system prompt"
-            hint = "give a shorter one, or a larger `context`"
-            expected = f"fewer than {length}, so that there is room for an answer"
             raise RequestError(
-                "the message is too long for the context", found=found, expected=expected, hint=hint
+                "the message is too long for the context",
+                found=f"{len(ids)} tokens with the system prompt",
+                expected=f"fewer than {length}, so that there is room for an answer",
+                hint="give a shorter one, or a larger `context`",
             )
         return dropped, ids
 
     def _encode_messages(self, dropped: int, question: _Message) -> list[int]:
+        """Encode the system prompt, the messages after the dropped ones, and a question."""
+        system: list[_Message]
         if self._system is None:
             system = []
         else:

@@ -16,8 +16,10 @@ class Constraint(Protocol):
     """
 
     def compute_token_mask(self) -> Tensor:
-        """Return which tokens may come next, bool [V] on the CPU; end tokens are among them if the
-        text may end here. Raises `QuantkitError` if there is none.
+        """Compute which tokens may come next, as bool [V] on the CPU.
+
+        End tokens are allowed if the text may end here. Raises `QuantkitError` if no token is
+        allowed.
         """
         ...
 

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from quantkit.text.token_bytes import TokenBytes
 from quantkit.text.tokenizer import Tokenizer
 
+# Decoders write this character for bytes that do not form one (yet).
 _UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 4  # bytes
-_CONTEXT = 8  # tokens
+# The bytes of the longest character in UTF-8.
+_LONGEST_CHARACTER = 4
+# Tokens of the prompt that give the first new token its context, and the number of tokens after
+# which an unfinished character is taken for invalid bytes.
+_CONTEXT = 8
 _NOTHING: Mapping[int, str] = {}
 
 
@@ -19,8 +23,9 @@ class Detokenizer:
     first space, which decoders drop, is kept, and a character that begins in the prompt is returned
     as a whole.
 
-    A character that spans tokens comes with its last one, and bytes that make none are U+FFFD. What
-    may begin a stop string is held back until that is known. A token costs the same anywhere.
+    A character that spans several tokens appears with the last of them, and bytes that form no
+    character become U+FFFD. Text that may begin a stop string is withheld until later tokens
+    decide. The cost of a token does not depend on its position.
     """
 
     def __init__(
@@ -30,63 +35,74 @@ class Detokenizer:
         stop: Sequence[str] = (),
         spelled: Mapping[int, str] = _NOTHING,
     ) -> None:
-        """The prompt may begin and end within a character; the text ends before the first `stop`
-        string. `spelled` are tokens that are shown so, such as special ones, which add no text
-        otherwise.
+        """
+        Args:
+            prompt: may begin and end within a character.
+            stop: strings; the text ends before the first one that occurs.
+            spelled: the text of tokens that decode to nothing, such as special ones.
         """
         # The stop string that was found.
         self.stopped: str | None = None
         self._stop = tuple(stop)
         self._spelled = spelled
-        known = tokenizer.token_bytes
-        self._texts = (
-            _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
-        )
-        # Text that is held back.
+        token_bytes = tokenizer.token_bytes
+        self._texts: _Whole | _Bytes
+        if token_bytes is None:
+            self._texts = _Whole(tokenizer, prompt)
+        else:
+            self._texts = _Bytes(tokenizer, token_bytes, prompt)
+        # Withheld text, which may begin a stop string.
         self._back = ""
 
     def add(self, token: int) -> str:
-        """Return the text that a token adds, as far as it can be given out; nothing once a stop
-        string is found.
-        """
-        if (spelling := self._spelled.get(token)) is not None:
+        """Append a token and return the text that it completes; nothing after a stop string."""
+        spelling = self._spelled.get(token)
+        if spelling is not None:
+            # No character continues across such a token.
             return self._release_text(self._texts.end() + spelling)
         return self._release_text(self._texts.add(token))
 
     def close(self) -> str:
-        """Return what is left, when no more tokens come."""
-        result = self._release_text(self._texts.end())
+        """End the continuation and return the text that was withheld."""
+        text = self._release_text(self._texts.end())
         if self.stopped is None:
-            result = result + self._back
+            text = text + self._back
             self._back = ""
-        return result
+        return text
 
     def _release_text(self, new: str) -> str:
+        """Append text, look for stop strings, and return the text that none of them can change."""
         if self.stopped is not None:
             return ""
         text = self._back + new
-        found = [
-            (place, -len(stop), stop) for stop in self._stop if (place := text.find(stop)) >= 0
-        ]
-        if found:
-            place, _, self.stopped = min(found)
+        matches: list[tuple[int, int, str]] = []
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0:
+                matches.append((start, -len(stop), stop))
+        if matches:
+            # The one that begins first counts; of several that begin there, the longest.
+            start, _, self.stopped = min(matches)
             self._back = ""
-            return text[:place]
-        held = max((_count_partial_stop(text, stop) for stop in self._stop), default=0)
-        self._back = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[:start]
+        num_withheld = 0
+        for stop in self._stop:
+            num_withheld = max(num_withheld, _count_partial_stop(text, stop))
+        end = len(text) - num_withheld
+        self._back = text[end:]
+        return text[:end]
 
 
 def text_offsets(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], text: str
 ) -> list[int]:
-    """Return where each token begins in the text of a continuation, as `TextOffsets` does."""
-    offsets = TextOffsets(tokenizer, prompt)
-    # a stop string may have cut it off
-    result: list[int] = []
+    """Compute where each token begins in the text of a continuation, as `TextOffsets` does."""
+    offset_counter = TextOffsets(tokenizer, prompt)
+    offsets: list[int] = []
     for token in tokens:
-        result.append(min(offsets.add(token), len(text)))
-    return result
+        # A stop string may have cut the text off before the last tokens.
+        offsets.append(min(offset_counter.add(token), len(text)))
+    return offsets
 
 
 class TextOffsets:
@@ -113,13 +129,14 @@ class _Bytes:
     ) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
-        # Vocabularies of bytes drop no space.
+        # Decoders of byte-level vocabularies keep a leading space.
         self._begun = not token_bytes.bytewise
         self._first: list[int] = []
         for token in prompt:
             if self._begun:
                 break
             self._drop_leading_space(token, token_bytes.of(token) or b"")
+        # A character that the prompt ends within is in its last bytes.
         last = b""
         for token in reversed(prompt):
             data = token_bytes.of(token)
@@ -130,6 +147,7 @@ class _Bytes:
 
     def add(self, token: int) -> str:
         data = self._token_bytes.of(token)
+        # No character continues across such a token.
         if data is None:
             return self.end()
         return self._characters.add(self._drop_leading_space(token, data))
@@ -138,9 +156,10 @@ class _Bytes:
         return self._characters.add(b"", final=True)
 
     def _drop_leading_space(self, token: int, data: bytes) -> bytes:
-        """Return what is left of a token's bytes: decoders drop spaces at the beginning."""
+        """Remove from a token's bytes the space that decoders drop at the beginning of a text."""
         if self._begun or not data:
             return data
+        # Two tokens suffice: until the text begins, earlier ones decode to nothing.
         self._first = [*self._first[-1:], token]
         text = self._tokenizer.decode(self._first)
         self._begun = text != ""
@@ -150,47 +169,49 @@ class _Bytes:
 
 
 class _Characters:
-    """Decodes bytes as they come; `before` ends with at least the last character before them,
-    `bytewise` is that of `TokenBytes`.
+    """Decodes bytes in pieces.
+
+    `before` ends with at least the last character before them; `bytewise` is that of `TokenBytes`.
     """
 
     def __init__(self, before: bytes, bytewise: bool) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(_BYTEWISE if bytewise else "replace")
         earlier = codecs.getincrementaldecoder("utf-8")("replace")
         earlier.decode(before)
-        self._torn = bytes(earlier.getstate()[0])  # of a character that began before
+        # The bytes of a character that begins before; empty if none does.
+        self._torn = bytes(earlier.getstate()[0])
+        # The bytes that came since, which may complete it.
         self._since = b""
 
     def add(self, data: bytes, final: bool = False) -> str:
-        """Return the characters that become whole; all that is left, where no more bytes come."""
+        """Append bytes and decode the complete characters; all of them if the bytes are final."""
         if not self._torn:
             return self._decoder.decode(data, final)
         self._since += data
-        left = _width(self._torn[0]) - len(self._torn)
+        num_missing = _width(self._torn[0]) - len(self._torn)
+        first_character = self._torn + self._since[:num_missing]
         try:
-            character = codecs.getincrementaldecoder("utf-8")().decode(
-                self._torn + self._since[:left]
-            )
+            character = codecs.getincrementaldecoder("utf-8")().decode(first_character)
             if not character and not final:
                 return ""
         except UnicodeDecodeError:
             character = ""
         if character:
-            rest = self._since[left:]
+            remaining = self._since[num_missing:]
+        # The prompt's bytes form no character with these, which are decoded on their own.
         else:
-            rest = self._since
+            remaining = self._since
         self._torn = self._since = b""
-        return character + self._decoder.decode(rest, final)
+        return character + self._decoder.decode(remaining, final)
 
 
 class _Whole:
-    """The text of tokens that are decoded with those before them: anything else may depend on
-    them.
-    """
+    """The text of tokens whose bytes are unknown: they are decoded with the tokens before them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         count = _CONTEXT
+        # A context that decodes to nothing would make the decoder drop the next space.
         while count < len(prompt) and not tokenizer.decode(prompt[-count:]).strip():
             count *= 2
         self._context = list(prompt[-count:])
@@ -200,16 +221,20 @@ class _Whole:
     def add(self, token: int) -> str:
         self._context.append(token)
         text = self._tokenizer.decode(self._context)
-        if text.endswith(_UNFINISHED) and len(self._context) - self._decoded_tokens < _CONTEXT:
+        num_pending = len(self._context) - self._decoded_tokens
+        # Bytes that stay invalid for so many tokens are no character that later ones complete.
+        if text.endswith(_UNFINISHED) and num_pending < _CONTEXT:
             return ""
-        new = text[len(self._text) :]
-        # A space that shows once more follows, or nothing.
+        new_text = text[len(self._text) :]
+        # The token is nothing, or a space that appears only before more text.
         if text == self._text:
             del self._context[self._decoded_tokens : -_LONGEST_CHARACTER]
             return ""
+        # Each token is decoded a bounded number of times, whatever the length of the text.
         self._context = self._context[self._decoded_tokens :]
-        self._text, self._decoded_tokens = self._tokenizer.decode(self._context), len(self._context)
-        return new
+        self._text = self._tokenizer.decode(self._context)
+        self._decoded_tokens = len(self._context)
+        return new_text
 
     def end(self) -> str:
         before = self._text
@@ -218,7 +243,8 @@ class _Whole:
 
 
 def _width(first: int) -> int:
-    """Bytes of a character, by its first one."""
+    """Compute the number of bytes of a character of several bytes in UTF-8, from its first one."""
+    # The leading bits are 110, 1110 or 11110.
     if first < 0xE0:
         return 2
     if first < 0xF0:
@@ -227,7 +253,7 @@ def _width(first: int) -> int:
 
 
 def _replace_invalid_byte(error: UnicodeError) -> tuple[str, int]:
-    """Return a byte that is of no character."""
+    """Replace one invalid byte, as sentencepiece does; see `codecs.register_error`."""
     assert isinstance(error, UnicodeDecodeError)
     return _UNFINISHED, error.start + 1
 
@@ -237,6 +263,9 @@ codecs.register_error(_BYTEWISE, _replace_invalid_byte)
 
 
 def _count_partial_stop(text: str, stop: str) -> int:
-    """Letters at the end of a text that may begin a stop string."""
+    """Count the letters at the end of a text that may begin a stop string."""
     max_length = min(len(text), len(stop) - 1)
-    return next((count for count in range(max_length, 0, -1) if text.endswith(stop[:count])), 0)
+    for count in range(max_length, 0, -1):
+        if text.endswith(stop[:count]):
+            return count
+    return 0

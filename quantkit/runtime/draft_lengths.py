@@ -10,7 +10,7 @@ K = TypeVar("K")
 
 
 class Chance(NamedTuple):
-    """What could be proposed for a sequence: at most `limit` tokens, each right with probability
+    """The proposals that a sequence could get: at most `limit` tokens, each right with probability
     `rate` if all before it are. To propose one costs `seconds`, besides the row that verifies it.
     """
 
@@ -22,19 +22,17 @@ class Chance(NamedTuple):
 class StepTimes:
     """Seconds of a step by its number of rows: a line through the latest steps."""
 
-    _KEPT = 0.98  # of the weight of earlier steps with each later one
-    # What another row is assumed to cost at first, of a step of one row.
+    # Each step multiplies the weight of all earlier steps by this.
+    _KEPT = 0.98
+    # The assumed cost of another row, as a share of a step of one row, before anything is measured.
     _SHARE = 0.1
-    # the variance of rows, as a share of their squared mean, with which that counts for half
+    # The assumption counts for half of the slope if the variance of rows is this share of their
+    # squared mean.
     _CERTAINTY = 0.002
-    _NARROW = (
-        # The variance, as such a share, below which steps say little of what a row costs.
-        0.003
-    )
-    _OUTLIER = (
-        # A step that takes this many times longer than expected has waited for something else.
-        4.0
-    )
+    # If the variance is a smaller share, the steps say little about the cost of a row.
+    _NARROW = 0.003
+    # A step that takes this many times longer than expected has waited for something else.
+    _OUTLIER = 4.0
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
@@ -42,82 +40,92 @@ class StepTimes:
     def add(self, rows: int, seconds: float) -> None:
         """Count a step."""
         if self._weight:
-            mean, row = self._line()
-            seconds = min(
-                seconds, self._OUTLIER * (mean + row * max(0.0, rows - self._rows / self._weight))
-            )
-        kept = self._KEPT
-        self._weight = self._weight * kept + 1
-        self._rows = self._rows * kept + rows
-        self._seconds = self._seconds * kept + seconds
-        self._squares = self._squares * kept + rows * rows
-        self._products = self._products * kept + rows * seconds
+            mean_seconds, row_seconds = self._line()
+            mean_rows = self._rows / self._weight
+            expected_seconds = mean_seconds + row_seconds * max(0.0, rows - mean_rows)
+            seconds = min(seconds, self._OUTLIER * expected_seconds)
+        # Exponentially weighted sums suffice for a line of least squares.
+        decay = self._KEPT
+        self._weight = self._weight * decay + 1
+        self._rows = self._rows * decay + rows
+        self._seconds = self._seconds * decay + seconds
+        self._squares = self._squares * decay + rows * rows
+        self._products = self._products * decay + rows * seconds
 
     def of(self, rows: int) -> tuple[float, float] | None:
-        """Seconds of a step of this number of rows, and those of another row; None before any
-        step.
+        """Estimate the seconds of a step of this number of rows, and of one row more.
+
+        Returns None before any step.
         """
         if not self._weight:
             return None
-        mean, row = self._line()
-        return max(mean + row * (rows - self._rows / self._weight), row), row
+        mean_seconds, row_seconds = self._line()
+        mean_rows = self._rows / self._weight
+        step_seconds = mean_seconds + row_seconds * (rows - mean_rows)
+        # Far below the mean number of rows the line may be negative.
+        return max(step_seconds, row_seconds), row_seconds
 
     def lacks(self, rows: int) -> bool:
-        """Return whether a step of so few rows should be taken, to learn what other rows cost: the
-        latest all had more.
+        """Tell whether a step of so few rows is needed to learn the cost of a row.
+
+        It is if the latest steps all had more rows, and almost the same number.
         """
         if not self._weight:
             return False
-        mean = self._rows / self._weight
-        return (
-            mean > rows + 0.5
-            and self._squares / self._weight - mean * mean < self._NARROW * mean * mean
-        )
+        mean_rows = self._rows / self._weight
+        squared_mean = mean_rows * mean_rows
+        variance = self._squares / self._weight - squared_mean
+        return mean_rows > rows + 0.5 and variance < self._NARROW * squared_mean
 
     def _line(self) -> tuple[float, float]:
-        """Seconds at the mean number of rows, and of a row more."""
+        """Fit the seconds at the mean number of rows, and those of a row more."""
         rows = self._rows / self._weight
         seconds = self._seconds / self._weight
-        spread = max(0.0, self._squares / self._weight - rows * rows)
-        together = self._products / self._weight - rows * seconds
-        assumed = self._SHARE * seconds / (1 + self._SHARE * (rows - 1))
+        # Rounding may make the difference negative.
+        variance = max(0.0, self._squares / self._weight - rows * rows)
+        covariance = self._products / self._weight - rows * seconds
+        # The slope of a line with which a step of `rows` rows takes `seconds`.
+        assumed_slope = self._SHARE * seconds / (1 + self._SHARE * (rows - 1))
+        # The assumption is a prior of the slope; it counts for more before the first four steps.
         certainty = self._CERTAINTY * rows * rows * max(1.0, 4 / self._weight)
-        return seconds, max(assumed / 10, (together + certainty * assumed) / (spread + certainty))
+        slope = (covariance + certainty * assumed_slope) / (variance + certainty)
+        # Noise may make the slope negative; a row always costs something.
+        return seconds, max(assumed_slope / 10, slope)
 
 
 def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTimes) -> dict[K, int]:
-    """Return how many tokens to propose for each sequence, so that a step gives the most tokens a
-    second.
+    """Choose how many tokens to propose for each sequence, to maximize tokens per second.
 
     Args:
         rows: of the step without proposals.
         tokens: new ones that it gives without them.
     """
-    result = dict.fromkeys(chances, 0)
-    known = times.of(rows)
-    if known is None or times.lacks(rows):
-        return result
-    seconds, row = known
-    gained = float(tokens)
-    # By what a second of each proposal's next token gives; a proposal's tokens are ever less
-    # likely.
-    heap = [
-        (-chance.rate / (row + chance.seconds), number)
-        for number, chance in enumerate(chances.values())
-        if chance.limit
-    ]
+    counts = dict.fromkeys(chances, 0)
+    estimate = times.of(rows)
+    if estimate is None or times.lacks(rows):
+        return counts
+    seconds, row_seconds = estimate
+    expected_tokens = float(tokens)
     keys = list(chances)
     values = list(chances.values())
+    # Entries are the expected tokens per second of each sequence's next proposal, negative because
+    # `heapq` pops the smallest. Later proposals of a sequence are less likely, so the first entry
+    # is always the best choice among all proposals.
+    heap: list[tuple[float, int]] = []
+    for index, chance in enumerate(values):
+        if chance.limit:
+            heap.append((-chance.rate / (row_seconds + chance.seconds), index))
     heapq.heapify(heap)
     while heap:
-        worth, number = heapq.heappop(heap)
-        one = values[number]
-        key = keys[number]
-        if -worth * seconds <= gained:
+        negative_rate, index = heapq.heappop(heap)
+        chance = values[index]
+        key = keys[index]
+        # A proposal below the step's own tokens per second would lower them.
+        if -negative_rate * seconds <= expected_tokens:
             break
-        result[key] += 1
-        gained += one.rate ** result[key]
-        seconds += row + one.seconds
-        if result[key] < one.limit:
-            heapq.heappush(heap, (worth * one.rate, number))
-    return result
+        counts[key] += 1
+        expected_tokens += chance.rate ** counts[key]
+        seconds += row_seconds + chance.seconds
+        if counts[key] < chance.limit:
+            heapq.heappush(heap, (negative_rate * chance.rate, index))
+    return counts

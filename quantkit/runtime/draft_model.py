@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,15 @@ from quantkit.runtime.generation import Generation
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
 
-# Tokens by which vocabularies of one family differ.
+# Models of one family pad the same vocabulary to different sizes, at most this far apart.
 _PADDING = 512
-# The weight of the latest measurement in a mean.
+# The weight of the latest measurement in the moving mean of seconds.
 _LATEST = 0.1
 
 
 @dataclass
 class _Held:
-    """What a slot holds: the first `stored` tokens of `text`, which is of `reader`."""
+    """The contents of a slot: the first `stored` tokens of `text`, the text of `reader`."""
 
     reader: Generation | None = None
     text: list[int] = field(default_factory=list)
@@ -36,11 +36,11 @@ class DraftModel:
     """A model that proposes tokens, in slots that are numbered as those of the large one.
 
     Attributes:
-        seconds: that one token of a sequence took of late.
+        seconds: a moving mean of the time to propose one token of one sequence.
     """
 
     def __init__(self, engine: Engine, vocabulary: int) -> None:
-        """`vocabulary` is the number of the large model's tokens."""
+        """Wrap an engine over the draft model; `vocabulary` is the large model's token count."""
         self.seconds = 0.0
         self._vocabulary = vocabulary
         self._draft_vocab_size = engine.model.config.vocab_size
@@ -50,55 +50,78 @@ class DraftModel:
 
     @property
     def length(self) -> int:
-        """Tokens that a sequence may have."""
+        """Return how many tokens a sequence may have."""
         return self._engine.length
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
-        """Tokens that may come next, for each sequence as many as `counts` says. Long texts are
-        read first, a part with each call, and get none before.
+        """Propose tokens that may come next, for each sequence as many as `counts` says.
+
+        Long texts are prefilled first, one chunk per call, and get no proposals until then.
         """
-        texts = {one: [*one.request.prompt, *one.tokens] for one, count in counts.items() if count}
-        behind = None
-        for one, text in texts.items():
-            self._take(one, text)
-            if (
-                behind is None
-                and len(text) - self._slot_contents[one.slot].stored > self._engine.chunk
-            ):
-                behind = one
-        if behind is not None:
-            self._read(
-                {
-                    behind: texts[behind][
-                        : self._slot_contents[behind.slot].stored + self._engine.chunk
-                    ]
-                }
-            )
-        ready = {
-            one: text
-            for one, text in texts.items()
-            if self._count_unread(one, text) <= self._engine.chunk
-        }
-        began = time.perf_counter()
-        drawn = dict[Generation, list[int]]((one, []) for one in ready)
-        guesses = {one: one.sampler.guesses() for one in ready}
+        texts: dict[Generation, list[int]] = {}
+        for generation, count in counts.items():
+            if count:
+                texts[generation] = [*generation.request.prompt, *generation.tokens]
+        self._prefill_first_long(texts)
+        ready: dict[Generation, list[int]] = {}
+        for generation, text in texts.items():
+            if self._count_unread(generation, text) <= self._engine.chunk:
+                ready[generation] = text
+        # The prefill above happens once per text, so it is no part of the seconds per token.
+        start_time = time.perf_counter()
+        drawn: dict[Generation, list[int]] = {}
+        guesses: dict[Generation, Callable[[torch.Tensor], int]] = {}
+        for generation in ready:
+            drawn[generation] = []
+            guesses[generation] = generation.sampler.guesses()
         while ready:
-            logits = self._read({one: [*text, *drawn[one]] for one, text in ready.items()})
+            extended = {
+                generation: [*text, *drawn[generation]] for generation, text in ready.items()
+            }
+            logits = self._read(extended)
+            # The tensors of one row are too small to share among threads.
             with self._engine.model.ops.single_threaded():
-                for row, one in enumerate(ready):
-                    drawn[one].append(guesses[one](logits[row : row + 1]))
-            ready = {one: text for one, text in ready.items() if len(drawn[one]) < counts[one]}
-        if total := sum(map(len, drawn.values())):
-            taken = (time.perf_counter() - began) / total
-            self.seconds += (taken - self.seconds) * (_LATEST if self.seconds else 1)
+                for row, generation in enumerate(ready):
+                    token = guesses[generation](logits[row : row + 1])
+                    drawn[generation].append(token)
+            remaining: dict[Generation, list[int]] = {}
+            for generation, text in ready.items():
+                if len(drawn[generation]) < counts[generation]:
+                    remaining[generation] = text
+            ready = remaining
+        num_drawn = sum(map(len, drawn.values()))
+        if num_drawn:
+            token_seconds = (time.perf_counter() - start_time) / num_drawn
+            weight = _LATEST if self.seconds else 1
+            self.seconds += (token_seconds - self.seconds) * weight
         return drawn
 
+    def _prefill_first_long(self, texts: Mapping[Generation, list[int]]) -> None:
+        """Record the texts of all slots, and read one chunk of the first long one."""
+        long_generation = None
+        for generation, text in texts.items():
+            self._take(generation, text)
+            is_long = self._count_unread(generation, text) > self._engine.chunk
+            if long_generation is None and is_long:
+                long_generation = generation
+        # One chunk per call: a long prompt must not delay the steps of other sequences.
+        if long_generation is not None:
+            end = self._slot_contents[long_generation.slot].stored + self._engine.chunk
+            self._read({long_generation: texts[long_generation][:end]})
+
     def _take(self, generation: Generation, text: list[int]) -> None:
-        """Let a slot hold as much of a text as it does."""
-        held = self._slot_contents[generation.slot]
-        end = min(held.stored, len(text) - 1)
-        if held.reader is not generation:
-            end = next((at for at in range(end) if held.text[at] != text[at]), end)
+        """Record the text of a generation for its slot, and keep the stored prefix that it has."""
+        contents = self._slot_contents[generation.slot]
+        # The last token is always read: its logits draw the first proposal.
+        end = min(contents.stored, len(text) - 1)
+        # The text of another generation may differ anywhere. A generation's own text ends with the
+        # token drawn in place of its first rejected proposal, which the minimum above excludes.
+        if contents.reader is not generation:
+            for index in range(end):
+                if contents.text[index] != text[index]:
+                    end = index
+                    break
+        # Beyond this length the model uses other rotary frequencies, so stored keys do not fit.
         if self._switch is not None and end <= self._switch < len(text):
             end = 0
         self._slot_contents[generation.slot] = _Held(generation, text, end)
@@ -107,32 +130,40 @@ class DraftModel:
         return len(text) - self._slot_contents[generation.slot].stored
 
     def _read(self, texts: Mapping[Generation, list[int]]) -> torch.Tensor:
-        """Read the new part of texts; logits [B, V] of what follows each."""
-        tokens = list[int]()
-        slots = list[int]()
-        positions = list[int]()
-        wanted = list[int]()
-        for one, text in texts.items():
-            held = self._slot_contents[one.slot]
-            tokens += [min(token, self._draft_vocab_size - 1) for token in text[held.stored :]]
-            slots += [one.slot] * (len(text) - held.stored)
-            positions += range(held.stored, len(text))
-            wanted.append(len(tokens) - 1)
-            held.text, held.stored = text, len(text)
+        """Run a step over the unread parts of texts; logits [B, V] of the token after each."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        for generation, text in texts.items():
+            contents = self._slot_contents[generation.slot]
+            # The large model may draw padding tokens that the draft's vocabulary lacks.
+            for token in text[contents.stored :]:
+                tokens.append(min(token, self._draft_vocab_size - 1))
+            slots += [generation.slot] * (len(text) - contents.stored)
+            positions += range(contents.stored, len(text))
+            last_rows.append(len(tokens) - 1)
+            contents.text = text
+            contents.stored = len(text)
         logits = self._engine.step(
-            numbers(tokens, self._engine.model.device), slots, positions, wanted
+            numbers(tokens, self._engine.model.device), slots, positions, last_rows
         )
-        missing = self._vocabulary - logits.shape[-1]
-        if missing:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        # Samplers expect the large model's vocabulary: missing tokens are never proposed, and a
+        # negative padding cuts off those that only the draft has.
+        num_missing = self._vocabulary - logits.shape[-1]
+        if num_missing:
+            return torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf)
         return logits
 
 
 def require_same_tokens(model: Decoder, draft: Decoder) -> None:
-    """Raise `RequestError` if a draft model cannot have the tokens of a model; vocabularies of one
-    family may be padded to different sizes.
+    """Raise `RequestError` if a draft model cannot have the tokens of a model.
+
+    Vocabularies of one family may be padded to different sizes.
     """
-    found = draft.config.vocab_size
-    expected = model.config.vocab_size
-    if abs(found - expected) > _PADDING:
-        raise RequestError("the draft model has another vocabulary", found=found, expected=expected)
+    draft_size = draft.config.vocab_size
+    model_size = model.config.vocab_size
+    if abs(draft_size - model_size) > _PADDING:
+        raise RequestError(
+            "the draft model has another vocabulary", found=draft_size, expected=model_size
+        )

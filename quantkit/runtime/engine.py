@@ -39,13 +39,15 @@ from quantkit.tensors.dtypes import FloatName
 CacheName: TypeAlias = FloatName | Literal["int8"]
 CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
 
-# Rows of a step that has several rows of one sequence.
+# The smallest bucket of a step that has several rows of one sequence.
 MIN_BUCKET = 16
+# The fewest positions of a slot in compiled mode; each size of the cache is compiled separately.
 _MIN_CACHE = 256
-# the first leaves room for 16 decoding sequences in a bucket of 256
+# Rows of a prompt in a step; on CPUs they leave room for 16 decoding sequences in a bucket of 256.
 _CPU_CHUNK = 240
 _CHUNK = 1024
-_GRAPHS = 64  # of one function: buckets of rows times sizes of caches
+# The limit of compiled graphs of one function: buckets of rows times sizes of caches.
+_GRAPHS = 64
 
 
 class Engine:
@@ -73,7 +75,8 @@ class Engine:
         draft: Decoder | None = None,
         draft_tokens: int | None = None,
     ) -> None:
-        """
+        """Allocate the cache of all slots.
+
         Args:
             model: from `quantkit.load`.
             length: positions of a slot, for prompt and new tokens.
@@ -86,8 +89,8 @@ class Engine:
                 `quantkit.runtime.speculative`.
             draft_tokens: that are proposed at a time at most, by the draft or from the text itself,
                 0 to 15. None is 8 if there is a draft, or if the model is quantized and the CPU
-                kernels run it, neither compiled nor
-                captured: then each row of a step has the numbers that it has alone. Else 0.
+                kernels run it, neither compiled nor captured: then each row of a step has the
+                numbers that it has alone. Else 0.
 
         Raises:
             RequestError: for arguments of the wrong type, numbers out of range, a length beyond the
@@ -110,47 +113,55 @@ class Engine:
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
-        # rows of one prompt that a step should have at most
+        # The maximum number of rows of one prompt in a step.
         if on_gpu:
             self.chunk = _CHUNK
         else:
             self.chunk = _CPU_CHUNK
-        self.slot_table: SlotTable | None = None  # of the current user, see `take_over`
+        # The slots of the current user, see `take_over`.
+        self.slot_table: SlotTable | None = None
         if compiled is None:
             self._compiled = on_gpu
         else:
             self._compiled = compiled
-        # positions of a slot
+        # Positions of a slot. Rounded lengths let engines share compiled steps.
         if self._compiled:
             self.length = min(bucket(length, _MIN_CACHE), context)
         else:
             self.length = length
+        # Processes that share a model exchange activations within a step, so it is not captured.
         if model.group.size == 1:
             kind = decode_kind(model.device, self._compiled)
         else:
             kind = "steps"
         padded = self._compiled or kind != "steps"
-        cache = (
+        cache_shape = (
             model.config,
             slots,
+            # Padding rows may need the additional position at the end of a full slot.
             self.length + padded,
             _parse_cache_dtype(cache_dtype) or model.dtype,
         )
-        _require_memory(cache_bytes(*cache), slots, self.length, model.device)
+        _require_memory(cache_bytes(*cache_shape), slots, self.length, model.device)
         with enough_memory(None):
-            self._cache = KVCache(*cache, model.device)
+            self._cache = KVCache(*cache_shape, model.device)
         if self._compiled and on_gpu:
-            # Else captured steps would copy the cache.
+            # Without this mark, captured steps would copy the cache.
             for tensor in self._cache.tensors():
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.draft: DraftModel | None = None
-        self.num_proposed_tokens = self.num_accepted_tokens = 0  # tokens, so far
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
         if draft is not None:
             require_model("draft", draft, Decoder)
             require_same_tokens(model, draft)
-            room = min(length, draft.config.max_positions)
-            own = Engine(draft, room, slots=slots, compiled=compiled, draft_tokens=0)
-            self.draft = DraftModel(own, model.config.vocab_size)
+            # Beyond a shorter context of the draft model, it proposes nothing.
+            draft_length = min(length, draft.config.max_positions)
+            draft_engine = Engine(
+                draft, draft_length, slots=slots, compiled=compiled, draft_tokens=0
+            )
+            self.draft = DraftModel(draft_engine, model.config.vocab_size)
+        # Elsewhere the rows of a step have other roundings than alone, so that proposals could
+        # change a text; there they are made only if a draft model asks for them.
         if draft is not None or (not padded and _each_row_alone(model)):
             default = DRAFT_TOKENS
         else:
@@ -172,13 +183,11 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values."""
+        """Compute the memory of keys and values."""
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
     def take_over(self, *, any_prefix: bool) -> SlotTable:
-        """Assign all slots to a new user, for as long as `slot_table` is the returned
-        `SlotTable`.
-        """
+        """Assign all slots to a new user, who has them as long as `slot_table` is the result."""
         config = self.model.config
         self.slot_table = SlotTable(
             self.slots,
@@ -212,9 +221,9 @@ class Engine:
         Args:
             tokens: their ids [N], on the model's device.
             slots: of their sequences [N]; tokens of one sequence are adjacent.
-            positions: in their sequences [N], increasing in each. A token is stored at its position
-                with the others of the step, and then sees what its slot holds up to there.
-            wanted: rows [M] whose logits are returned.
+            positions: in their sequences [N], increasing in each. The step first stores the keys
+                and values of all tokens, then each token attends to its slot up to its position.
+            logits_indices: rows [M] whose logits are returned.
             lengths: of the sequences as each token sees them [N], to which rotary positions may be
                 scaled: the whole length of a prompt, also where it is read in parts. None is up to
                 each token. Past `rope_switch` of the config, a sequence must be read again from the
@@ -232,27 +241,38 @@ class Engine:
         parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
         if len(parts) == 1:
             return self._run(tokens, slots, positions, logits_indices, lengths)
-        places = {row: place for place, row in enumerate(logits_indices)}
-        logits = []
-        order = list[int]()
+        result_indices = {row: index for index, row in enumerate(logits_indices)}
+        logits: list[Tensor] = []
+        # For each row of the concatenated logits its index in the result.
+        order: list[int] = []
         for part in parts:
-            own = []
-            for values in (slots, positions, lengths):
-                own.append([values[row] for row in part])
-            rows = [index for index, row in enumerate(part) if row in places]
-            logits.append(self._run(tokens[self._numbers(part)], own[0], own[1], rows, own[2]))
-            order += [places[part[index]] for index in rows]
-        return torch.cat(logits)[self._numbers(sorted(range(len(order)), key=order.__getitem__))]
+            part_slots = [slots[row] for row in part]
+            part_positions = [positions[row] for row in part]
+            part_lengths = [lengths[row] for row in part]
+            part_tokens = tokens[self._numbers(part)]
+            part_indices: list[int] = []
+            for index, row in enumerate(part):
+                if row in result_indices:
+                    part_indices.append(index)
+                    order.append(result_indices[row])
+            logits.append(
+                self._run(part_tokens, part_slots, part_positions, part_indices, part_lengths)
+            )
+        inverse_order = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(logits)[self._numbers(inverse_order)]
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
-        """Append the last tokens of different slots [N], at their positions [N], and draw the next
-        ones greedily: from `last`, into `last`. On a GPU this replays a captured step, where one
-        can be captured. Raises as `step`.
+        """Append the last tokens of different slots [N], and draw the next ones greedily.
+
+        The tokens are appended at positions [N]. The step reads `last` and writes the new tokens
+        to it. On a GPU this replays a captured step, if one can be captured. Raises the errors of
+        `step`.
         """
         self._require_room(slots, positions)
         count = bucket(len(slots), 1)
-        if (captured := self._prepare_captured_decode(count)) is not None:
+        captured = self._prepare_captured_decode(count)
+        if captured is not None:
             return captured.decode(*self._pad_rows(slots, positions, count), rows=len(slots))
         logits = self.step(self.last[self._numbers(slots)], slots, positions, range(len(slots)))
         with self.model.ops.single_threaded():
@@ -262,6 +282,7 @@ class Engine:
         """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy
         them to the host; of several tokens of a slot the last one counts.
         """
+        # A dictionary keeps the last row of each slot.
         rows = {slot: row for row, slot in enumerate(slots)}
         if len(rows) == len(slots):
             last = tokens
@@ -282,40 +303,49 @@ class Engine:
 
         Log-probabilities of a prompt need other steps, which are compiled at their first use.
         """
+        # The steps overwrite the slots, so a user that had them must take them over again.
         self.slot_table = None
         steps = self._sizes() if self._compiled else []
-        # The second run is captured.
-        for step in steps * (2 if self.model.device.type == "cuda" else 1):
-            slots, positions = zip(*step, strict=True)
-            self.step(self._numbers([0] * len(step)), slots, positions, [0])
-        return len(steps) + sum(
-            self._prepare_captured_decode(count) is not None for count in _buckets(1, self.slots)
-        )
+        # The first run compiles a step, the second one is captured.
+        num_runs = 2 if self.model.device.type == "cuda" else 1
+        for rows in steps * num_runs:
+            slots, positions = zip(*rows, strict=True)
+            self.step(self._numbers([0] * len(rows)), slots, positions, [0])
+        num_steps = len(steps)
+        for count in _buckets(1, self.slots):
+            num_steps += self._prepare_captured_decode(count) is not None
+        return num_steps
 
     def _prepare_captured_decode(self, count: int) -> CapturedDecode | None:
-        """Return the captured step, if there is one for `count` rows; after one failure no more
-        steps are captured.
+        """Capture the greedy step for `count` rows, unless that is done; None if it fails.
+
+        After one failure no more steps are captured.
         """
         if self._captured is not None and not self._captured.prepare(count):
             self._captured = None
         return self._captured
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
-        """Slots and positions of the rows of a step, for each bucket."""
-        steps = [
-            [(slot, 0) for slot in range(min(count, self.slots))]
-            for count in _buckets(1, self.slots)
-        ]
+        """List slots and positions of the rows of a step, for each bucket."""
+        steps: list[list[tuple[int, int]]] = []
+        # Steps with one row for each sequence.
+        for count in _buckets(1, self.slots):
+            steps.append([(slot, 0) for slot in range(min(count, self.slots))])
         if self.model.ops.ragged:
+            # A step may have a chunk of a prompt and a row of each sequence.
             count = min(self.chunk + self.slots, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), count))
-            return steps + [rows[:size] for size in _buckets(MIN_BUCKET, count)]
-        # Attention to each other, and over the cache.
+            for size in _buckets(MIN_BUCKET, count):
+                steps.append(rows[:size])
+            return steps
+        # Rows from position 0 attend to each other only; later ones also to the cache.
         for start in (0, 1):
             rows = []
             for position in range(start, min(start + self.chunk, self.length)):
                 rows.append((0, position))
-            steps += [rows[:count] for count in _buckets(MIN_BUCKET, len(rows)) if len(rows) > 1]
+            if len(rows) > 1:
+                for size in _buckets(MIN_BUCKET, len(rows)):
+                    steps.append(rows[:size])
         return steps
 
     def _run(
@@ -326,13 +356,15 @@ class Engine:
         logits_indices: Sequence[int],
         lengths: Sequence[int],
     ) -> Tensor:
-        """`step` for rows that run together: all of one sequence, or one of each; with ragged
+        """Run `step` for rows that run together: all of one sequence, or one of each; with ragged
         kernels, any rows.
         """
         rows = len(slots)
         ragged = self.model.ops.ragged
         several = rows > len(set(slots))
-        in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
+        # Rows of one sequence have the shape [1, T], others [N, 1].
+        in_line = self.slots == 1 or (several and not ragged)
+        # Rows from position 0 need no cache: they attend to each other.
         first = several and not ragged and positions[0] == 0
         step = _many if several else _few
         heads = list(logits_indices)
@@ -340,17 +372,18 @@ class Engine:
             step = _compile(step, tokens.device.type)
             size = bucket(rows, MIN_BUCKET if several else 1)
             idle = size - rows
+            # The number of logits has two sizes only, because each one is compiled.
             few = min(size, bucket(self.slots, 1))
             tokens = torch.nn.functional.pad(tokens, (0, idle))
             slots, positions = self._pad_rows(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * idle]
             heads += [0] * ((few if len(heads) <= few else size) - len(heads))
         shape = (1, -1) if in_line else (-1, 1)
-        place = self._numbers(positions)
+        position_tensor = self._numbers(positions)
         logits: Tensor = step(
             self.model,
             tokens.view(shape),
-            place if in_line else place.view(shape),
+            position_tensor if in_line else position_tensor.view(shape),
             None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
             self._numbers(lengths).view(shape) if self._follows_length else None,
             self._numbers(heads) if heads else None,
@@ -365,17 +398,22 @@ class Engine:
     def _pad_rows(
         self, slots: Sequence[int], positions: Sequence[int], size: int
     ) -> tuple[list[int], list[int]]:
-        """Rows padded to a size with the positions that follow the last one."""
-        idle = size - len(slots)
-        after = (min(positions[-1] + more, self.length) for more in range(1, idle + 1))
-        return [*slots, *[slots[-1]] * idle], [*positions, *after]
+        """Pad rows to a size with the positions that follow the last one."""
+        num_padding = size - len(slots)
+        # `self.length` is the additional position at the end of a slot.
+        following = (min(positions[-1] + step, self.length) for step in range(1, num_padding + 1))
+        return [*slots, *[slots[-1]] * num_padding], [*positions, *following]
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return numbers(values, self.model.device)
 
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Some devices silently drop writes beyond the cache."""
-        if (last := max(positions)) >= self.length:
+        """Raise `RequestError` if there is no such slot or position.
+
+        Some devices silently drop writes beyond the cache.
+        """
+        last = max(positions)
+        if last >= self.length:
             raise RequestError(
                 "the cache is full", found=last + 1, expected=f"at most {self.length} positions"
             )
@@ -386,8 +424,9 @@ class Engine:
 
 
 def require_decoder(model: Decoder | Engine) -> Decoder:
-    """Return the model that is given, or that an engine runs; raises `RequestError` for anything
-    else.
+    """Require a model or an engine, and return the model.
+
+    Raises `RequestError` for anything else.
     """
     require_model("model", model, (Decoder, Engine))
     if isinstance(model, Engine):
@@ -396,12 +435,15 @@ def require_decoder(model: Decoder | Engine) -> Decoder:
 
 
 def _each_row_alone(model: Decoder) -> bool:
-    """Return whether each row of a step has the numbers that it has alone."""
+    """Tell whether each row of a step has the numbers that it has alone."""
+    # The kernels for quantized linears sum each row in one order, whatever the other rows are;
+    # products of float linears do not.
     quantized = any(isinstance(module, QuantLinear) for module in model.modules())
     return quantized and model.ops.ragged and model.device.type == "cpu" and model.group.size == 1
 
 
 def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
+    """Convert a name to a dtype; raises `RequestError` if it is none for a cache."""
     if dtype == "int8" or dtype is torch.int8:
         return torch.int8
     try:
@@ -413,36 +455,49 @@ def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | N
 
 
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
-    """Systems grant more memory than they have, and kill the process that uses it."""
-    if size > (free := free_bytes(device)):
-        if slots > 1:
-            hint = "use a smaller `batch_size`"
-        else:
-            hint = "use fewer tokens"
-        found = f"{size_text(size)} for {slots} x {length} positions"
-        expected = f"at most {size_text(free)}"
+    """Raise `RequestError` if a cache exceeds the free memory.
+
+    Systems grant more memory than they have, and kill the process that uses it.
+    """
+    free = free_bytes(device)
+    if size > free:
         raise RequestError(
-            "the cache does not fit in memory", found=found, expected=expected, hint=hint
+            "the cache does not fit in memory",
+            found=f"{size_text(size)} for {slots} x {length} positions",
+            expected=f"at most {size_text(free)}",
+            hint="use a smaller `batch_size`" if slots > 1 else "use fewer tokens",
         )
 
 
 def _rectangles(slots: Sequence[int]) -> list[list[int]]:
-    """Rows that can run together: those of sequences with one row, then those of each other
-    sequence.
+    """Divide the rows of a step into groups that can run together as a rectangle.
+
+    The first group has the rows of all sequences with one row; each other sequence is a group.
     """
-    starts = [0, *(row for row in range(1, len(slots)) if slots[row] != slots[row - 1]), len(slots)]
-    runs = [list(range(*pair)) for pair in pairwise(starts)]
-    single = [run[0] for run in runs if len(run) == 1]
-    return [*([single] if single else []), *(run for run in runs if len(run) > 1)]
+    bounds = [0]
+    for row in range(1, len(slots)):
+        if slots[row] != slots[row - 1]:
+            bounds.append(row)
+    bounds.append(len(slots))
+    single_rows: list[int] = []
+    sequences: list[list[int]] = []
+    for start, stop in pairwise(bounds):
+        if stop - start == 1:
+            single_rows.append(start)
+        elif stop - start > 1:
+            sequences.append(list(range(start, stop)))
+    if single_rows:
+        return [single_rows, *sequences]
+    return sequences
 
 
 def bucket(count: int, smallest: int) -> int:
-    """Return the smallest power of two, at least `smallest`, that holds `count`."""
+    """Round `count` up to a power of two, at least `smallest`."""
     return max(smallest, 1 << (count - 1).bit_length())
 
 
 def _buckets(smallest: int, count: int) -> list[int]:
-    """Return all buckets up to the one that holds `count`."""
+    """List all buckets up to the one for `count`."""
     buckets: list[int] = []
     for power in range((bucket(count, smallest) // smallest).bit_length()):
         buckets.append(smallest << power)
@@ -459,21 +514,24 @@ def _few(
     cache: KVCache,
     first: bool,
 ) -> Tensor:
-    """Logits [M, V] of the wanted rows of [B, T] tokens."""
+    """Compute logits [M, V] of the selected rows of [B, T] tokens."""
     hidden = model.hidden(
         tokens, positions, cache, slots=slots, lengths=lengths, first=first
     ).flatten(0, 1)
+    # A chunk in the middle of a prompt needs no logits.
     if logits_indices is None:
         return hidden.new_empty(0, model.config.vocab_size)
     return model.head(hidden.index_select(0, logits_indices))
 
 
 def _many(*operands: Any) -> Tensor:
-    """`_few` for several tokens of a sequence; a separate function, compiled with other options."""
+    """Run `_few` for several tokens of a sequence; a separate function has other options."""
     return _few(*operands)
 
 
 def _require_compiler() -> None:
+    """Raise `RequestError` if torch.compile finds no C++ compiler."""
+    # Only compiled steps need inductor, which takes long to import.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -487,7 +545,7 @@ def _require_compiler() -> None:
 
 
 def cpu_compile_options() -> CompileOptions:
-    """Options of `torch.compile` for CPUs.
+    """Return options of `torch.compile` for CPUs.
 
     One thread, see `Operations.single_threaded`. The width of the vectors is stated, although it is
     what torch would choose, because options are part of the key of torch's cache and the width
@@ -502,7 +560,7 @@ def cpu_compile_options() -> CompileOptions:
 
 @functools.cache
 def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return one graph for each set of shapes; on GPUs captured if each sequence has one token.
+    """Compile one graph for each set of shapes; on GPUs captured if each sequence has one token.
 
     Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel
     cache.
@@ -513,7 +571,7 @@ def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     else:
         options = None
     if device == "cuda":
-        # With the second, a float weight's product with one token becomes a reduction, which reads
+        # Tuning turns the product of a float weight with one token into a reduction, which reads
         # as fast as a copy.
         options = {
             "triton.cudagraphs": step is _few,

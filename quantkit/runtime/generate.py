@@ -89,12 +89,13 @@ def new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, No
     Inference mode is left before each `yield`: it belongs to the thread, and a generator that is
     not run to its end may be closed when torch is gone.
     """
-    (found,) = runner.add(request)
+    (generation,) = runner.add(request)
     count = 0
-    while found.finish_reason is None:
+    while generation.finish_reason is None:
+        # A step adds no token while it reads a prompt, and several if proposals are accepted.
         runner.step()
-        yield from found.tokens[count:]
-        count = len(found.tokens)
+        yield from generation.tokens[count:]
+        count = len(generation.tokens)
 
 
 def stream(
@@ -107,7 +108,7 @@ def stream(
     specials: bool = False,
     **sampling: Unpack[SamplingOptions],
 ) -> Generator[str, None, None]:
-    """Continue a prompt, piece of text by piece of text.
+    """Continue a prompt, and yield the text piece by piece.
 
     Args:
         model, tokenizer: from `quantkit.load`; instead of the model also an engine over it.
@@ -119,8 +120,8 @@ def stream(
 
     Returns:
         A generator of the text that each token adds, computed on demand; it may be closed at any
-        time. The prompt is not repeated, and a character that spans tokens comes whole with the
-        last of them: joined, the pieces are the text.
+        time. The prompt is not repeated. A character that spans several tokens appears with the
+        last of them, so the joined pieces are the text.
 
     Raises:
         RequestError, NonFiniteError: as `quantkit.generate`.
@@ -132,6 +133,7 @@ def stream(
         ...     print(piece, end="", flush=True)
     """
     config = require_decoder(model).config
+    # All arguments are checked here: a generator would raise only when it is advanced.
     require_tokenizer(tokenizer)
     require_rows(tokenizer, config.vocab_size)
     require_flags(specials=specials)
@@ -145,21 +147,26 @@ def text_pieces(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int], stop: Sequence[str] = ()
 ) -> Generator[str, None, None]:
     """Yield the text each token adds, up to a stop string; see `Detokenizer`."""
-    text = Detokenizer(tokenizer, prompt, stop)
+    detokenizer = Detokenizer(tokenizer, prompt, stop)
     for token in tokens:
-        if piece := text.add(token):
+        # A token within a character, or within a possible stop string, adds no text yet.
+        if piece := detokenizer.add(token):
             yield piece
-        if text.stopped is not None:
+        if detokenizer.stopped is not None:
             return
-    if rest := text.close():
-        yield rest
+    if piece := detokenizer.close():
+        yield piece
 
 
 class Pace:
-    """How fast tokens come; it counts those that pass through `timed`, or are passed to `add`."""
+    """Measures the speed of tokens that pass through `time_tokens`, or are counted by `add`."""
 
     def __init__(self, *, at_once: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`at_once` tokens come together with the first one; the clock returns seconds."""
+        """
+        Args:
+            at_once: tokens that arrive together with the first one, of sequences that run together.
+            clock: returns seconds.
+        """
         self.tokens = 0
         self._at_once = at_once
         self._clock = clock
@@ -173,36 +180,36 @@ class Pace:
             yield token
 
     def begin(self) -> None:
-        """Let time run from now on."""
+        """Start the clock."""
         self._begun = self._clock()
 
     def add(self, tokens: int) -> None:
         """Count this number of tokens."""
+        # A call without tokens must not move the time of the last one.
         if tokens:
             self._last = self._clock()
-            if self.tokens:
-                self._first = self._first
-            else:
+            if not self.tokens:
                 self._first = self._last
             self.tokens += tokens
 
     @property
     def first_after(self) -> float | None:
-        """Seconds to the first token."""
+        """Compute the seconds to the first token; None before it."""
         if self.tokens:
             return self._first - self._begun
         return None
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second once the first is there; None if there are too few."""
-        spent = self._last - self._first
-        if spent > 0 and self.tokens > self._at_once:
-            return (self.tokens - self._at_once) / spent
+        """Compute tokens per second after the first token; None if there are too few."""
+        # The time to the first token is that of the prompt, which `first_after` tells.
+        decode_seconds = self._last - self._first
+        if decode_seconds > 0 and self.tokens > self._at_once:
+            return (self.tokens - self._at_once) / decode_seconds
         return None
 
     def line(self) -> str:
-        """For people: tokens, tokens a second once the first is there, seconds to that."""
+        """Format for people: tokens, tokens per second, and seconds to the first token."""
         parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
         if self.rate is not None:
             parts.append(f"{self.rate:.1f} tokens/s")

@@ -67,7 +67,7 @@ def generate_batch(
     progress: Progress | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> list[Completion]:
-    """Continue prompts, several at a time; each as if it were alone.
+    """Continue prompts, several at a time, each as if it ran alone.
 
     Args:
         model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then
@@ -100,39 +100,40 @@ def generate_batch(
         NonFiniteError: if the model's logits are NaN or Inf.
 
     Example:
-        >>> model, tokenizer = quantkit.load("model-int4") >>> for one in
-        quantkit.generate_batch(model, ["Once", "My fellow"], tokenizer=tokenizer, stop="."):
-        ...     print(one.text, one.finish_reason)
+        >>> model, tokenizer = quantkit.load("model-int4")
+        >>> prompts = ["Once", "My fellow"]
+        >>> for completion in quantkit.generate_batch(model, prompts, tokenizer=tokenizer):
+        ...     print(completion.text, completion.finish_reason)
     """
     require_model("model", model, (Decoder, Engine, BatchModel))
     require_flags(echo=echo, truncate=truncate, specials=specials)
-    if isinstance(model, Engine):
-        engine = model
-    else:
-        engine = None
+    engine = model if isinstance(model, Engine) else None
     if isinstance(model, Engine):
         config = model.model.config
     else:
         config = model.config
+    # Such models have no rotary positions that depend on the length of a sequence.
     if isinstance(model, BatchModel):
         max_tokens = config.max_unscaled_context
+    elif engine is None:
+        max_tokens = config.max_positions
     else:
-        if engine is None:
-            max_tokens = config.max_positions
-        else:
-            max_tokens = engine.length
+        max_tokens = engine.length
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
     stops = check_stop_strings(stop, tokenizer)
     report = skip_repeated_reports(progress)
     slots = as_integer("batch_size", batch_size, 1)
-    shared = create_request(
+    # The options of all prompts, checked once; the token 0 takes the place of a prompt.
+    options = create_request(
         config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo
     )
+    # A string is iterable too: its characters would become prompts.
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
-    requests = []
+    requests: list[Request] = []
+    # All prompts are checked before the first one is computed.
     for number, prompt in enumerate(prompts):
         try:
             if isinstance(prompt, str) and tokenizer is None:
@@ -141,23 +142,25 @@ def generate_batch(
                 )
             ids = prompt_ids(prompt, tokenizer, specials=specials)
             if truncate and ids:
-                ids = truncate_prompt(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
-            requests.append(with_prompt(config, shared, ids))
+                ids = truncate_prompt(ids, max_tokens, options.max_new_tokens, config.bos_token_id)
+            request = with_prompt(config, options, ids)
             if engine is not None:
-                engine.require_length(requests[-1].length)
+                engine.require_length(request.length)
+            requests.append(request)
         except RequestError as error:
             problem = f"prompt {number}: {error.problem.removeprefix('the prompt ')}"
             raise error.restate(problem=problem) from error
     if not requests:
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
-    found = list[Completion]()
-    total = len(requests) * shared.samples
+    finished: list[Completion] = []
+    total = len(requests) * options.samples
     report("generate", 0, total, "completions")
     for completion in completions(runner, requests, tokenizer, [stops] * len(requests)):
-        found.append(completion)
-        report("generate", len(found), total, "completions")
-    return sorted(found, key=lambda one: (one.prompt, one.sample))
+        finished.append(completion)
+        report("generate", len(finished), total, "completions")
+    # Completions arrive in the order in which they end.
+    return sorted(finished, key=lambda completion: (completion.prompt, completion.sample))
 
 
 def engine_for(
@@ -168,15 +171,15 @@ def engine_for(
     cache_dtype: torch.dtype | None = None,
     compiled: bool | None = None,
 ) -> Engine | Runner[Any]:
-    """Return an engine for the longest of the requests and as many as run together; or the model's
-    runner.
+    """Create an engine for the longest request and the number that run together, or a runner of
+    the model.
 
     Raises:
         RequestError: as `Engine`, or if `batch_size` is below 1.
     """
-    slots = min(
-        as_integer("batch_size", batch_size, 1), sum(request.samples for request in requests)
-    )
+    num_samples = sum(request.samples for request in requests)
+    # More slots than continuations would only take memory.
+    slots = min(as_integer("batch_size", batch_size, 1), num_samples)
     if isinstance(model, Decoder):
         longest = max(request.length for request in requests)
         return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
@@ -190,27 +193,32 @@ def completions(
     stops: Sequence[Sequence[str]],
     counted: Callable[[int], None] | None = None,
 ) -> Generator[Completion, None, None]:
-    """Completions of requests, each as soon as it ends; `stops` are strings at which the text of
-    each request ends, and `counted` is called after each step with its number of new tokens.
+    """Run requests, and yield each completion as soon as it ends.
+
+    Args:
+        stops: for each request the strings at which its text ends.
+        counted: called after each step with the number of new tokens of each continuation.
     """
     runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
+    # A request that is too long is refused before anything is computed.
     for request in requests:
         runner.require(request)
     waiting = deque(enumerate(requests))
-    begun: dict[Continuation, Reader] = {}
-    while waiting or begun:
-        # Enough to fill the slots that become free.
-        while waiting and len(begun) < 2 * runner.slots:
+    readers: dict[Continuation, Reader] = {}
+    while waiting or readers:
+        # Twice the slots: enough to fill the slots that become free, without a sampler and its
+        # tensors for every request of a long file.
+        while waiting and len(readers) < 2 * runner.slots:
             number, request = waiting.popleft()
-            for one in runner.add(request):
-                begun[one] = Reader(number, one, tokenizer, stops[number])
-        for one in runner.step():
-            reader = begun[one]
-            before = reader.tokens
+            for continuation in runner.add(request):
+                readers[continuation] = Reader(number, continuation, tokenizer, stops[number])
+        for continuation in runner.step():
+            reader = readers[continuation]
+            num_read = reader.tokens
             if reader.read():
-                runner.end(one)
+                runner.end(continuation)
             if counted is not None:
-                counted(reader.tokens - before)
-            if one.finish_reason is not None:
+                counted(reader.tokens - num_read)
+            if continuation.finish_reason is not None:
                 yield reader.completion()
-                del begun[one]
+                del readers[continuation]

@@ -35,6 +35,7 @@ class Continuation:
         self.request = request
         self.sample = sample
         self.sampling = request.sampling
+        # Samples with one seed would be the same text.
         if self.sampling.seed is not None:
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % 2**64)
         self.tokens: list[int] = []
@@ -48,12 +49,16 @@ class Continuation:
         self.error: QuantkitError | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
-        """Append a token that was drawn, with its log-probabilities, if requested; `ends` are
-        those of the model.
+        """Append a drawn token with its log-probabilities, and end at an end token or the limit.
+
+        Args:
+            logprobs: of the token; None if they are not requested.
+            ends: the model's end tokens.
         """
         if token in ends or token in self.request.end_ids:
             self.finish_reason = "stop"
             self.end_token = token
+            # OpenAI's completions list the end token too, although it is not part of the text.
             if logprobs is not None:
                 self.end_logprobs = Logprobs(*logprobs.to_lists())
             return
@@ -98,19 +103,18 @@ class Generation(Continuation):
 
     @property
     def position(self) -> int:
-        """Of the last token that was drawn."""
+        """Compute the position of the last drawn token."""
         return len(self.request.prompt) + self.drawn - 1
 
     @property
     def echoes(self) -> bool:
-        """Return whether log-probabilities of the tokens being read are requested."""
+        """Tell whether log-probabilities of the tokens being read are requested."""
+        # A text that is read again, after rotary positions switch, has been scored before.
         return self.request.scores_prompt and not self.drawn
 
     @property
     def needs_tokens_only(self) -> bool:
-        """Return whether its next token is the likeliest one, and its logits are not used
-        otherwise.
-        """
+        """Tell whether the next token is the likeliest one, and the logits have no other use."""
         return (
             self.sampler.params.likeliest_only
             and self.logprobs is None
@@ -119,12 +123,14 @@ class Generation(Continuation):
 
     @property
     def new_cached_tokens(self) -> list[int]:
-        """Tokens in the slot after `text`."""
-        read = len(self.text) - len(self.request.prompt)
-        return self.tokens[read : max(read, self.drawn - 1)]
+        """Return the tokens in the slot after `text`."""
+        num_read = len(self.text) - len(self.request.prompt)
+        # The slot gets a token in the step that draws the next one, so the last is not in it.
+        return self.tokens[num_read : max(num_read, self.drawn - 1)]
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
         failed_at = self.sampler.failed_at
+        # Tokens drawn before the failure may reach the host after it.
         if failed_at is None or len(self.tokens) < failed_at:
             super().append(token, logprobs, ends)
         else:
@@ -132,43 +138,55 @@ class Generation(Continuation):
             self.finish_reason = "stop"
 
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
-        """Return the next token [1] from logits [1, V], and its log-probabilities, if requested."""
+        """Draw the next token [1] from logits [1, V], with its log-probabilities, if requested."""
         self.drawn += 1
         token = self.sampler.draw(logits)
         count = self.request.logprobs
-        return token, None if count is None else token_logprobs(logits, token, count).on_host()
+        if count is None:
+            return token, None
+        # The model's log-probabilities, before any sampling option changes the logits.
+        return token, token_logprobs(logits, token, count).on_host()
 
     def draw_verified(
         self, logits: Tensor, proposed: Sequence[int]
     ) -> Iterator[tuple[Tensor, TokenLogprobs | None]]:
-        """Yield the next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and
-        P proposed ones: as many as follow tokens that were right.
+        """Draw the next tokens from logits [1 + P, V] of the last token and P proposed ones.
+
+        Yields the results of `draw`. Row i + 1 is valid only if row i draws the proposed token, so
+        the first other token is the last one.
         """
+        # After the last proposal one more token is drawn, which has nothing to be compared with.
         for row, expected in enumerate([*proposed, None]):
-            found = self.draw(logits[row : row + 1])
-            yield found
-            if expected is None or int(found[0]) != expected:
+            drawn_token = self.draw(logits[row : row + 1])
+            yield drawn_token
+            if expected is None or int(drawn_token[0]) != expected:
                 return
 
     def score_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`,
-        from logits [T, V] at these positions; raises `NonFiniteError` if they are NaN or Inf.
+        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`.
+
+        Args:
+            logits: [T, V] at these positions; there may be more.
+
+        Raises:
+            NonFiniteError: if logits are NaN or Inf.
         """
         assert self.logprobs is not None and self.request.logprobs is not None
+        # Logits at a position are those of the token after it.
         tokens = self.request.prompt[start + 1 : stop + 1]
+        # The first token of a prompt follows nothing.
         if start == 0:
             self.logprobs.add([None], [{}])
         if tokens:
             logits = finite_logits(logits[: len(tokens)])
-            found = token_logprobs(
-                logits, torch.tensor(tokens, device=logits.device), self.request.logprobs
-            )
-            self.logprobs.add(*found.to_lists())
+            token_tensor = torch.tensor(tokens, device=logits.device)
+            logprobs = token_logprobs(logits, token_tensor, self.request.logprobs)
+            self.logprobs.add(*logprobs.to_lists())
 
 
 @dataclass
 class Share:
-    """What the scheduler gives to one client at a time, who may have several prompts.
+    """The share of the engine that one client uses, with one or several prompts.
 
     Attributes:
         running: continuations that have a slot.
@@ -197,7 +215,7 @@ class Siblings:
 
     @property
     def prompt_free(self) -> bool:
-        """Return whether another one may begin: none is reading the prompt."""
+        """Tell whether another continuation may begin: none is reading the prompt."""
         return (
             self.logits is not None or self.reader is None or self.reader.finish_reason is not None
         )

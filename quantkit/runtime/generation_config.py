@@ -1,4 +1,4 @@
-"""What a folder's generation_config.json says: end tokens, and default sampling options."""
+"""Read end tokens and default sampling options from a folder's generation_config.json."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from quantkit.text.gguf_tokenizer import text_folder
 _log = logging.getLogger(__name__)
 
 NAME = "generation_config.json"
+# The files state no upper bounds; this is above any value in use.
 _MAX = 1e9
-# The likeliest token alone, which is what 0 means.
+# transformers takes 0 for the likeliest token alone, which this value selects too.
 _MIN_TOP_P = 1e-9
 _NUMBERS = (
     "temperature",
@@ -47,44 +48,50 @@ _NUMBERS = (
 """The keys of transformers' GenerationConfig with a number, whether or not the other keys let it
 be used.
 """
+# Some files write this for a vocabulary without a padding token.
 _NO_PADDING = -1
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
-    """Return the sampling options of a folder's generation_config.json, for conversations;
+    """Read the sampling options of a folder's generation_config.json, for conversations.
+
     `quantkit.generate` is greedy by default.
 
     Args:
         folder: of the model.
 
     Returns:
-        Arguments for functions that generate: of `temperature`, `top_k`, `top_p`, `min_p` and
-        `repetition_penalty` those that are stated; only the last where the file does not say
-        ``do_sample``.
+        Arguments for functions that generate: those of `temperature`, `top_k`, `top_p`, `min_p`
+        and `repetition_penalty` that the file contains; only `repetition_penalty` if the file does
+        not set ``do_sample``.
 
     Raises:
         CheckpointError: if a value is of the wrong type or out of its range.
 
     Example:
-        >>> session = quantkit.ChatSession(model, tokenizer, chat,
-        **quantkit.sampling_defaults("model"))
+        >>> options = quantkit.sampling_defaults("model")
+        >>> session = quantkit.ChatSession(model, tokenizer, chat, **options)
     """
     settings = _settings(as_path("folder", folder))
-    result: SamplingOptions = {}
+    options: SamplingOptions = {}
+    # transformers applies the penalty to greedy search too.
     if settings.has("repetition_penalty"):
-        result["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
+        options["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
     if settings.flag("do_sample", False):
-        result["temperature"] = (
-            settings.number("temperature", 0, _MAX) if settings.has("temperature") else 1.0
-        )
+        if settings.has("temperature"):
+            options["temperature"] = settings.number("temperature", 0, _MAX)
+        # quantkit's own default is greedy; `do_sample` alone means temperature 1.
+        else:
+            options["temperature"] = 1.0
         if settings.has("top_k"):
-            result["top_k"] = _top_k(settings)
+            options["top_k"] = _top_k(settings)
         if settings.has("top_p"):
-            result["top_p"] = max(settings.number("top_p", 0, 1), _MIN_TOP_P)
+            options["top_p"] = max(settings.number("top_p", 0, 1), _MIN_TOP_P)
         if settings.has("min_p"):
-            result["min_p"] = settings.number("min_p", 0, 1)
+            options["min_p"] = settings.number("min_p", 0, 1)
+    # The ranges of quantkit's options are narrower than those above.
     try:
-        SamplingParams(**result)
+        SamplingParams(**options)
     except RequestError as error:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
@@ -92,9 +99,10 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
             "%s: requests beam search, which is not supported; tokens are drawn one by one",
             settings.path,
         )
-    if unapplied := list_unapplied(settings.values):
+    unapplied = list_unapplied(settings.values)
+    if unapplied:
         _log.info("%s: quantkit does not apply %s", settings.path, ", ".join(unapplied))
-    return result
+    return options
 
 
 def require_valid(folder: Path) -> None:
@@ -107,29 +115,29 @@ def require_valid(folder: Path) -> None:
     settings = _settings(folder)
     sampling_defaults(folder)
     for key in _NUMBERS:
+        # The exact type: a bool is an int in Python.
         if settings.has(key) and type(settings.values[key]) not in (int, float):
             settings.wrong_type(key, "a number")
     settings.flag("do_sample", False)
     settings.ids("eos_token_id")
-    for key in ("bos_token_id", "pad_token_id"):
-        if settings.has(key):
-            settings.integer(key, _NO_PADDING if key == "pad_token_id" else 0, 2**31)
+    if settings.has("bos_token_id"):
+        settings.integer("bos_token_id", 0, 2**31)
+    if settings.has("pad_token_id"):
+        settings.integer("pad_token_id", _NO_PADDING, 2**31)
     if settings.has("max_new_tokens"):
         settings.number("max_new_tokens", 1, _MAX)
     if settings.has("assistant_ensemble_weight"):
         settings.number("assistant_ensemble_weight", 1e-9, 1 - 1e-9)
-    if settings.has("early_stopping") and settings.values["early_stopping"] not in (
-        True,
-        False,
-        "never",
-    ):
-        settings.wrong_type("early_stopping", "true, false or 'never'")
+    if settings.has("early_stopping"):
+        early_stopping = settings.values["early_stopping"]
+        if early_stopping not in (True, False, "never"):
+            settings.wrong_type("early_stopping", "true, false or 'never'")
     if settings.has("cache_implementation"):
         settings.string("cache_implementation")
     if settings.has("watermarking_config"):
         settings.inside("watermarking_config")
     if settings.has("compile_config"):
-        # It is a Python object in transformers, which JSON cannot hold: every value is refused.
+        # transformers expects a Python object, which JSON cannot express: every value fails.
         settings.wrong_type("compile_config", "null")
     _require_sequences(settings)
 
@@ -145,6 +153,7 @@ def _require_sequences(settings: Settings) -> None:
         beams = settings.number("num_beams", 1, _MAX)
     else:
         beams = 1
+    # Sampling draws any number of sequences.
     if beams == 1 and settings.flag("do_sample", False):
         return
     if sequences > beams:
@@ -157,17 +166,18 @@ def _require_sequences(settings: Settings) -> None:
 
 
 def _top_k(settings: Settings) -> int:
-    """0 is all, and so is -1, as vLLM has it; files that a program has written may say 50.0."""
+    """Read `top_k`, of which 0 keeps all tokens."""
     value = settings.values["top_k"]
+    # Files that a program has written may contain 50.0.
     if isinstance(value, float) and value.is_integer():
-        stated = int(value)
-    else:
-        stated = value
-    return max(Settings({"top_k": stated}, settings.path).integer("top_k", -1, 2**31), 0)
+        value = int(value)
+    top_k = Settings({"top_k": value}, settings.path).integer("top_k", -1, 2**31)
+    # -1 keeps all tokens too, as in vLLM.
+    return max(top_k, 0)
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens of a model: its config's, and those that its folder names, see
+    """Collect the end tokens of a model: its config's, and those that its folder names, see
     `text.end_tokens`.
 
     Raises:
@@ -175,22 +185,25 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             vocabulary, or a file of the tokenizer is damaged.
     """
     settings = _settings(folder)
-    stated = settings.ids("eos_token_id")
-    if stated and (largest := max(stated)) >= config.vocab_size:
+    generation_ends = settings.ids("eos_token_id")
+    largest = max(generation_ends, default=-1)
+    if largest >= config.vocab_size:
         raise CheckpointError(
             "'eos_token_id' is not in the vocabulary",
             path=settings.path,
             found=largest,
             expected=f"at most {config.vocab_size - 1}",
         )
-    listed = [*config.eos_token_ids, *stated]
+    tokens = [*config.eos_token_ids, *generation_ends]
     eos = tokenizer_eos(text_folder(folder))
-    # A tokenizer of another model is reported by its reader.
+    # The reader of the tokenizer reports one of another model.
     if eos is not None and eos < config.vocab_size:
-        listed.append(eos)
-    return tuple(dict.fromkeys(listed))
+        tokens.append(eos)
+    # Without duplicates, in order.
+    return tuple(dict.fromkeys(tokens))
 
 
 def _settings(folder: Path) -> Settings:
+    """Read a folder's generation_config.json; no settings if there is none."""
     path = text_folder(folder) / NAME
     return Settings(read_settings(path) if path.is_file() else {}, path)

@@ -1,5 +1,5 @@
-"""Tokens proposed from the text itself (prompt lookup): what followed the last tokens where they
-stood before.
+"""Tokens proposed from the text itself (prompt lookup): those that followed an earlier occurrence
+of the last tokens.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ SIZES = (4, 3, 2)
 
 
 class Acceptance:
-    """How often proposals are right, by the latest ones; of none, half."""
+    """The share of proposals that are right, mostly of the latest ones; half before the first."""
 
-    _KEPT = 0.9  # of the weight of earlier tokens with each later one
-    # The weight of what is assumed at the start.
+    # Each token multiplies the weight of all earlier tokens by this.
+    _KEPT = 0.9
+    # The weight of the assumption at the start, in tokens.
     _BEFORE = 2.0
 
     def __init__(self) -> None:
@@ -28,23 +29,24 @@ class Acceptance:
 
     def add(self, right: int, wrong: int) -> None:
         """Count tokens that were right, and those that were wrong after them."""
-        kept = self._KEPT ** (right + wrong)
-        self._right = self._right * kept + right
-        self._total = self._total * kept + right + wrong
+        decay = self._KEPT ** (right + wrong)
+        self._right = self._right * decay + right
+        self._total = self._total * decay + right + wrong
 
     def fade(self, tokens: int) -> None:
-        """Count tokens for which nothing was proposed: what was seen becomes less certain."""
-        kept = self._KEPT ** (tokens / 8)
-        middle = self._BEFORE * (1 - kept)
-        self._right = self._right * kept + middle / 2
-        self._total = self._total * kept + middle
+        """Count tokens for which nothing was proposed: earlier counts become less certain."""
+        # More slowly than by tokens that are compared, so that proposals are tried again later.
+        decay = self._KEPT ** (tokens / 8)
+        assumed_weight = self._BEFORE * (1 - decay)
+        self._right = self._right * decay + assumed_weight / 2
+        self._total = self._total * decay + assumed_weight
 
 
 class Lookup:
-    """Proposes how a sequence of tokens goes on, from the sequence itself.
+    """Proposes how a sequence of tokens continues, from the sequence itself.
 
-    What it would have proposed is compared with what came, also where nobody wanted it, so it knows
-    how often it is right without any cost.
+    Each proposal is compared with the tokens that follow, even if no step verified it, so the
+    acceptance rate is known without any cost.
 
     Attributes:
         proposed: the last proposal; None if there was none.
@@ -52,11 +54,13 @@ class Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        # Where the text went on after a run of tokens, by its hash.
+        # The index after the last occurrence of a run of tokens, by the hash of the run.
         self._after: dict[int, int] = {}
+        # Counted by size, as a longer run is the better evidence.
         self._rates = {size: Acceptance() for size in SIZES}
         self.proposed: list[int] | None = None
-        self._size = SIZES[0]  # of the run that was found for it
+        # The size of the run that the last proposal follows.
+        self._size = SIZES[0]
         self._append(prompt)
 
     def __len__(self) -> int:
@@ -70,34 +74,37 @@ class Lookup:
     def extend(self, tokens: Sequence[int]) -> None:
         """Read the next tokens of the text."""
         if self.proposed is not None and tokens:
-            both = min(len(self.proposed), len(tokens))
-            right = next((at for at in range(both) if self.proposed[at] != tokens[at]), both)
-            self._rates[self._size].add(right, int(right < both))
+            num_comparable = min(len(self.proposed), len(tokens))
+            num_right = 0
+            while num_right < num_comparable and self.proposed[num_right] == tokens[num_right]:
+                num_right += 1
+            # Tokens after the first wrong one follow another text, so only one counts as wrong.
+            self._rates[self._size].add(num_right, int(num_right < num_comparable))
             self.proposed = None
         self._append(tokens)
 
     def propose(self, count: int) -> list[int]:
-        """At most `count` tokens that may come next; none where the last tokens stood nowhere
-        before.
-        """
+        """Propose `count` tokens that may come next; none if the last tokens are new together."""
         for size in SIZES:
-            if len(self._text) >= size:
-                at = self._after.get(_hash(self._text, len(self._text), size))
-            else:
-                at = None
-            if at is not None:
-                result = self._text[at : at + count]
-                # What repeats itself goes on so.
-                while len(result) < count:
-                    result.append(result[len(result) - (len(self._text) - at)])
+            if len(self._text) < size:
+                continue
+            start = self._after.get(_hash(self._text, len(self._text), size))
+            if start is not None:
+                proposed = self._text[start : start + count]
+                period = len(self._text) - start
+                # A text that repeats itself within the proposal continues with the same period.
+                while len(proposed) < count:
+                    proposed.append(proposed[len(proposed) - period])
                 self._size = size
-                self.proposed = result
-                return result
+                self.proposed = proposed
+                return proposed
         self.proposed = None
         return []
 
     def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens, and index the runs before each of them."""
         for token in tokens:
+            # The runs before the token, not those with it: a run is followed by something.
             end = len(self._text)
             for size in SIZES:
                 if end >= size:
@@ -106,5 +113,6 @@ class Lookup:
 
 
 def _hash(text: list[int], end: int, size: int) -> int:
-    """Two runs with one hash only make a proposal wrong."""
+    """Hash the run of tokens that ends at an index."""
+    # Runs are not compared: two with the same hash only make a proposal wrong.
     return hash(tuple(text[end - size : end]))

@@ -1,4 +1,4 @@
-"""A continuation's tokens as text, as they come."""
+"""Turn the tokens of a continuation into text while it runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.generate import text_pieces
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.request import Completion
+from quantkit.runtime.request import Completion, Logprobs
 from quantkit.text.tokenizer import Tokenizer
 
 
 class Reader:
-    """Turns the tokens of a continuation into text, as they come.
+    """Turns the tokens of a continuation into text while it runs.
 
     Attributes:
         number: of the prompt.
@@ -35,16 +35,21 @@ class Reader:
         else:
             self._text = Detokenizer(tokenizer, request.prompt, stop, request.spelled)
         self._prompt = ""
+        # The prompt's text is decoded on its own, as nothing precedes it.
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
         self.pieces: list[str] = []
         self.tokens = 0
 
     def read(self) -> bool:
-        """Read the tokens that are new; whether a stop string was found."""
+        """Decode the new tokens of the continuation.
+
+        Returns whether the text contains a stop string; the caller then ends the continuation.
+        """
         if self._text is None:
             self.tokens = len(self._of.tokens)
             return False
+        # Tokens after a stop string were drawn in vain: they are not part of the completion.
         while self.tokens < len(self._of.tokens) and self._text.stopped is None:
             self.pieces.append(self._text.add(self._of.tokens[self.tokens]))
             self.tokens += 1
@@ -53,7 +58,7 @@ class Reader:
         return self._text.stopped is not None
 
     def completion(self) -> Completion:
-        """Return the completion, once the continuation has ended.
+        """Create the completion after the continuation has ended.
 
         Raises `QuantkitError` if it has ended with an error.
         """
@@ -67,20 +72,29 @@ class Reader:
         echoed = request.prompt if request.echo else []
         if logprobs is not None:
             logprobs = logprobs.cut(len(echoed) + self.tokens)
-        if self._text is None:
-            stopped = None
-        else:
+        text: str | None = None
+        stopped: str | None = None
+        if self._text is not None:
+            text = self._prompt + "".join(self.pieces)
             stopped = self._text.stopped
-        is_ended_by_token = stopped is None and self._of.end_token is not None
+        end_token: int | None = None
+        end_logprobs: Logprobs | None = None
+        # A stop string ends the text before the end token or the limit, even if the scheduler
+        # reached those first.
+        if stopped is not None:
+            reason = "stop"
+        else:
+            end_token = self._of.end_token
+            end_logprobs = self._of.end_logprobs
         return Completion(
             self.number,
             self._of.sample,
             [*echoed, *tokens],
-            None if self._text is None else self._prompt + "".join(self.pieces),
-            reason if stopped is None else "stop",
+            text,
+            reason,
             stopped,
             len(request.prompt),
             logprobs,
-            end_token=self._of.end_token if is_ended_by_token else None,
-            end_logprobs=self._of.end_logprobs if is_ended_by_token else None,
+            end_token=end_token,
+            end_logprobs=end_logprobs,
         )

@@ -35,8 +35,10 @@ DRAFT_TOKENS = 8
 MAX_DRAFT_TOKENS = 15
 """With one token more, a step's rows of a sequence have the numbers that each would have alone."""
 
-MAX_LOGPROBS = 100  # of the likeliest tokens
-MAX_SAMPLES = 4096  # of a prompt
+# The likeliest tokens whose log-probabilities can be requested at each position.
+MAX_LOGPROBS = 100
+# Continuations of one prompt.
+MAX_SAMPLES = 4096
 
 BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
 """The names of its options in other libraries."""
@@ -61,7 +63,7 @@ class PromptLengthError(RequestError):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt and the options of its continuations.
 
     Attributes:
         prompt: token ids, not empty.
@@ -91,12 +93,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and a continuation together."""
+        """Count the tokens of the prompt and a continuation together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether to return log-probabilities of the prompt's tokens."""
+        """Tell whether log-probabilities of the prompt's tokens are requested."""
         return self.echo and self.logprobs is not None
 
 
@@ -117,7 +119,7 @@ class Logprobs:
         self.top += top
 
     def cut(self, stop: int, *, start: int = 0) -> Logprobs:
-        """Return the log-probabilities of the tokens from `start` to `stop`."""
+        """Copy the log-probabilities of the tokens from `start` to `stop`."""
         return Logprobs(self.tokens[start:stop], self.top[start:stop])
 
 
@@ -152,8 +154,8 @@ class Completion:
     end_logprobs: Logprobs | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain values; log-probabilities only if requested."""
-        result: dict[str, Any] = {
+        """Convert to plain values; log-probabilities only if requested."""
+        values: dict[str, Any] = {
             "prompt": self.prompt,
             "sample": self.sample,
             "text": self.text,
@@ -163,15 +165,16 @@ class Completion:
             "token_ids": self.token_ids,
         }
         if self.logprobs is not None:
-            top = []
-            for one in self.logprobs.top:
-                top.append([[token, value] for token, value in one.items()])
-            result["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
-        return result
+            # Pairs, because keys of JSON objects are strings.
+            top: list[list[list[float]]] = []
+            for logprobs in self.logprobs.top:
+                top.append([[token, logprob] for token, logprob in logprobs.items()])
+            values["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
+        return values
 
 
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
-    """Require a model that can be run: not a path, nor the pair that `quantkit.load` returns."""
+    """Raise an error if an argument is not a model, but a path or the pair of `quantkit.load`."""
     require_instance(
         name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one"
     )
@@ -180,8 +183,9 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
 def prompt_ids(
     prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False
 ) -> list[int]:
-    """Return the ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it
-    is a string without a tokenizer, not integers, or several prompts.
+    """Convert a prompt to a list of token ids; a string is encoded by `text_ids`.
+
+    Raises `RequestError` if it is a string without a tokenizer, not integers, or several prompts.
     """
     if isinstance(prompt, str) and tokenizer is not None:
         return text_ids(tokenizer, prompt, specials=specials)
@@ -209,7 +213,7 @@ def prompt_ids(
 
 
 def check_max_new_tokens(max_new_tokens: object) -> int:
-    """Return the maximum number of new tokens, at least 1."""
+    """Check the maximum number of new tokens, which is at least 1."""
     count = as_integer("max_new_tokens", max_new_tokens)
     if count < 1:
         raise RequestError(
@@ -222,35 +226,39 @@ def check_max_new_tokens(max_new_tokens: object) -> int:
 
 
 def check_stop_strings(stop: object, tokenizer: Tokenizer | None) -> list[str]:
-    """As `stop_strings`; also raises `RequestError` if there is no tokenizer to find them with."""
-    result = stop_strings(stop)
-    if result and tokenizer is None:
+    """Check stop strings as `stop_strings` does, and that there is a tokenizer to find them with.
+
+    Raises `RequestError` for both.
+    """
+    stops = stop_strings(stop)
+    if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
-    return result
+    return stops
 
 
 def stop_strings(stop: object) -> list[str]:
-    """Return one stop string or several; raises `RequestError` if they are not strings, or one is
-    empty or invalid Unicode.
+    """Check one stop string or several, and return a list.
+
+    Raises `RequestError` if they are not strings, or one is empty or invalid Unicode.
     """
-    result = as_strings("stop", stop)
-    if "" in result:
+    stops = as_strings("stop", stop)
+    # The empty string is in every text, so nothing would be generated.
+    if "" in stops:
         raise RequestError("a stop string is empty", argument="stop")
-    for one in result:
+    for stop_string in stops:
+        # A lone surrogate never occurs in decoded text.
         try:
-            one.encode()
+            stop_string.encode()
         except UnicodeEncodeError as error:
-            found_character = f"{one[error.start]!r}"
+            invalid_character = f"{stop_string[error.start]!r}"
             raise RequestError(
-                "a stop string is not valid Unicode", found=found_character, argument="stop"
+                "a stop string is not valid Unicode", found=invalid_character, argument="stop"
             ) from error
-    return result
+    return stops
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
-    """Return the token ids of a prompt that is a string; raises `RequestError` if it is empty or
-    invalid Unicode.
-    """
+    """Encode a prompt that is a string; raises `RequestError` if it is empty or invalid Unicode."""
     if not text:
         raise RequestError("the prompt is empty")
     return tokenizer.encode(text, specials=specials)
@@ -259,15 +267,15 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
 def truncate_prompt(
     ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | None
 ) -> list[int]:
-    """Return the end of a prompt that is too long together with what is to come; a BOS stays."""
-    room = max(1, max_tokens - max_new_tokens)
-    if len(ids) <= room:
+    """Remove the beginning of a prompt that is too long together with its new tokens; keep BOS."""
+    max_prompt_tokens = max(1, max_tokens - max_new_tokens)
+    if len(ids) <= max_prompt_tokens:
         return ids
-    if ids[0] == bos and room > 1:
-        begins = ids[:1]
-    else:
-        begins = []
-    return [*begins, *ids[len(ids) - room + len(begins) :]]
+    # Models are trained with BOS at the beginning of every text. A single token is better the
+    # last one of the prompt.
+    if ids[0] == bos and max_prompt_tokens > 1:
+        return [ids[0], *ids[len(ids) - max_prompt_tokens + 1 :]]
+    return ids[len(ids) - max_prompt_tokens :]
 
 
 def create_request(
@@ -280,8 +288,9 @@ def create_request(
     logprobs: object = None,
     echo: bool = False,
 ) -> Request:
-    """Return a request that a model can take; raises what `create_promptless_request` and
-    `with_prompt` raise.
+    """Create a request and check it against a model.
+
+    Raises the errors of `create_promptless_request` and `with_prompt`.
     """
     request = create_promptless_request(
         max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo
@@ -298,20 +307,20 @@ def create_promptless_request(
     echo: bool = False,
     draft_tokens: object = None,
 ) -> Request:
-    """Return a request without its prompt, checked as far as possible without a model; raises
-    `RequestError` for numbers out of range or options that exclude each other.
+    """Create a request without its prompt, checked as far as possible without a model.
+
+    Raises `RequestError` for numbers out of range or options that exclude each other.
     """
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
-    if beams := unknown & BEAM_SEARCH:
-        raise no_beam_search(min(beams))
+    beam_options = unknown & BEAM_SEARCH
+    if beam_options:
+        raise no_beam_search(min(beam_options))
+    # As Python does for an unknown argument; the name is chosen in a fixed order.
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
     count = as_integer("n", samples, 1)
-    if logprobs is None:
-        top = None
-    else:
-        top = as_integer("logprobs", logprobs)
+    top = None if logprobs is None else as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
         raise RequestError(
             "n is out of range",
@@ -324,27 +333,25 @@ def create_promptless_request(
         raise RequestError(
             "logprobs is out of range", found=top, expected=expected, argument="logprobs"
         )
-    new = as_integer("max_new_tokens", max_new_tokens)
-    if new == 0 and echo != (top is not None):
+    new_tokens = as_integer("max_new_tokens", max_new_tokens)
+    # One of the two options suggests that the prompt is to be scored, which needs both.
+    if new_tokens == 0 and echo != (top is not None):
         hint = "prompts are scored with both `echo` and `logprobs`"
         raise RequestError(
             "nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens"
         )
-    if new != 0 or not echo:
-        new = check_max_new_tokens(new)
+    if new_tokens != 0 or not echo:
+        new_tokens = check_max_new_tokens(new_tokens)
     elif count > 1:
         raise RequestError(
             "a prompt that is only scored has one result", found=f"n = {count}", argument="n"
         )
-    if draft_tokens is None:
-        drafts = None
-    else:
-        drafts = check_draft_tokens(draft_tokens)
-    return Request([], new, params, count, top, echo, draft_tokens=drafts)
+    drafts = None if draft_tokens is None else check_draft_tokens(draft_tokens)
+    return Request([], new_tokens, params, count, top, echo, draft_tokens=drafts)
 
 
 def check_draft_tokens(value: object) -> int:
-    """Return how many tokens may be proposed at a time."""
+    """Check the number of tokens that may be proposed at a time."""
     count = as_integer("draft_tokens", value)
     if not 0 <= count <= MAX_DRAFT_TOKENS:
         raise RequestError(
@@ -359,8 +366,9 @@ def check_draft_tokens(value: object) -> int:
 def with_prompt(
     config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None
 ) -> Request:
-    """Return a request with its prompt; raises `RequestError` as `check_total_length`, or if a bias
-    is of unknown tokens.
+    """Set the prompt of a request and check both against a model.
+
+    Raises `RequestError` as `check_total_length`, or if a bias is of unknown tokens.
     """
     request.sampling.require_vocabulary(config.vocab_size)
     check_total_length(config, ids, request.max_new_tokens, max_tokens)
@@ -368,13 +376,13 @@ def with_prompt(
 
 
 def no_beam_search(name: str) -> RequestError:
-    """Return the error for an option of it."""
+    """Create the error for an option of beam search."""
     hint = "draw several samples with `n`"
     return RequestError("beam search is not supported", found=name, hint=hint, argument=name)
 
 
 def no_prompt_logprobs(name: str) -> RequestError:
-    """Return the error for log-probabilities of prompts where XLA runs the model; `name` is the
+    """Create the error for log-probabilities of prompts if XLA runs the model; `name` is the
     argument to leave out.
     """
     problem = "log-probabilities of prompts are not given through XLA"
@@ -384,16 +392,20 @@ def no_prompt_logprobs(name: str) -> RequestError:
 def check_total_length(
     config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None
 ) -> int:
-    """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's
-    context. Raises `RequestError` if they are more, or if the prompt is empty or holds unknown ids
-    or those of images.
+    """Check a prompt, and count its tokens together with the new ones.
+
+    The sum is at most `max_tokens`; None is the model's context. Raises `RequestError` if it is
+    larger, or if the prompt is empty or contains unknown ids or those of images.
     """
     if not ids:
         raise RequestError("the prompt is empty")
-    if not all(0 <= i < config.vocab_size for i in ids):
-        known = f"0 to {config.vocab_size - 1}"
-        raise RequestError("the prompt holds token ids outside the vocabulary", expected=known)
-    if media := set(ids).intersection(config.media_tokens):
+    # An embedding lookup beyond the vocabulary is undefined on some devices.
+    if min(ids) < 0 or max(ids) >= config.vocab_size:
+        valid_ids = f"0 to {config.vocab_size - 1}"
+        raise RequestError("the prompt holds token ids outside the vocabulary", expected=valid_ids)
+    # The embeddings of such tokens are placeholders for the output of an encoder.
+    media = set(ids).intersection(config.media_tokens)
+    if media:
         raise RequestError(
             "the prompt has a token that stands for an image, video or sound, which the model is"
             " not given here",
@@ -403,13 +415,10 @@ def check_total_length(
     length = len(ids) + max_new_tokens
     if max_tokens is None:
         max_tokens = config.max_positions
-    else:
-        max_tokens = max_tokens
     if length > max_tokens:
         room = max_tokens - len(ids)
-        wanted = min(max_new_tokens, MIN_ROOM)
-        switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
-        if switch:
+        min_new_tokens = min(max_new_tokens, MIN_ROOM)
+        if max_tokens < config.max_positions and max_tokens == config.rope_switch:
             exceeded = "the length at which rotary positions switch"
         else:
             exceeded = "the model's context"
@@ -417,6 +426,7 @@ def check_total_length(
             f"prompt and new tokens exceed {exceeded}",
             found=length,
             expected=f"at most {max_tokens}",
-            hint="give a shorter prompt" if room < wanted else "lower `max_new_tokens`",
+            # Fewer new tokens help only if the prompt leaves room for enough of them.
+            hint="give a shorter prompt" if room < min_new_tokens else "lower `max_new_tokens`",
         )
     return length

@@ -48,6 +48,7 @@ class Sampler:
         self._drawn = 0
         self._constraint: Constraint | None = None
         self.params = same_seed(params, group)
+        # Greedy decoding draws no random numbers.
         self._generator = generator_of(self.params, device) if params.temperature > 0 else None
         self._seen_mask: Tensor | None = None
         self._counts: Tensor | None = None
@@ -58,27 +59,32 @@ class Sampler:
             self._seen_mask[0, list(prompt)] = True
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Return the next token [1] from logits [1, V].
+        """Draw the next token [1] from logits [1, V].
 
-        Of logits that are not finite it is any token that is allowed.
+        If the logits are not finite, it is any token that is allowed; the caller raises the error
+        when the host reads the token.
         """
         if self._begin is None:
+            # Probabilities with NaN would make `multinomial` fail, on a GPU for the whole process.
             return self._draw(logits if self.params.likeliest_only else logits.nan_to_num())
         try:
             if self.error is None:
+                # Created with the first token, so that waiting requests have none.
                 self._constraint = self._constraint or self._begin()
                 allowed = self._constraint.compute_token_mask().to(logits.device)
                 token = self._draw(logits.nan_to_num().masked_fill(~allowed, -torch.inf))
                 self._constraint.accept(int(token))
                 self._drawn += 1
                 return token
-        except QuantkitError as error:  # of one sequence among many that share a step
+        # Other sequences share the step, so the error of this one must not end it.
+        except QuantkitError as error:
             self.error = error
             self.failed_at = self._drawn
             self._constraint = None
         return torch.zeros(1, dtype=torch.long, device=logits.device)
 
     def _draw(self, logits: Tensor) -> Tensor:
+        """Draw a token and record it for the penalties."""
         if self.params.likeliest_only:
             return logits.argmax(-1)
         token = sample(logits, self.params, self._generator, self._seen_mask, self._counts)[0]
@@ -89,24 +95,25 @@ class Sampler:
         return token
 
     def guesses(self) -> Callable[[Tensor], int]:
-        """Draws tokens from another model's logits [1, V], with the random numbers that `draw` will
-        use; nothing is remembered of them.
+        """Return a function that draws from a draft model's logits [1, V].
+
+        It uses the random numbers that `draw` will use, and records nothing for the penalties.
         """
         params = self.params
         generator = self._generator
+        # A copy: the numbers drawn for guesses are drawn again for the tokens.
         if generator is not None:
             generator = generator.clone_state()
 
         def guess(logits: Tensor) -> int:
-            return int(
-                sample(logits.nan_to_num(), params, generator, self._seen_mask, self._counts)
-            )
+            logits = logits.nan_to_num()
+            return int(sample(logits, params, generator, self._seen_mask, self._counts))
 
         return guess
 
 
 def generator_of(params: SamplingParams, device: torch.device) -> torch.Generator:
-    """Return a random generator for one request."""
+    """Create a random generator for one request."""
     generator = torch.Generator(device=device)
     if params.seed is None:
         generator.seed()
@@ -115,13 +122,12 @@ def generator_of(params: SamplingParams, device: torch.device) -> torch.Generato
 
 
 def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
-    """Return the options with one seed for all processes that share the model."""
+    """Give all processes that share the model the same seed: rank 0's."""
+    # Other tokens in one process would give each a different sequence in its cache.
     if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
-    return replace(
-        params,
-        seed=group.broadcast_from_rank0(generator_of(params, torch.device("cpu")).initial_seed()),
-    )
+    seed = generator_of(params, torch.device("cpu")).initial_seed()
+    return replace(params, seed=group.broadcast_from_rank0(seed))
 
 
 def sample(
@@ -131,14 +137,14 @@ def sample(
     seen_mask: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token per row: logits [B, V] to token ids [B, 1]; `seen` and `counts` are as for
-    `adjust_logits`.
+    """Draw one token per row: logits [B, V] to token ids [B, 1].
+
+    `seen_mask` and `counts` are as for `adjust_logits`.
     """
     if params.temperature == 0:
         return adjust_logits(logits, params, seen_mask, counts).argmax(-1, keepdim=True)
-    return torch.multinomial(
-        compute_probabilities(logits, params, seen_mask, counts), 1, generator=generator
-    )
+    probabilities = compute_probabilities(logits, params, seen_mask, counts)
+    return torch.multinomial(probabilities, 1, generator=generator)
 
 
 def adjust_logits(
@@ -147,16 +153,17 @@ def adjust_logits(
     seen_mask: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none
-    is set.
+    """Apply the options that change logits [B, V], such as a bias; without any, return them.
 
     Args:
-        seen: which tokens each sequence already contains, bool [B, V]; for a repetition penalty.
+        seen_mask: which tokens each sequence already contains, bool [B, V]; for a repetition
+            penalty.
         counts: how often each token is among the new ones of its sequence, [B, V]; for the other
             penalties.
 
     Raises:
-        RequestError: if an option names a token outside the vocabulary, or needs what is not given.
+        RequestError: if an option names a token outside the vocabulary, or needs an argument that
+            is None.
     """
     params.require_vocabulary(logits.shape[-1])
     past = {"seen": seen_mask, "counts": counts}
@@ -164,7 +171,7 @@ def adjust_logits(
         if option.adjust is not None:
             if option.past is not None and past[option.past] is None:
                 raise RequestError(f"{option.name} is not supported here", hint="leave it out")
-            # In float32: float16 may not hold the result.
+            # In float32: the result may exceed the range of float16.
             logits = option.adjust(
                 torch, logits.float(), getattr(params, option.name), past.get(option.past or "")
             )
@@ -177,31 +184,34 @@ def compute_probabilities(
     seen_mask: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Return the probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at
-    temperature 0. `seen` and `counts` are as for `adjust_logits`.
+    """Compute the probabilities to draw with, float32 [B, V], from logits [B, V].
+
+    They are one-hot at temperature 0. `seen_mask` and `counts` are as for `adjust_logits`.
     """
     logits = adjust_logits(logits, params, seen_mask, counts)
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    wide = logits.float()
-    # At most 0, so that no quotient is inf - inf.
-    below = wide - wide.amax(-1, keepdim=True)
-    result = torch.softmax(below / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
+    logits32 = logits.float()
+    # At most 0: quotients by a small temperature are then -inf at worst, and never inf - inf.
+    shifted = logits32 - logits32.amax(-1, keepdim=True)
+    probabilities = torch.softmax(shifted / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
     for option in params.active:
         if option.drops is None:
             continue
         value = getattr(params, option.name)
+        # Sorting a vocabulary is slow, so some options have a function that does without.
         if option.keep is not None:
-            kept: Tensor = option.keep(result, value)
+            filtered: Tensor = option.keep(probabilities, value)
         else:
-            ranked, order = result.sort(dim=-1, descending=True)
-            dropped = option.drops(
-                torch, ranked, torch.arange(ranked.shape[-1], device=ranked.device), value
-            )
-            kept = torch.zeros_like(result).scatter(-1, order, ranked.masked_fill(dropped, 0))
-        if kept is not result:
-            result = kept / kept.sum(-1, keepdim=True)
-    return result
+            ranked, order = probabilities.sort(dim=-1, descending=True)
+            ranks = torch.arange(ranked.shape[-1], device=ranked.device)
+            dropped = option.drops(torch, ranked, ranks, value)
+            remaining = ranked.masked_fill(dropped, 0)
+            filtered = torch.zeros_like(probabilities).scatter(-1, order, remaining)
+        # Each option applies to the probabilities that the previous ones leave, with sum 1.
+        if filtered is not probabilities:
+            probabilities = filtered / filtered.sum(-1, keepdim=True)
+    return probabilities
 
 
 class TokenLogprobs(NamedTuple):
@@ -214,21 +224,23 @@ class TokenLogprobs(NamedTuple):
     top_ids: Tensor
 
     def on_host(self) -> TokenLogprobs:
-        """See `host_copy`."""
+        """Copy all tensors with `host_copy`."""
         return TokenLogprobs(*map(host_copy, self))
 
     def to_lists(self) -> tuple[list[float | None], list[dict[int, float]]]:
-        """Return the values of the tokens, and for each position those of the likeliest by their
-        ids.
-        """
-        top = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
-        return self.chosen.tolist(), [dict(zip(ids, values, strict=True)) for ids, values in top]
+        """List the values of the tokens, and for each position those of the likeliest by ids."""
+        top: list[dict[int, float]] = []
+        for ids, values in zip(self.top_ids.tolist(), self.top.tolist(), strict=True):
+            top.append(dict(zip(ids, values, strict=True)))
+        return self.chosen.tolist(), top
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
-    """Log-probabilities of tokens [T], and of the `count` likeliest at each position, from
-    logits [T, V].
+    """Compute log-probabilities of tokens [T] and of the `count` likeliest at each position.
+
+    `logits` are [T, V].
     """
-    found = torch.log_softmax(logits.float(), dim=-1)
-    values, ids = found.topk(min(count, found.shape[-1]), dim=-1)
-    return TokenLogprobs(found.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), values, ids)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return TokenLogprobs(chosen, values, ids)

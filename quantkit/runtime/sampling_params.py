@@ -36,8 +36,8 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn: logits are biased and penalized, divided by the temperature, and
-    cut by `top_k`, `top_p` and `min_p`, in this order.
+    """The sampling options: logits are biased and penalized, divided by the temperature, and the
+    tokens are restricted by `top_k`, `top_p` and `min_p`, in this order.
 
     Attributes:
         temperature: 0 takes the likeliest token; else logits are divided by it.
@@ -72,90 +72,109 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
-            object.__setattr__(
-                self, option.name, option.validate(option.name, getattr(self, option.name))
-            )
+            value = option.validate(option.name, getattr(self, option.name))
+            # The class is frozen, but values are converted, such as a top_k of -1 to 0.
+            object.__setattr__(self, option.name, value)
 
     @cached_property
     def active(self) -> tuple[Option, ...]:
-        """Return the options whose value differs from the default, with which they have no
-        effect.
-        """
-        return tuple(
-            one for one in OPTIONS if getattr(self, one.name) != getattr(_DEFAULTS, one.name)
-        )
+        """List the options whose value differs from the default; the others have no effect."""
+        active: list[Option] = []
+        for option in OPTIONS:
+            if getattr(self, option.name) != getattr(_DEFAULTS, option.name):
+                active.append(option)
+        return tuple(active)
 
     @cached_property
     def needs_seen_tokens(self) -> bool:
-        """Return whether an option depends on the tokens that the text already contains."""
+        """Tell whether an option depends on the tokens that the text already contains."""
         return any(option.past == "seen" for option in self.active)
 
     @cached_property
     def needs_counts(self) -> bool:
-        """Return whether an option depends on how often each token is among the new ones."""
+        """Tell whether an option depends on how often each token is among the new ones."""
         return any(option.past == "counts" for option in self.active)
 
     @cached_property
     def likeliest_only(self) -> bool:
-        """Return whether the next token is the one with the highest logit, as the model returns
-        it.
-        """
+        """Tell whether the next token is the one with the highest logit of the model."""
+        # Without a temperature nothing random is drawn, so a seed has no effect.
         return all(option.name == "seed" for option in self.active)
 
     def require_vocabulary(self, size: int) -> None:
         """Raise `RequestError` if an option names a token that a vocabulary of this size does
         not have.
         """
-        if unknown := sorted(token for token in self.logit_bias if not 0 <= token < size):
-            problem = "logit_bias names tokens outside the vocabulary"
+        unknown: list[int] = []
+        for token in self.logit_bias:
+            if not 0 <= token < size:
+                unknown.append(token)
+        if unknown:
             raise RequestError(
-                problem, found=unknown[:8], expected=f"0 to {size - 1}", argument="logit_bias"
+                "logit_bias names tokens outside the vocabulary",
+                # The first few: a mistake may concern all of the vocabulary.
+                found=sorted(unknown)[:8],
+                expected=f"0 to {size - 1}",
+                argument="logit_bias",
             )
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
+    """Create a function that converts and checks the number of an option."""
+
     def validate(name: str, value: object) -> float:
-        result = as_number(name, value)
-        if not allowed(result):
-            raise RequestError(f"{name} must {rule}", found=result, argument=name)
-        return result
+        number = as_number(name, value)
+        if not allowed(number):
+            raise RequestError(f"{name} must {rule}", found=number, argument=name)
+        return number
 
     return validate
 
 
 def _top_k(name: str, value: object) -> int:
-    result = as_integer(name, value)
-    if result == -1:  # as vLLM and llama.cpp spell it
+    """Convert and check `top_k`, of which 0 keeps all tokens."""
+    top_k = as_integer(name, value)
+    # -1 keeps all tokens in vLLM and llama.cpp.
+    if top_k == -1:
         return 0
-    if result < 0:
-        raise RequestError(f"{name} must not be negative", found=result, argument=name)
-    return result
+    if top_k < 0:
+        raise RequestError(f"{name} must not be negative", found=top_k, argument=name)
+    return top_k
 
 
 def _logit_bias(name: str, value: object) -> dict[int, float]:
+    """Convert and check biases by token id."""
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, "numbers by token ids")
-    result = {}
+    biases: dict[int, float] = {}
     for token, bias in value.items():
-        result[as_integer(name, token)] = as_number(name, bias)
-    if wrong := [bias for bias in result.values() if not abs(bias) <= 10_000]:
-        raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0], argument=name)
-    return result
+        biases[as_integer(name, token)] = as_number(name, bias)
+    for bias in biases.values():
+        # Written so that NaN fails too.
+        if not abs(bias) <= 10_000:
+            raise RequestError(f"{name} must lie in [-10000, 10000]", found=bias, argument=name)
+    return biases
 
 
 def _add_bias(xp: Any, logits: Any, bias: Any, past: Any) -> Any:
-    """`bias` is by token id, or where XLA runs the model, an array [V]."""
+    """Add a bias to logits: by token id, or as an array [V] if XLA runs the model."""
+    # Compiled XLA steps take arrays, whose shapes do not depend on the request.
     if not isinstance(bias, Mapping):
         return logits + bias
-    tokens, values = (xp.tensor(list(part), device=logits.device) for part in (bias, bias.values()))
+    tokens = xp.tensor(list(bias), device=logits.device)
+    values = xp.tensor(list(bias.values()), device=logits.device)
     return logits.index_add(-1, tokens, values.expand(len(logits), -1))
 
 
 def _penalize(xp: Any, logits: Any, penalty: Any, seen_mask: Any) -> Any:
-    return xp.where(seen_mask, xp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    """Apply the repetition penalty of 1909.05858."""
+    # Division would raise a negative logit.
+    penalized = xp.where(logits > 0, logits / penalty, logits * penalty)
+    return xp.where(seen_mask, penalized, logits)
 
 
 def _keep_top_k(probabilities: Any, top_k: int) -> Any:
+    """Set all but the `top_k` highest probabilities to 0."""
     if top_k >= probabilities.shape[-1]:
         return probabilities
     ranked, order = probabilities.topk(top_k, dim=-1)
@@ -163,27 +182,26 @@ def _keep_top_k(probabilities: Any, top_k: int) -> Any:
 
 
 def _keep_min_p(probabilities: Any, min_p: float) -> Any:
-    return probabilities.masked_fill(
-        probabilities < min_p * probabilities.amax(-1, keepdim=True), 0
-    )
+    """Set probabilities below the share `min_p` of the highest one to 0."""
+    threshold = min_p * probabilities.amax(-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < threshold, 0)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A sampling option: which values it takes, and what it does.
+    """A sampling option: its valid values and its effect.
 
     Attributes:
         name: of the field of `SamplingParams`.
         validate: the value that a name and an argument stand for; raises `RequestError`.
         help: on the command line.
-        type: of its value on the command line; None where it is no option of both ``generate`` and
-            ``chat``.
+        type: of its value on the command line; None if ``generate`` and ``chat`` do not both have
+            it.
         adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the
             value, and what `past` names, else None.
         past: what `adjust` uses: ``seen``, which tokens prompt and new text contain, bool [..., V];
             or ``counts``, how often the new text alone contains each, numbers [..., V].
-        row: the value as an array [V] for XLA, given the vocabulary size; None where it is a
-            number.
+        row: the value as an array [V] for XLA, given the vocabulary size; None if it is a number.
         drops: which tokens are not drawn. Called with ``torch`` or ``jax.numpy``, probabilities in
             falling order [..., V], their ranks from 0, and the value.
         keep: the same in torch without sorting: probabilities [..., V] with zeros for the tokens

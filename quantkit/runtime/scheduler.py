@@ -34,7 +34,7 @@ class _Rows:
     sequence each, which is on the device; the others read `texts`.
 
     Attributes:
-        lengths, wanted: see `Engine.step`.
+        lengths, logits_indices: see `Engine.step`.
         drawing: the sequences that get new tokens, each with the index of its first logits.
         proposals: tokens that are verified, of some of them.
     """
@@ -82,24 +82,24 @@ class Scheduler:
     def __init__(
         self, engine: Engine, *, any_prefix: bool = False, max_running: int | None = None
     ) -> None:
-        """
+        """Prepare to run requests; the first one takes over the engine.
+
         Args:
             any_prefix: see `SlotTable`.
-            max_running: continuations that run at the same time; the engine's other slots hold
-                prompts that may come again. None is as many as there are slots.
+            max_running: continuations that run at the same time; the engine's other slots keep
+                prompts that may be requested again. None is the number of slots.
         """
         self.engine = engine
         if max_running is None:
             self._max_running = engine.slots
         else:
             self._max_running = max_running
-        self.num_reused_tokens = (
-            # Tokens of prompts that were not computed, because a slot held them.
-            0
-        )
+        # Tokens of prompts that were not computed, because a slot contained them.
+        self.num_reused_tokens = 0
         self.speculation = Speculation(engine)
         self._any_prefix = any_prefix
         self._switch = engine.model.config.rope_switch
+        # None until the first request takes over the engine's slots.
         self._slots: SlotTable | None = None
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def slots(self) -> int:
-        """Continuations that run at the same time."""
+        """Return how many continuations run at the same time."""
         return self._max_running
 
     def require(self, request: Request) -> None:
@@ -117,7 +117,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether a request has not ended."""
+        """Tell whether a request has not ended."""
         return bool(self._waiting or self._reading or self._running)
 
     def add(self, request: Request, share: Share | None = None) -> list[Generation]:
@@ -133,14 +133,15 @@ class Scheduler:
         """
         self.require(request)
         self._require_engine()
+        # Another user may have taken over the slots since; their contents are then lost.
         if self._slots is None or self._slots is not self.engine.slot_table:
             self._slots = self.engine.take_over(any_prefix=self._any_prefix)
         siblings = Siblings(waiting=request.samples, share=share or Share())
-        result = []
+        generations: list[Generation] = []
         for number in range(request.samples):
-            result.append(Generation(request, number, siblings, self.engine.model))
-        self._waiting.extend(result)
-        return result
+            generations.append(Generation(request, number, siblings, self.engine.model))
+        self._waiting.extend(generations)
+        return generations
 
     def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
         """End a continuation now."""
@@ -150,6 +151,7 @@ class Scheduler:
             self._remove_waiting(generation)
         elif generation in self._reading:
             self._reading.remove(generation)
+            # Complete chunks of the prompt stay in the slot, and can be reused.
             self._table.release(generation.slot)
             generation.siblings.share.running -= 1
         elif generation in self._running:
@@ -171,11 +173,13 @@ class Scheduler:
         self._require_engine()
         self._admit()
         rows = self._next_rows()
-        scored = list[Generation]()
-        began = time.perf_counter()
+        scored: list[Generation] = []
+        start_time = time.perf_counter()
         sequences = list(rows.drawing)
+        # A captured step takes no lengths of sequences and returns no logits.
         tokens_only = all(sequence.needs_tokens_only for sequence in sequences)
         if rows.slots and not rows.texts and self._switch is None and tokens_only:
+            # `Generation.draw` counts the tokens of other steps.
             for sequence in sequences:
                 sequence.drawn += 1
             tokens = self.engine.decode(rows.slots, rows.positions)
@@ -187,12 +191,12 @@ class Scheduler:
             scored = self._finish_chunks(rows, logits)
             if sequences:
                 self._draw(logits, rows.drawing, rows.proposals)
-        news = self._collect_tokens(
-            idle=not rows.slots or any(map(self.speculation.can_propose, sequences))
-        )
+        # Proposals continue the last tokens, so the host has to read these before the next step.
+        idle = not rows.slots or any(map(self.speculation.can_propose, sequences))
+        updated = self._collect_tokens(idle=idle)
         if rows.slots:
-            self.speculation.count_step(len(rows.slots), time.perf_counter() - began)
-        return [*scored, *news]
+            self.speculation.count_step(len(rows.slots), time.perf_counter() - start_time)
+        return [*scored, *updated]
 
     @property
     def _table(self) -> SlotTable:
@@ -200,6 +204,7 @@ class Scheduler:
         return self._slots
 
     def _require_engine(self) -> None:
+        """Raise `RequestError` if another user has taken over slots with running sequences."""
         if self.busy and self._slots is not self.engine.slot_table:
             hint = "give each its own engine, or run them in one batch"
             raise RequestError("the engine is in use by another generation", hint=hint)
@@ -211,107 +216,148 @@ class Scheduler:
             and self._table.free
             and len(self._reading) + len(self._running) < self._max_running
         ):
-            ready = (one for one in self._waiting if one.siblings.prompt_free)
-            if (
-                one := min(ready, key=lambda one: one.siblings.share.running, default=None)
-            ) is None:
+            generation = self._next_waiting()
+            if generation is None:
                 return
-            siblings = one.siblings
-            logits = one.siblings.logits
-            prompt = one.request.prompt
-            self._remove_waiting(one)
+            siblings = generation.siblings
+            # `_remove_waiting` drops them if this is the last continuation that waits.
+            logits = siblings.logits
+            prompt = generation.request.prompt
+            self._remove_waiting(generation)
             siblings.share.running += 1
-            if logits is not None and (source := self._table.find_whole_prompt(prompt)) is not None:
-                one.slot = self._table.take_for(source)
-                self._reuse(one, source, len(prompt))
+            # A sibling has read the prompt, but its slot may have been taken since.
+            source = None if logits is None else self._table.find_whole_prompt(prompt)
+            if logits is not None and source is not None:
+                generation.slot = self._table.take_for(source)
+                self._reuse(generation, source, len(prompt))
                 if siblings.echoed is not None:
-                    one.logprobs = siblings.echoed.cut(len(prompt))
-                self._running.append(one)
-                self._draw(logits, {one: 0}, {})
+                    generation.logprobs = siblings.echoed.cut(len(prompt))
+                self._running.append(generation)
+                self._draw(logits, {generation: 0}, {})
             else:
-                siblings.reader = one
+                siblings.reader = generation
                 siblings.logits = None
-                one.slot = self._table.take(prompt)
-                self._reading.append(one)
+                generation.slot = self._table.take(prompt)
+                self._reading.append(generation)
+
+    def _next_waiting(self) -> Generation | None:
+        """Choose the continuation that gets the next slot; None if all wait for a sibling."""
+        # One request with many samples must not keep all slots from the others.
+        next_generation = None
+        for generation in self._waiting:
+            if not generation.siblings.prompt_free:
+                continue
+            running = generation.siblings.share.running
+            if next_generation is None or running < next_generation.siblings.share.running:
+                next_generation = generation
+        return next_generation
 
     def _remove_waiting(self, generation: Generation) -> None:
+        """Remove a continuation from the queue, and logits that no sibling needs any more."""
         self._waiting.remove(generation)
         generation.siblings.waiting -= 1
         if not generation.siblings.waiting:
             generation.siblings.logits = None
 
     def _reuse(self, generation: Generation, source: int, count: int) -> None:
-        """Copy the first tokens of what it reads from a slot that holds them."""
+        """Copy keys and values of the first tokens of a text from a slot that contains them."""
         if count:
             self.engine.copy_prefix(source, generation.slot, count)
             self.num_reused_tokens += count
             self._set_stored(generation, count)
 
     def _set_stored(self, generation: Generation, count: int) -> None:
+        """Record that the slot of a sequence contains the first tokens of its text."""
         generation.stored = count
         self._table.hold(generation.slot, generation.text, count)
 
     def _next_rows(self) -> _Rows:
+        """Collect the rows of the next step: decoding sequences, proposals, chunks of prompts."""
         rows = _Rows(chunks=self._next_chunks())
-        running = [
-            one
-            for one in self._running
-            if one.drawn < one.request.max_new_tokens and not self._switches(one)
-        ]
-        known = [one for one in running if len(one.tokens) == one.drawn]
-        reading = sum(chunk.stop - chunk.reader.stored for chunk in rows.chunks)
-        rows.proposals = self.speculation.propose(known, len(running) + reading)
-        plain = [one for one in running if one not in rows.proposals]
-        for place, one in enumerate(sorted(plain, key=lambda one: one.position, reverse=True)):
-            rows.slots.append(one.slot)
-            rows.positions.append(one.position)
-            rows.lengths.append(one.position + 1)
-            rows.logits_indices.append(place)
-            rows.drawing[one] = place
-        rows.decoding = len(plain)
-        for one, proposed in rows.proposals.items():
-            rows.drawing[one] = len(rows.logits_indices)
-            rows.logits_indices += range(len(rows.slots), len(rows.slots) + 1 + len(proposed))
-            rows.texts += [one.tokens[-1], *proposed]
-            rows.slots += [one.slot] * (1 + len(proposed))
-            rows.positions += range(one.position, one.position + 1 + len(proposed))
-            rows.lengths += range(one.position + 1, one.position + 2 + len(proposed))
+        running: list[Generation] = []
+        # Running sequences whose tokens the host has read.
+        up_to_date: list[Generation] = []
+        for generation in self._running:
+            # The host may not have read that a sequence has drawn all its tokens.
+            if generation.drawn >= generation.request.max_new_tokens:
+                continue
+            if self._switches(generation):
+                continue
+            running.append(generation)
+            if len(generation.tokens) == generation.drawn:
+                up_to_date.append(generation)
+        num_chunk_rows = sum(chunk.stop - chunk.reader.stored for chunk in rows.chunks)
+        rows.proposals = self.speculation.propose(up_to_date, len(running) + num_chunk_rows)
+        self._add_decoding_rows(rows, running)
+        for generation, proposed in rows.proposals.items():
+            num_rows = 1 + len(proposed)
+            start = generation.position
+            rows.drawing[generation] = len(rows.logits_indices)
+            rows.logits_indices += range(len(rows.slots), len(rows.slots) + num_rows)
+            rows.texts += [generation.tokens[-1], *proposed]
+            rows.slots += [generation.slot] * num_rows
+            rows.positions += range(start, start + num_rows)
+            rows.lengths += range(start + 1, start + 1 + num_rows)
         for chunk in rows.chunks:
-            one = chunk.reader
-            row = len(rows.slots)
-            count = chunk.stop - one.stored
-            length = len(one.text)
-            rows.texts += one.text[one.stored : chunk.stop]
-            rows.slots += [one.slot] * count
-            rows.positions += range(one.stored, chunk.stop)
-            rows.lengths += [length] * count
-            if one.echoes:
-                chunk.echoed = len(rows.logits_indices)
-                rows.logits_indices += range(row, row + count)
-            elif chunk.stop == length:
-                rows.logits_indices.append(row + count - 1)
-            if chunk.stop == length and one.request.max_new_tokens:
-                rows.drawing[one] = len(rows.logits_indices) - 1
+            self._add_chunk_rows(rows, chunk)
         return rows
 
+    def _add_decoding_rows(self, rows: _Rows, running: list[Generation]) -> None:
+        """Add one row for each running sequence without proposals."""
+        decoding = [generation for generation in running if generation not in rows.proposals]
+        # Padding rows take the positions after the last row's, so the shortest sequence is last.
+        decoding.sort(key=lambda generation: generation.position, reverse=True)
+        for row, generation in enumerate(decoding):
+            rows.slots.append(generation.slot)
+            rows.positions.append(generation.position)
+            rows.lengths.append(generation.position + 1)
+            rows.logits_indices.append(row)
+            rows.drawing[generation] = row
+        rows.decoding = len(decoding)
+
+    def _add_chunk_rows(self, rows: _Rows, chunk: _Chunk) -> None:
+        """Add the rows of a part of a prompt, and the indices of the logits that it needs."""
+        generation = chunk.reader
+        first_row = len(rows.slots)
+        count = chunk.stop - generation.stored
+        length = len(generation.text)
+        rows.texts += generation.text[generation.stored : chunk.stop]
+        rows.slots += [generation.slot] * count
+        rows.positions += range(generation.stored, chunk.stop)
+        # The length of the whole prompt: rotary positions must be those of one pass over it.
+        rows.lengths += [length] * count
+        if generation.echoes:
+            chunk.echoed = len(rows.logits_indices)
+            rows.logits_indices += range(first_row, first_row + count)
+        elif chunk.stop == length:
+            rows.logits_indices.append(first_row + count - 1)
+        if chunk.stop == length and generation.request.max_new_tokens:
+            rows.drawing[generation] = len(rows.logits_indices) - 1
+
     def _next_chunks(self) -> list[_Chunk]:
-        """Return the parts of prompts that the next step reads, in turn."""
-        size = left = self.engine.chunk
+        """Choose the parts of prompts that the next step reads, in turn."""
+        size = remaining_rows = self.engine.chunk
         chunks: list[_Chunk] = []
-        for one in list(self._reading):
-            if not one.stored and not one.echoes:
-                self._reuse(one, *self._table.find_longest_prefix(one.text))
-            stop = min(len(one.text), (one.stored // size + 1) * size)
-            left -= stop - one.stored
-            if chunks and left < 0:
+        # A copy: the queue is rotated in the loop.
+        for generation in list(self._reading):
+            # Reuse is decided when a prompt is first read: prompts read meanwhile count too. An
+            # echoed prompt needs the logits of all its tokens.
+            if not generation.stored and not generation.echoes:
+                self._reuse(generation, *self._table.find_longest_prefix(generation.text))
+            # Chunks end at multiples of the size, also after a reused prefix.
+            stop = min(len(generation.text), (generation.stored // size + 1) * size)
+            remaining_rows -= stop - generation.stored
+            if chunks and remaining_rows < 0:
                 break
-            chunks.append(_Chunk(one, stop))
+            chunks.append(_Chunk(generation, stop))
             self._reading.rotate(-1)
         return chunks
 
     def _tokens(self, rows: _Rows) -> Tensor:
+        """Collect the tokens of a step on the device."""
         device = self.engine.model.device
-        parts = []
+        parts: list[Tensor] = []
+        # The host may not have read these tokens yet.
         if rows.decoding:
             parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
         if rows.texts:
@@ -319,25 +365,31 @@ class Scheduler:
         return torch.cat(parts)
 
     def _finish_chunks(self, rows: _Rows, logits: Tensor) -> list[Generation]:
-        """Note which parts of prompts a step has read; the continuations that end with it."""
-        ended = []
+        """Record the parts of prompts that a step has read.
+
+        Returns the continuations that end with their prompt, because it is only scored.
+        """
+        ended: list[Generation] = []
         for chunk in rows.chunks:
-            one = chunk.reader
+            generation = chunk.reader
             if chunk.echoed is not None:
-                one.score_prompt(logits[chunk.echoed :], one.stored, chunk.stop)
-            self._set_stored(one, chunk.stop)
-            if chunk.stop < len(one.text):
+                generation.score_prompt(logits[chunk.echoed :], generation.stored, chunk.stop)
+            self._set_stored(generation, chunk.stop)
+            if chunk.stop < len(generation.text):
                 continue
-            self._reading.remove(one)
-            self._running.append(one)
-            if one.siblings.waiting and not one.drawn:
-                one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
-                if one.echoes and one.logprobs is not None:
-                    one.siblings.echoed = one.logprobs.cut(len(one.text))
-            if not one.request.max_new_tokens:
+            self._reading.remove(generation)
+            self._running.append(generation)
+            siblings = generation.siblings
+            if siblings.waiting and not generation.drawn:
+                # A copy: a view would keep the logits of the whole step in memory.
+                siblings.logits = logits[rows.drawing[generation]].unsqueeze(0).clone()
+                if generation.echoes and generation.logprobs is not None:
+                    siblings.echoed = generation.logprobs.cut(len(generation.text))
+            if not generation.request.max_new_tokens:
+                # No token is drawn whose logits would be checked.
                 finite_logits(logits)
-                self.end(one, "length")
-                ended.append(one)
+                self.end(generation, "length")
+                ended.append(generation)
         return ended
 
     def _draw(
@@ -346,70 +398,92 @@ class Scheduler:
         places: Mapping[Generation, int],
         proposals: Mapping[Generation, list[int]],
     ) -> None:
-        """Draw the next tokens of sequences from logits [M, V], where each has its first row at
-        its place.
+        """Draw the next tokens of sequences from logits [M, V].
+
+        Args:
+            places: of each sequence the index of its first row of logits.
+            proposals: tokens to verify, of some of them.
         """
-        sequences = list[Generation]()
-        found = list[tuple[Tensor, TokenLogprobs | None]]()
-        rows = list[int]()
+        # One entry for each token drawn.
+        sequences: list[Generation] = []
+        tokens: list[Tensor] = []
+        logprobs: list[TokenLogprobs | None] = []
+        rows: list[int] = []
         with self.engine.model.ops.single_threaded():
-            for one, place in places.items():
-                proposed = proposals.get(one, [])
-                drawn = list(one.draw_verified(logits[place : place + 1 + len(proposed)], proposed))
+            for generation, first_row in places.items():
+                proposed = proposals.get(generation, [])
+                sequence_logits = logits[first_row : first_row + 1 + len(proposed)]
+                count = 0
+                for token, token_logprobs in generation.draw_verified(sequence_logits, proposed):
+                    sequences.append(generation)
+                    tokens.append(token)
+                    logprobs.append(token_logprobs)
+                    count += 1
+                rows += range(first_row, first_row + count)
                 if proposed:
-                    self.speculation.record_verification(one, proposed, len(drawn) - 1)
-                sequences += [one] * len(drawn)
-                rows += range(place, place + len(drawn))
-                found += drawn
+                    # The last token drawn is not a proposal.
+                    self.speculation.record_verification(generation, proposed, count - 1)
+            # Usually each row has drawn a token: then the logits need not be copied.
             if rows != list(range(len(logits))):
                 logits = logits[numbers(rows, logits.device)]
-            tokens = torch.cat([token for token, _ in found])
-            pending = self.engine.set_last(
-                [sequence.slot for sequence in sequences], tokens, logits
-            )
-        self._pending.append(_Drawn(sequences, pending, [logprobs for _, logprobs in found]))
+            slots = [generation.slot for generation in sequences]
+            pending = self.engine.set_last(slots, torch.cat(tokens), logits)
+        self._pending.append(_Drawn(sequences, pending, logprobs))
 
     def _collect_tokens(self, *, idle: bool) -> list[Generation]:
-        """Append tokens that have reached the host to their sequences; those that have new ones."""
+        """Append tokens that have reached the host to their sequences.
+
+        Returns the sequences that have new tokens.
+        """
         ends = self.engine.model.config.eos_token_ids
-        news: dict[Generation, None] = {}
-        for drawn in [self._pending.popleft() for _ in range(self._num_ready_steps(idle))]:
+        # A dictionary keeps the order, and has each sequence once.
+        updated: dict[Generation, None] = {}
+        # Removed before any is read: an error below must not leave a part of them in the queue.
+        ready_steps = [self._pending.popleft() for _ in range(self._num_ready_steps(idle))]
+        for drawn in ready_steps:
             rows = zip(drawn.sequences, drawn.tokens.read(), drawn.logprobs, strict=True)
+            # Tokens after the end of a sequence are dropped, also if their logits are NaN.
             running = [row for row in rows if row[0].finish_reason is None]
             if any(token < 0 for _, token, _ in running):
                 raise nonfinite_logits(dtype=self.engine.model.dtype)
-            for one, token, logprobs in running:
-                news[one] = None
-                if one.finish_reason is not None:
+            for generation, token, logprobs in running:
+                updated[generation] = None
+                # An earlier token of the same step may have ended it.
+                if generation.finish_reason is not None:
                     continue
-                one.append(token, logprobs, ends)
-                if one.finish_reason is not None:
-                    self.end(one)
-        for one in [one for one in self._running if self._switches(one)]:
-            self._running.remove(one)
-            one.text = [*one.request.prompt, *one.tokens]  # of which the host has seen each
-            self._set_stored(one, 0)
-            self._reading.append(one)
-        return list(news)
+                generation.append(token, logprobs, ends)
+                if generation.finish_reason is not None:
+                    self.end(generation)
+        # Rotary positions have switched: all tokens are read again with the others.
+        switching = [generation for generation in self._running if self._switches(generation)]
+        for generation in switching:
+            self._running.remove(generation)
+            # `_num_ready_steps` lets the host read all tokens at a switch.
+            generation.text = [*generation.request.prompt, *generation.tokens]
+            self._set_stored(generation, 0)
+            self._reading.append(generation)
+        return list(updated)
 
     def _num_ready_steps(self, idle: bool) -> int:
-        """Return the number of steps whose tokens are read now; `idle` is whether the device has
-        nothing else to do.
+        """Count the steps whose tokens are read now.
+
+        `idle` tells that nothing is gained if the device runs ahead.
         """
         pending = self._pending
-        if idle or any(
-            sequence.drawn == 1 or self._switches(sequence)
-            for drawn in pending
-            for sequence in drawn.sequences
-        ):
+        if idle:
             return len(pending)
+        for drawn in pending:
+            for generation in drawn.sequences:
+                # A first token is read at once, as clients wait for it.
+                if generation.drawn == 1 or self._switches(generation):
+                    return len(pending)
         count = max(0, len(pending) - READ_LAG)
         while count < len(pending) and pending[count].tokens.is_ready:
             count += 1
         return count
 
     def _switches(self, generation: Generation) -> bool:
-        """Return whether its last token makes it longer than LongRoPE's short factors serve."""
+        """Tell whether the last token makes a sequence too long for LongRoPE's short factors."""
         return (
             self._switch is not None and len(generation.text) <= self._switch <= generation.position
         )

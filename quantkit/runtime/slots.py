@@ -14,8 +14,10 @@ order.
 
 
 class Held(NamedTuple):
-    """The tokens whose keys and values a slot holds, in the order of their positions, and the
-    length of the prompt that they begin with, or that begins with them.
+    """The tokens whose keys and values are in a slot, in the order of their positions.
+
+    They begin with the prompt that the slot has read, or with a part of it; `prompt_length` is the
+    length of the whole prompt.
     """
 
     tokens: Sequence[int] = ()
@@ -23,18 +25,20 @@ class Held(NamedTuple):
 
 
 def common_prefix(prompt: Sequence[int], slot_content: Held) -> int:
-    """Return the length of the common prefix, without the prompt's last token, whose logits are
-    needed.
-    """
+    """Compute the length of the common prefix, without the prompt's last token."""
+    # The last token is always computed, because its logits are needed.
     end = min(len(prompt) - 1, len(slot_content.tokens))
-    return next((at for at in range(end) if prompt[at] != slot_content.tokens[at]), end)
+    for index in range(end):
+        if prompt[index] != slot_content.tokens[index]:
+            return index
+    return end
 
 
 def bitwise_reusable_prefix(
     prompt: Sequence[int], slot_content: Held, chunk: int, *, windows: bool
 ) -> int:
-    """Return the length of the common prefix whose keys and values have the bits that the prompt
-    would compute itself.
+    """Compute the length of the common prefix whose keys and values have the same bits as if the
+    prompt were computed.
 
     A prompt is read in chunks that begin at multiples of `chunk`. Keys and values of a whole chunk
     are the same in every prompt with that prefix. Those of a part of a chunk are the same if the
@@ -43,12 +47,13 @@ def bitwise_reusable_prefix(
     """
     count = min(common_prefix(prompt, slot_content), slot_content.prompt_length)
     start = count // chunk * chunk
-    theirs, ours = (
-        min(length - start, chunk) for length in (slot_content.prompt_length, len(prompt))
-    )
-    if windows or theirs <= FEW_ROWS:
+    # Rows of the chunk at `start` in the slot's prompt and in this one.
+    num_slot_rows = min(slot_content.prompt_length - start, chunk)
+    num_prompt_rows = min(len(prompt) - start, chunk)
+    if windows or num_slot_rows <= FEW_ROWS:
         return start
-    return max(start, min(count, start + ours - FEW_ROWS - 1))
+    # More than FEW_ROWS rows must remain, so that they are summed in the order of the whole chunk.
+    return max(start, min(count, start + num_prompt_rows - FEW_ROWS - 1))
 
 
 class SlotTable:
@@ -64,7 +69,8 @@ class SlotTable:
         unscaled: int | None = None,
         switches: bool = False,
     ) -> None:
-        """
+        """Begin with free and empty slots.
+
         Args:
             any_prefix: reuse the whole common prefix; else only the `bitwise_reusable_prefix`.
             chunk, windows: rows of a prompt that are read at a time; whether a layer has a sliding
@@ -74,7 +80,7 @@ class SlotTable:
             switches: whether all longer prompts have the same rotary positions; else each length
                 has others.
         """
-        # The slot that was released first is taken first.
+        # In the order of release: the slot that was released first is taken first.
         self._free = deque(range(slots))
         self._contents = [Held() for _ in range(slots)]
         self._chunk = chunk
@@ -88,23 +94,29 @@ class SlotTable:
 
     @property
     def free(self) -> bool:
-        """Return whether a slot is free."""
+        """Tell whether a slot is free."""
         return bool(self._free)
 
     def take(self, prompt: Sequence[int]) -> int:
-        """Take a free slot: where the prompt goes on from all that one holds, but for less than a
-        chunk, that one; else the one that is free for longest, so that what others hold stays.
+        """Take a free slot for a prompt, and return its number.
+
+        A slot whose contents the prompt continues, all but less than a chunk, is taken first: no
+        other prompt needs them. Otherwise it is the slot that is free for the longest time, so that
+        the contents of the others stay.
         """
-        reusable = {slot: self._count_reusable(prompt, slot) for slot in self._free}
-        going_on = {}
-        for slot, count in reusable.items():
-            if 0 <= len(self._contents[slot].tokens) - count < self._chunk:
-                going_on[slot] = count
-        best = max(going_on, key=going_on.__getitem__, default=self._free[0])
-        return self._take(best if going_on.get(best) else self._free[0])
+        best_slot = self._free[0]
+        best_count = 0
+        for slot in self._free:
+            count = self._count_reusable(prompt, slot)
+            num_lost = len(self._contents[slot].tokens) - count
+            if num_lost < self._chunk and count > best_count:
+                best_slot = slot
+                best_count = count
+        return self._take(best_slot)
 
     def take_for(self, source: int) -> int:
-        """Take this slot if it is free, else another."""
+        """Take this slot if it is free, else another, and return its number."""
+        # A prompt in the slot itself needs no copy.
         return self._take(source if source in self._free else self._free[0])
 
     def _take(self, slot: int) -> int:
@@ -112,37 +124,47 @@ class SlotTable:
         return slot
 
     def release(self, slot: int, new_tokens: Sequence[int] = ()) -> None:
-        """Free a slot, which holds new tokens after its prompt."""
+        """Free a slot, and record the new tokens after its prompt."""
+        # Keys and values of decoded tokens may have other bits than those of a prompt.
         if self._any_prefix and new_tokens:
-            held = self._contents[slot]
-            self._contents[slot] = Held([*held.tokens, *new_tokens], held.prompt_length)
+            content = self._contents[slot]
+            self._contents[slot] = Held([*content.tokens, *new_tokens], content.prompt_length)
         self._free.append(slot)
 
     def hold(self, slot: int, prompt: Sequence[int], count: int) -> None:
-        """Note that a slot holds the first tokens of a prompt, and nothing else to reuse."""
+        """Record that a slot contains the first tokens of a prompt, and nothing else to reuse."""
         self._contents[slot] = Held(prompt[:count], len(prompt))
 
     def find_whole_prompt(self, prompt: Sequence[int]) -> int | None:
-        """Return a slot that holds a whole prompt, read as such and not as the beginning of a
-        longer one.
-        """
+        """Find a slot that contains a whole prompt, and not as the beginning of a longer one."""
+        prompt_tokens = list(prompt)
         for slot, content in enumerate(self._contents):
-            if content.prompt_length == len(prompt) and list(content.tokens[: len(prompt)]) == list(
-                prompt
-            ):
+            # Rotary positions and chunks may depend on the length of the prompt.
+            if content.prompt_length != len(prompt):
+                continue
+            if list(content.tokens[: len(prompt)]) == prompt_tokens:
                 return slot
         return None
 
     def find_longest_prefix(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Return the slot with the longest reusable prefix of a prompt, and its length."""
-        slot = max(range(len(self._contents)), key=lambda one: self._count_reusable(prompt, one))
-        return slot, self._count_reusable(prompt, slot)
+        """Find the slot with the longest reusable prefix of a prompt, and the prefix's length."""
+        counts: list[int] = []
+        for slot in range(len(self._contents)):
+            counts.append(self._count_reusable(prompt, slot))
+        longest = max(counts)
+        return counts.index(longest), longest
 
     def _count_reusable(self, prompt: Sequence[int], slot: int) -> int:
-        held = self._contents[slot]
-        scaled = [length > self._unscaled for length in (held.prompt_length, len(prompt))]
-        if any(scaled) and not (self._switches and all(scaled)):
-            return 0
+        """Count the first tokens of a prompt whose keys and values can be copied from a slot."""
+        content = self._contents[slot]
+        is_slot_scaled = content.prompt_length > self._unscaled
+        is_prompt_scaled = len(prompt) > self._unscaled
+        # Keys include rotary positions. Beyond the unscaled length these depend on the length of
+        # the sequence, or are those of all longer sequences if the model switches once.
+        if is_slot_scaled or is_prompt_scaled:
+            have_same_positions = self._switches and is_slot_scaled and is_prompt_scaled
+            if not have_same_positions:
+                return 0
         if self._any_prefix:
-            return common_prefix(prompt, held)
-        return bitwise_reusable_prefix(prompt, held, self._chunk, windows=self._windows)
+            return common_prefix(prompt, content)
+        return bitwise_reusable_prefix(prompt, content, self._chunk, windows=self._windows)

@@ -29,13 +29,14 @@ class Speculation:
         self._draft = engine.draft
         self._switch = engine.model.config.rope_switch
         self._ends = frozenset(engine.model.config.eos_token_ids)
-        # Processes that share a model must take the same steps, and their clocks differ.
+        # Processes that share a model must run the same steps, and their clocks differ.
         self._adaptive = engine.model.group.size == 1
         self._times = StepTimes()
+        # How often proposals of the draft model are right; `Lookup` counts its own.
         self._drafted: dict[Generation, Acceptance] = {}
 
     def can_propose(self, generation: Generation) -> bool:
-        """Return whether tokens may be proposed for a sequence."""
+        """Tell whether tokens may be proposed for a sequence."""
         return self._limit(generation) > 0
 
     def count_step(self, rows: int, seconds: float) -> None:
@@ -43,36 +44,55 @@ class Speculation:
         self._times.add(rows, seconds)
 
     def propose(self, sequences: Sequence[Generation], rows: int) -> dict[Generation, list[int]]:
-        """Return what the next step verifies, of sequences whose tokens the host has read; `rows`
-        are those of the step without it.
+        """Propose tokens for the next step to verify.
+
+        Args:
+            sequences: whose tokens the host has read.
+            rows: of the step without proposals.
         """
-        limits = {sequence: limit for sequence in sequences if (limit := self._limit(sequence))}
+        # Dictionaries keep the order of `sequences`, which is the same in all processes.
+        limits: dict[Generation, int] = {}
+        for generation in sequences:
+            limit = self._limit(generation)
+            if limit:
+                limits[generation] = limit
         if not limits:
             return {}
-        found = {
-            one: tokens
-            for one, limit in limits.items()
-            if (tokens := self._propose_from_text(one, limit))
-        }
-        chances = {one: Chance(len(tokens), _get_lookup(one).rate) for one, tokens in found.items()}
+        # Proposals from the text cost nothing, so they come before those of a draft model.
+        text_proposals: dict[Generation, list[int]] = {}
+        chances: dict[Generation, Chance] = {}
+        for generation, limit in limits.items():
+            tokens = self._propose_from_text(generation, limit)
+            if tokens:
+                text_proposals[generation] = tokens
+                chances[generation] = Chance(len(tokens), _get_lookup(generation).rate)
         if self._draft is not None:
-            for one in [one for one in limits if one not in found]:  # in one order in all processes
-                room = self._draft.length - one.position - 1
-                rate = self._drafted.setdefault(one, Acceptance()).rate
-                chances[one] = Chance(max(0, min(limits[one], room)), rate, self._draft.seconds)
+            for generation, limit in limits.items():
+                if generation not in text_proposals:
+                    room = self._draft.length - generation.position - 1
+                    rate = self._drafted.setdefault(generation, Acceptance()).rate
+                    draft_limit = max(0, min(limit, room))
+                    chances[generation] = Chance(draft_limit, rate, self._draft.seconds)
         counts = self._choose_counts(chances, rows, len(sequences))
-        proposals = {one: tokens[: counts[one]] for one, tokens in found.items()}
+        proposals: dict[Generation, list[int]] = {}
+        for generation, tokens in text_proposals.items():
+            proposals[generation] = tokens[: counts[generation]]
         if self._draft is not None:
-            drafted = {chance: counts[chance] for chance in chances if chance not in found}
-            proposals |= self._draft.propose(drafted)
-            for one in drafted:
-                if not proposals.get(one):
-                    self._drafted[one].fade(1)
-        return {
-            one: kept
-            for one, tokens in proposals.items()
-            if (kept := self._cut_at_end_token(one, tokens))
-        }
+            draft_counts: dict[Generation, int] = {}
+            for generation in chances:
+                if generation not in text_proposals:
+                    draft_counts[generation] = counts[generation]
+            proposals |= self._draft.propose(draft_counts)
+            # A rate that was low once would never be measured again.
+            for generation in draft_counts:
+                if not proposals.get(generation):
+                    self._drafted[generation].fade(1)
+        valid_proposals: dict[Generation, list[int]] = {}
+        for generation, tokens in proposals.items():
+            tokens_before_end = self._cut_at_end_token(generation, tokens)
+            if tokens_before_end:
+                valid_proposals[generation] = tokens_before_end
+        return valid_proposals
 
     def record_verification(
         self, generation: Generation, proposed: Sequence[int], accepted: int
@@ -80,25 +100,29 @@ class Speculation:
         """Learn how many proposals for a sequence were right."""
         self._engine.num_proposed_tokens += len(proposed)
         self._engine.num_accepted_tokens += accepted
+        # `Lookup` compares its own proposals when it reads the next tokens.
         if _get_lookup(generation).proposed is None and generation in self._drafted:
             self._drafted[generation].add(accepted, int(accepted < len(proposed)))
 
     def forget(self, generation: Generation) -> None:
-        """A sequence has ended."""
+        """Drop the counts of a sequence that has ended."""
         self._drafted.pop(generation, None)
 
     def _limit(self, generation: Generation) -> int:
-        """Return how many tokens may be proposed for a sequence."""
+        """Compute how many tokens may be proposed for a sequence."""
         if generation.request.draft_tokens is None:
             limit = self._draft_tokens
         else:
             limit = generation.request.draft_tokens
-        left = generation.request.max_new_tokens - generation.drawn - 1
+        # A step always draws one token more than the accepted proposals.
+        remaining = generation.request.max_new_tokens - generation.drawn - 1
+        # The sequence is read again with other rotary positions once it exceeds the switch.
         if self._switch is not None and len(generation.text) <= self._switch:
-            left = min(left, self._switch - 1 - generation.position)
-        return max(0, min(limit, left))
+            remaining = min(remaining, self._switch - 1 - generation.position)
+        return max(0, min(limit, remaining))
 
     def _propose_from_text(self, generation: Generation, count: int) -> list[int]:
+        """Update the lookup with the sequence's new tokens, and propose at most `count` tokens."""
         lookup = _get_lookup(generation)
         lookup.extend(generation.tokens[len(lookup) - len(generation.request.prompt) :])
         return lookup.propose(count)
@@ -106,17 +130,19 @@ class Speculation:
     def _choose_counts(
         self, chances: Mapping[Generation, Chance], rows: int, tokens: int
     ) -> Mapping[Generation, int]:
+        """Choose how many tokens to propose for each sequence, by measured times if possible."""
         if not self._adaptive:
-            return {one: chance.limit for one, chance in chances.items()}
+            return {generation: chance.limit for generation, chance in chances.items()}
         return lengths(chances, rows, tokens, self._times)
 
     def _cut_at_end_token(self, generation: Generation, tokens: Sequence[int]) -> list[int]:
-        """Proposals up to an end token: nothing is drawn after one."""
+        """Remove an end token and the tokens after it: nothing is drawn after one."""
         ends = self._ends.union(generation.request.end_ids)
         return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
 
 def _get_lookup(generation: Generation) -> Lookup:
+    """Return the lookup of a sequence; it reads the prompt when it is first needed."""
     if generation.lookup is None:
         generation.lookup = Lookup(generation.request.prompt)
     return generation.lookup

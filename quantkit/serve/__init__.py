@@ -25,19 +25,22 @@ CONNECTIONS = 256
 fewer than a process may usually have files open.
 """
 
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]*)(?::\d*)?", re.ASCII)  # with or without a port
+# A host with or without a port; an IPv6 address is in brackets, as its colons would be ambiguous.
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]*)(?::\d*)?", re.ASCII)
 _NAME = re.compile(r"\[[0-9a-fA-F:.]+\]|[\w.-]+", re.ASCII)
 
 
 def require_packages() -> None:
     """Raise a `RequestError` if a package of `quantkit[serve]` is not installed."""
+    # `find_spec` imports nothing, so the check is fast.
     for name in ("llguidance", "starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise RequestError(f"{name} is not installed", hint='pip install "quantkit[serve]"')
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, by name or address, is this machine alone."""
+    """Tell whether a host, by name or address, is this machine alone."""
+    # Other names are not resolved: a name server could give them any address later.
     if host == "localhost":
         return True
     try:
@@ -47,8 +50,9 @@ def is_loopback(host: str) -> bool:
 
 
 def without_port(host: str) -> str | None:
-    """Return the value of a header Host without its port, in small letters; None if it is not a
-    host.
+    """Remove the port from the value of a header Host, and convert it to lower case.
+
+    Returns None if the value is not a host.
     """
     match = _HOST.fullmatch(host.lower())
     if match is None:
@@ -57,19 +61,20 @@ def without_port(host: str) -> str | None:
 
 
 def host_name(host: str) -> str:
-    """Return a name of a server as the header Host has it; raises `RequestError` for anything
-    else.
+    """Convert a name of a server to its form in the header Host.
+
+    Raises `RequestError` if it is not a name.
     """
+    # Several colons are an IPv6 address.
     if host.count(":") > 1 and not host.startswith("["):
         name = f"[{host}]"
     else:
         name = host
     if not _NAME.fullmatch(name):
-        expected = "a name or an address, without a port"
         raise RequestError(
             "`allowed_host` has a name that no host has",
             found=format_value(host),
-            expected=expected,
+            expected="a name or an address, without a port",
             argument="allowed_host",
         )
     return name.lower()

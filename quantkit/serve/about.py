@@ -1,6 +1,4 @@
-"""What a model's folder states about it: its schemes and size, and the certificate of its
-quantization.
-"""
+"""Describe a model from its folder: schemes, size, and the certificate of its quantization."""
 
 from __future__ import annotations
 
@@ -32,41 +30,50 @@ _OF_TEXT = ("text", "tokens", "kl", "kl_error", "kl_bound", "top1_agreement", "r
 
 
 def about(path: Path, weights: WeightKind | None = None) -> dict[str, Any]:
-    """Return what the page shows of a model, as JSON values, from headers and the manifest alone.
+    """Collect what the page shows of a model, as JSON values, from headers and the manifest alone.
 
     Args:
         path, weights: as for `quantkit.inspect`.
 
     Returns:
         Fields of `quantkit.Inspection`; ``scheme``, the schemes of the quantized tensors, None if
-        all are floats; and ``certificate``, None where the folder has none. A folder that cannot be
-        inspected has ``problem`` alone: the model may run nevertheless.
+        all are floats; and ``certificate``, None if the folder has none. For a folder that cannot
+        be inspected only ``problem``: the model may run nevertheless.
     """
     try:
-        found = inspect(path, weights=weights)
+        inspection = inspect(path, weights=weights)
     except QuantkitError as error:
         return {"problem": error.problem}
     floats = {str(dtype) for dtype in FLOATS}
-    schemes = [kind for name in found.tensors if (kind := name.partition(" as ")[0]) not in floats]
-    fields = {name: getattr(found, name) for name in _INSPECTED}
-    certificate = _finite(_certificate(path, found.positions))
-    return {**fields, "scheme": ", ".join(schemes) or None, "certificate": certificate}
+    schemes: list[str] = []
+    for kind in inspection.tensors:
+        # For a tensor that is converted when it is read, the stored type comes first.
+        scheme = kind.partition(" as ")[0]
+        if scheme not in floats:
+            schemes.append(scheme)
+    facts: dict[str, Any] = {}
+    for name in _INSPECTED:
+        facts[name] = getattr(inspection, name)
+    facts["scheme"] = ", ".join(schemes) or None
+    facts["certificate"] = _finite(_certificate(path, inspection.positions))
+    return facts
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None for each NaN and Inf, which JSON does not have."""
+    """Replace each NaN and Inf in a JSON value by None, because JSON has no such numbers."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str, Any] | None:
-    """Return how far a model is from its float model, on the texts of its gate and by position;
-    None if nothing states it.
+    """Read how far a model is from its float model, on the texts of its gate and by position.
+
+    Returns None if the manifest does not tell.
     """
     quality = manifest_or_empty(path).get("quality")
     try:
@@ -74,21 +81,26 @@ def _certificate(path: Path, positions: PositionCertificate | None) -> dict[str,
     except CheckpointError:
         # A float model, one that another program quantized, or weights only.
         return None
+    # The mean over all tokens, whatever text they are from.
     tokens = [text.tokens for text in gate.texts]
     kl = average_estimates([text.kl_estimate for text in gate.texts], tokens)
-    problem = gate.problem() or (None if positions is None else positions.problem())
+    problem = gate.problem()
+    if not problem and positions is not None:
+        problem = positions.problem()
+    texts: list[dict[str, Any]] = []
+    for text in gate.texts:
+        facts: dict[str, Any] = {}
+        for name in _OF_TEXT:
+            facts[name] = getattr(text, name)
+        facts["perplexity_ratio"] = text.perplexity_ratio.value
+        texts.append(facts)
     return {
         "passed": problem is None,
         "problem": None if problem is None else f"{problem[0]}: {problem[1]}, {problem[2]}",
         "kl": kl.value,
         "kl_error": kl.error,
+        # Every text has to pass, so the strictest bound is shown.
         "kl_bound": min(text.kl_bound for text in gate.texts),
-        "texts": [
-            {
-                **{name: getattr(text, name) for name in _OF_TEXT},
-                "perplexity_ratio": text.perplexity_ratio.value,
-            }
-            for text in gate.texts
-        ],
+        "texts": texts,
         "positions": None if positions is None else asdict(positions),
     }

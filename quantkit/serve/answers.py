@@ -34,15 +34,16 @@ from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
 DONE = b"data: [DONE]\n\n"
-# Line ends for Python's `str.splitlines`, and so for the lines of httpx and requests, which cut an
-# event there.
+# Line ends for Python's `str.splitlines`, and so for the lines of httpx and requests, which would
+# divide an event there.
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
-_MAX_MESSAGE = 1000  # characters
+# Characters of an error: it may quote a request of any size.
+_MAX_MESSAGE = 1000
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How the answer to one request looks.
+    """Builds the answer to one request.
 
     Attributes:
         prompts: one, or several that are continued in the same way.
@@ -65,17 +66,18 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        """Return the number of continuations of all prompts."""
+        """Count the continuations of all prompts."""
         return sum(prompt.request.samples for prompt in self.prompts)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return all continuations."""
+        """Build the answer with all continuations, for a client that does not stream."""
         lines = self._lines(completions)
         choices = choices_of(lines, chat=self._is_chat)
         return {**self._head(), "choices": choices, "usage": usage_of(lines)}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the pieces before the first token."""
+        # Clients of chat completions expect the role in the first piece of each choice.
         if self._is_chat:
             for choice in range(self.num_choices):
                 yield self._event(choice, {"delta": {"role": "assistant", "content": ""}})
@@ -86,52 +88,52 @@ class Answer:
         if self._prompt.request.echo and choice not in self._offsets:
             yield self._echo(choice, delta)
         text = delta.text
-        if (
-            self._prompt.begins_answer
-            and choice not in self._with_text
-            and not self.texts.tokenizer.byte_level
-        ):
+        is_first_text = self._prompt.begins_answer and choice not in self._with_text
+        # Sentencepiece vocabularies put a space before the first word of an answer.
+        if is_first_text and not self.texts.tokenizer.byte_level:
             text = text.removeprefix(" ")
         if delta.text:
             self._with_text.add(choice)
         logprobs = self._logprobs(choice, delta)
-        said = self._said(choice, text, ended=delta.completion is not None)
-        if logprobs is not None and not said:
-            said = [{"delta": {"content": ""}} if self._is_chat else {"text": ""}]
-        for one in said:
-            yield self._event(choice, {**one, "logprobs": logprobs})
+        pieces = self._said(choice, text, ended=delta.completion is not None)
+        # Tokens without text, such as a part of a character, have log-probabilities too.
+        if logprobs is not None and not pieces:
+            pieces = [{"delta": {"content": ""}} if self._is_chat else {"text": ""}]
+        for piece in pieces:
+            yield self._event(choice, {**piece, "logprobs": logprobs})
+            # They belong to the whole step, so only the first piece has them.
             logprobs = None
         if delta.completion is not None:
-            if self._is_chat:
-                nothing: dict[str, Any] = {"delta": {}}
-            else:
-                nothing = {"text": ""}
+            last_piece: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             reason = finish_reason(delta.completion, called=bool(self._calls.get(choice)))
-            yield self._event(choice, {**nothing, "finish_reason": reason})
+            yield self._event(choice, {**last_piece, "finish_reason": reason})
 
     def _lines(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Return continuations as a file of prompts gets them, prompt by prompt."""
+        """Convert continuations to lines of a prompt file's output, prompt by prompt."""
+        # They arrive in the order in which they end.
         ordered = sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
         lines: list[dict[str, Any]] = []
-        for one in ordered:
-            lines.append(build_line(0, self.prompts[one.prompt], one, self.texts, key=self.number))
+        for completion in ordered:
+            prompt = self.prompts[completion.prompt]
+            lines.append(build_line(0, prompt, completion, self.texts, key=self.number))
         return lines
 
     def _echo(self, choice: int, delta: Delta) -> bytes:
-        """Return the piece with the prompt, which comes before all else of a continuation."""
+        """Build the piece with the prompt, which is the first one of a continuation."""
         ids = self.prompts[delta.prompt].request.prompt
         tokenizer = self.texts.tokenizer
+        # Offsets count from the beginning of the prompt, because the text contains it.
         self._offsets[choice] = offsets = TextOffsets(tokenizer, ())
-        places = [offsets.add(token) for token in ids]
+        token_offsets = [offsets.add(token) for token in ids]
         logprobs = None
         if delta.prompt_logprobs is not None:
             entries = entries_of(ids, delta.prompt_logprobs, self.texts, self._batch)
-            logprobs = text_logprobs(entries, places)
+            logprobs = text_logprobs(entries, token_offsets)
         text = "".join(text_pieces(tokenizer, (), ids))
         return self._event(choice, {"text": text, "logprobs": logprobs})
 
     def _said(self, choice: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """Return what new text adds to a continuation."""
+        """Convert new text of a continuation to pieces: content, reasoning and calls of tools."""
         if not self._is_chat:
             return [{"text": text}] if text else []
         form = self._prompt.form
@@ -140,21 +142,25 @@ class Answer:
                 return [{"delta": {"content": text}}]
             return []
         parser = self._parsers.setdefault(choice, form.parser())
-        result = []
-        for piece in [*parser.feed(text), *(parser.close() if ended else [])]:
+        parsed_pieces = list(parser.feed(text))
+        # Text that looked like the beginning of a call is content if no more follows.
+        if ended:
+            parsed_pieces += parser.close()
+        deltas: list[dict[str, Any]] = []
+        for piece in parsed_pieces:
+            delta: dict[str, Any] = {}
             if piece.content:
-                delta: dict[str, Any] = {"content": piece.content}
-            else:
-                delta = {}
+                delta["content"] = piece.content
             if piece.reasoning:
                 delta["reasoning_content"] = piece.reasoning
+            # A call is sent once it is complete, as only then it is known to be valid.
             if piece.call is not None:
-                place = self._calls.get(choice, 0)
-                self._calls[choice] = place + 1
-                identifier = call_ids(form, self.number, choice)(place)
-                delta["tool_calls"] = [{"index": place, **tool_call(piece.call, identifier)}]
-            result.append({"delta": delta})
-        return result
+                index = self._calls.get(choice, 0)
+                self._calls[choice] = index + 1
+                identifier = call_ids(form, self.number, choice)(index)
+                delta["tool_calls"] = [{"index": index, **tool_call(piece.call, identifier)}]
+            deltas.append({"delta": delta})
+        return deltas
 
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         """Yield the pieces after all continuations."""
@@ -178,7 +184,7 @@ class Answer:
         return self._prompt.batch
 
     def _logprobs(self, choice: int, delta: Delta) -> dict[str, Any] | None:
-        """Return the log-probabilities of new tokens, if requested."""
+        """Convert the log-probabilities of new tokens to JSON, if requested."""
         if delta.logprobs is None:
             return None
         entries = entries_of(delta.token_ids, delta.logprobs, self.texts, self._batch)
@@ -190,28 +196,33 @@ class Answer:
             ids = self.prompts[delta.prompt].request.prompt
             self._offsets[choice] = TextOffsets(self.texts.tokenizer, ids)
         offsets = self._offsets[choice]
-        places = [offsets.add(token) for token in delta.token_ids]
+        token_offsets = [offsets.add(token) for token in delta.token_ids]
         if delta.completion is not None:
-            end = end_entries(delta.completion, self.texts, self._batch)
-            entries += end
-            places += [offsets.end] * len(end)
+            # OpenAI's completions list the end token too; it has no text, so it is at the end.
+            last_entries = end_entries(delta.completion, self.texts, self._batch)
+            entries += last_entries
+            token_offsets += [offsets.end] * len(last_entries)
         if entries:
-            return text_logprobs(entries, places)
+            return text_logprobs(entries, token_offsets)
         return None
 
     def _event(self, index: int, choice: dict[str, Any]) -> bytes:
-        whole = {"index": index, "logprobs": None, "finish_reason": None, **choice}
+        """Encode a piece of one choice; keys that it does not set are null."""
+        event_choice = {"index": index, "logprobs": None, "finish_reason": None, **choice}
+        # With `include_usage`, OpenAI's pieces have a null usage, but for the last one.
         usage = {"usage": None} if self.usage else {}
-        return _data({**self._head(stream=True), "choices": [whole], **usage})
+        return _data({**self._head(stream=True), "choices": [event_choice], **usage})
 
     def _head(self, *, stream: bool = False) -> dict[str, Any]:
+        """Build the keys that the answer and all of its pieces share."""
         if self._is_chat:
+            prefix = "chatcmpl"
             kind = f"chat.completion{'.chunk' if stream else ''}"
         else:
+            prefix = "cmpl"
             kind = "text_completion"
-        name = "chatcmpl" if self._is_chat else "cmpl"
         return {
-            "id": f"{name}-{self.number}",
+            "id": f"{prefix}-{self.number}",
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -221,7 +232,7 @@ class Answer:
 def error_of(
     error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error as JSON: on one short line, whatever the request holds, with the field
+    """Convert an error to JSON: on one short line, whatever the request contains, with the field
     that is wrong.
     """
     field_name = None
@@ -236,15 +247,17 @@ def error_of(
 
 
 def encode_error_event(error: QuantkitError) -> bytes:
-    """Return the last piece of a stream that an error ends."""
+    """Encode an error as the last piece of a stream."""
     return _data(error_of(error, kind="server_error"))
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return int(time.time())
 
 
 def _data(value: dict[str, Any]) -> bytes:
+    """Encode a JSON value as a server-sent event."""
     text = json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
+    # A lone surrogate, which a template or a body may contain, has no encoding in UTF-8.
     return b"data: " + text.encode(errors="backslashreplace") + b"\n\n"

@@ -40,13 +40,15 @@ _log = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# Characters of a body that is read at once.
+# Characters of a body that is parsed in the event loop; longer ones are parsed in a thread.
 _SHORT = 1 << 16
-_MAX_SAMPLES = 128  # of a prompt, as in OpenAI's API
-_MAX_CHOICES = 1024  # of a request: each has a sampler and a text
-# Each is looked for with every token.
+# Answers to a prompt, as in OpenAI's API.
+_MAX_SAMPLES = 128
+# Answers to a request: each has a sampler and a text.
+_MAX_CHOICES = 1024
+# Stop strings: each is searched for with every token.
 _MAX_STOPS = 256
-# The rest of the body is not waited for.
+# The server does not wait for the remaining body, so the connection cannot be used again.
 _CLOSE = {"Connection": "close"}
 
 
@@ -87,7 +89,7 @@ def application(
     log: Callable[[Mapping[str, Any]], None] | None = None,
     log_prompts: bool = False,
 ) -> Any:
-    """Return the ASGI application.
+    """Create the ASGI application.
 
     Args:
         api_key: that requests must have, but for the health and the files of the page; None for
@@ -117,7 +119,7 @@ def application(
     app = Starlette(
         routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )
-    # A path with one more slash is another path.
+    # Paths are exact: one with another slash at its end does not exist, and is not redirected.
     app.router.redirect_slashes = False
     guarded = Guard(
         app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES})
@@ -130,20 +132,20 @@ class _UnknownModelError(RequestError):
 
 
 class _Paths:
-    """What is done for each path."""
+    """The handlers of all paths."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self._served = served
         self._metrics = metrics
         self._texts = TokenTexts(served.tokenizer)
         self._created = now()
-        # formats of answers are compiled one by one, and no other request waits for that
+        # One thread of its own compiles formats, so that other requests do not wait for that.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
     def convert_errors(
         self, path: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a path whose errors are answered as OpenAI's API does."""
+        """Wrap a handler so that it answers errors as OpenAI's API does."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -157,12 +159,10 @@ class _Paths:
             except RequestError as error:
                 return _error(400, error_of(error))
             except QuantkitError as error:
-                # it ends
-                if self._served.worker.alive:
-                    status = 500
-                else:
-                    status = 503
+                # A worker that is stopping ends its requests with an error.
+                status = 500 if self._served.worker.alive else 503
                 return _error(status, error_of(error, kind="server_error"))
+            # Nobody reads this response, but the log has its status.
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             except HTTPException:
@@ -178,6 +178,7 @@ class _Paths:
         body = await self._body(request)
         stream = body.pop("stream", None)
         options = body.pop("stream_options", None)
+        # Null means the default in OpenAI's API.
         stream = False if stream is None else stream
         options = {} if options is None else options
         require_flags(stream=stream)
@@ -191,8 +192,9 @@ class _Paths:
         else:
             reader = self._served.texts
         loop = asyncio.get_running_loop()
-        compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
-        threads = self._compiling if compiled else None
+        has_format = body.get("response_format") is not None or body.get("tools") is not None
+        # Templates and tokenizers take time, so they do not run in the event loop.
+        threads = self._compiling if has_format else None
         prompts = await loop.run_in_executor(
             threads, reader.read_request, request.url.path, number, body
         )
@@ -200,6 +202,7 @@ class _Paths:
         requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
 
+        # The worker's thread calls this; queues of asyncio belong to the loop's thread.
         def deliver(event: Delta | QuantkitError) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -220,27 +223,27 @@ class _Paths:
             usage=usage,
             created=now(),
         )
-        counted = record_answer(
-            request.scope, requests, body, self._metrics.count_requests(requests)
-        )
+        count_delta = self._metrics.count_requests(requests)
+        counted = record_answer(request.scope, requests, body, count_delta)
         if stream:
             pieces = self._pieces(answer, job, events, counted)
+            # The second header keeps nginx from buffering the stream.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
         return await self._whole(request, answer, job, events, counted)
 
     async def models(self, request: Request) -> Response:
-        """Return the one model."""
+        """List the one model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Return a model by its name."""
+        """Describe a model by its name."""
         name = request.path_params["name"]
         self._require_model({"model": name})
         return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a text."""
+        """Encode a text, and return its tokens."""
         body = await self._body(request)
         _require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
@@ -253,14 +256,12 @@ class _Paths:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of tokens."""
+        """Decode tokens, and return their text."""
         body = await self._body(request)
         _require_keys(body, {"model", "tokens"})
         self._require_model(body)
         tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(
-            type(token) is int and token >= 0 for token in tokens
-        ):
+        if not _is_token_list(tokens):
             raise RequestError(
                 "'tokens' is of the wrong type",
                 found=format_value(tokens),
@@ -268,32 +269,31 @@ class _Paths:
                 argument="tokens",
             )
         if max(tokens, default=0) >= self._served.vocabulary:
-            expected = f"less than {self._served.vocabulary}"
             raise RequestError(
                 "'tokens' has ids outside the vocabulary",
                 found=max(tokens),
-                expected=expected,
+                expected=f"less than {self._served.vocabulary}",
                 argument="tokens",
             )
-        return JSONResponse(
-            {"prompt": await asyncio.to_thread(self._served.tokenizer.decode, tokens)}
-        )
+        text = await asyncio.to_thread(self._served.tokenizer.decode, tokens)
+        return JSONResponse({"prompt": text})
 
     async def metrics(self, request: Request) -> Response:
-        """Counts and times, as Prometheus reads them."""
+        """Export counts and times, as Prometheus reads them."""
         content, kind = self._metrics.export_text()
         return Response(content, headers={"Content-Type": kind})
 
     async def _pieces(
         self, answer: Answer, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
     ) -> AsyncIterator[bytes]:
-        """Yield an answer in pieces; the request is given up where its reader goes away."""
-        completions = list[Completion]()
+        """Yield an answer in pieces; if the client disconnects, cancel the request."""
+        completions: list[Completion] = []
         try:
             for piece in answer.begin():
                 yield piece
             while len(completions) < answer.num_choices:
                 event = await events.get()
+                # The status 200 has been sent, so the error is the last event of the stream.
                 if isinstance(event, QuantkitError):
                     yield encode_error_event(event)
                     return
@@ -304,6 +304,7 @@ class _Paths:
                     completions.append(event.completion)
             for piece in answer.end(completions):
                 yield piece
+        # starlette ends the generator early if the client disconnects.
         finally:
             self._served.worker.cancel(job)
 
@@ -315,34 +316,39 @@ class _Paths:
         events: asyncio.Queue[Delta | QuantkitError],
         counted: Any,
     ) -> Response:
-        """Return a whole answer; the request is given up where its reader goes away."""
-        completions = list[Completion]()
-        gone = asyncio.ensure_future(_wait_for_disconnect(request))
+        """Return a complete answer; if the client disconnects, cancel the request."""
+        completions: list[Completion] = []
+        # While nothing is sent, only reading from the connection tells that the client is gone.
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
             while len(completions) < answer.num_choices:
-                arrived = asyncio.ensure_future(events.get())
-                await asyncio.wait((arrived, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not arrived.done():
-                    arrived.cancel()
+                next_event = asyncio.ensure_future(events.get())
+                await asyncio.wait((next_event, disconnect), return_when=asyncio.FIRST_COMPLETED)
+                if not next_event.done():
+                    next_event.cancel()
                     raise ClientDisconnect
-                event = arrived.result()
+                event = next_event.result()
                 if isinstance(event, QuantkitError):
                     raise event
                 counted(event)
                 if event.completion is not None:
                     completions.append(event.completion)
         finally:
-            gone.cancel()
+            disconnect.cancel()
             self._served.worker.cancel(job)
         return JSONResponse(answer.whole(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object that a request has. Raises `RequestError` if it has none, and
-        `HTTPException` if it is too large or comes too slowly.
+        """Read the JSON object in the body of a request.
+
+        Raises `RequestError` if there is none, and `HTTPException` if it is too large or arrives
+        too slowly.
         """
+        # Pages of other sites can send some types without asking the server, but not this one.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the body must be application/json")
+        # A small compressed body could need any amount of memory.
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
             raise HTTPException(
@@ -364,11 +370,13 @@ class _Paths:
             raise RequestError("the body is not UTF-8") from error
         if not text.strip():
             raise RequestError("the body is empty", expected="a JSON object")
-        if len(text) > _SHORT:  # others go on
+        # Other requests continue while a thread parses a long body.
+        if len(text) > _SHORT:
             return await asyncio.to_thread(strict_object, text, None)
         return strict_object(text, None)
 
     def _model(self) -> dict[str, Any]:
+        """Describe the model as OpenAI's API does, with keys of vLLM and quantkit."""
         served = self._served
         return {
             "id": served.name,
@@ -381,9 +389,11 @@ class _Paths:
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
         """Raise an error if a request names another model, or something that is no name."""
-        if (name := body.get("model")) is not None and as_string(
-            "model", name
-        ) != self._served.name:
+        name = body.get("model")
+        # Without a name it is the only model.
+        if name is None:
+            return
+        if as_string("model", name) != self._served.name:
             problem = (
                 f"the model {format_value(name)} is not served here;"
                 f" {format_value(self._served.name)} is"
@@ -407,19 +417,29 @@ def _require_few(prompts: Sequence[Prompt]) -> None:
             argument="n",
         )
     if len(stops) > _MAX_STOPS:
-        expected = f"at most {_MAX_STOPS}"
         raise RequestError(
-            "'stop' has too many strings", found=len(stops), expected=expected, argument="stop"
+            "'stop' has too many strings",
+            found=len(stops),
+            expected=f"at most {_MAX_STOPS}",
+            argument="stop",
         )
 
 
 def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
-    """Return the requests of prompts with what restricts their tokens."""
+    """Compile the formats of prompts, and return their requests with constraints."""
     return [prompt.bound(grammars) for prompt in prompts]
 
 
+def _is_token_list(value: object) -> bool:
+    """Tell whether a JSON value is a list of numbers that are not negative."""
+    if not isinstance(value, list):
+        return False
+    # The exact type: a bool is an int in Python.
+    return all(type(token) is int and token >= 0 for token in value)
+
+
 def _usage_requested(options: object, stream: bool) -> bool:
-    """Return whether the stream's last piece counts tokens."""
+    """Check `stream_options`, and tell whether the stream's last piece counts tokens."""
     if not isinstance(options, Mapping):
         raise RequestError(
             "'stream_options' is of the wrong type",
@@ -429,6 +449,7 @@ def _usage_requested(options: object, stream: bool) -> bool:
         )
     if options and not stream:
         raise RequestError("'stream_options' goes with 'stream'", argument="stream_options")
+    # OpenAI's obfuscation pads pieces; the option has no effect here.
     _require_keys(options, {"include_usage", "include_obfuscation", "continuous_usage_stats"})
     flags = {key: value for key, value in options.items() if value is not None}
     require_flags(**flags)
@@ -439,7 +460,9 @@ def _usage_requested(options: object, stream: bool) -> bool:
 
 
 def _require_keys(values: Mapping[str, Any], allowed_keys: set[str]) -> None:
-    if unknown := values.keys() - allowed_keys:
+    """Raise a `RequestError` that names the first unknown key, in alphabetical order."""
+    unknown = values.keys() - allowed_keys
+    if unknown:
         name = min(unknown)
         raise RequestError(
             f"unknown key {format_value(name)}",
@@ -455,12 +478,14 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def _health(served: Served) -> Response:
+    """Answer whether the server accepts requests."""
     if served.worker.alive:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "stopping"}, 503)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer starlette's own errors, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     return _error(error.status_code, error_of(error.detail), error.headers)
 

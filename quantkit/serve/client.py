@@ -20,12 +20,14 @@ from quantkit.errors import RequestError, UnreachableError
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
 
-# a request may wait for others, and a long prompt takes its time
 _CONNECT_SECONDS = 10.0
+# A request may wait for others, and a long prompt takes its time.
 _SILENT_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+# Limits of what is kept in memory, whatever the server sends.
 _LINE_BYTES = 1 << 20
 _BODY_BYTES = 4 << 20
+# Marks the end of the values in a queue, in which None is a value.
 _END = object()
 
 _Opened = Callable[[socket.socket], None]
@@ -40,7 +42,8 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """
+        """Check the address and the key; nothing is sent.
+
         Args:
             url: such as ``http://127.0.0.1:8000/v1``; if it has no path, ``/v1`` is appended.
             api_key: sent with each request, to this address only.
@@ -48,14 +51,16 @@ class Server:
         Raises:
             RequestError: if `url` is no address, or the key cannot be sent.
         """
-        plain = url.isascii() and url.isprintable() and not set(" ?#\\") & set(url)
+        # Control characters or spaces could end the request line; other parts are no address.
+        is_plain = url.isascii() and url.isprintable() and not set(" ?#\\") & set(url)
+        # The property `port` raises for a number that is out of range.
         try:
-            parts = urlsplit(url if plain else "")
+            parts = urlsplit(url if is_plain else "")
             port = parts.port
         except ValueError:
             parts = urlsplit("")
             port = None
-        # Nor is it shown, as a password may stand before it.
+        # The address is not shown in this error, as it may contain a password.
         if "@" in url:
             raise RequestError(
                 "`url` has the name of a user", hint="leave it out, and give `api_key`"
@@ -63,10 +68,13 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             expected = "an address such as http://127.0.0.1:8000/v1"
             raise RequestError("`url` is not valid", found=format_value(url), expected=expected)
-        if api_key is not None and not (
-            api_key.strip() and api_key.isascii() and api_key.isprintable()
-        ):
-            raise RequestError("`api_key` cannot be sent", expected="printable ASCII characters")
+        if api_key is not None:
+            # A header can contain nothing else; a line break could add another header.
+            is_sendable = api_key.strip() and api_key.isascii() and api_key.isprintable()
+            if not is_sendable:
+                raise RequestError(
+                    "`api_key` cannot be sent", expected="printable ASCII characters"
+                )
         self._path = parts.path.rstrip("/") or "/v1"
         self._key = api_key
         self._encrypted = parts.scheme == "https"
@@ -78,26 +86,28 @@ class Server:
         )
 
     def models(self) -> list[str]:
-        """Return the names of its models.
+        """Request the names of the server's models.
 
         Raises:
             RequestError: if the server refuses the request, or answers with something else.
             UnreachableError: if it cannot be reached, or fails.
         """
-        (found,) = (one for one in self._read("GET", "/models", None) if one is not None)
-        if isinstance(found, dict):
-            listed = found.get("data")
-        else:
-            listed = None
-        if isinstance(listed, list):
-            ids = []
-            for one in listed:
-                ids.append(one.get("id") if isinstance(one, dict) else None)
-        else:
-            ids = []
-        names = [one for one in ids if isinstance(one, str)]
-        if not names or len(names) < len(ids):
-            raise other_api(self.url, found)
+        answer: Any = None
+        # None arrives while the client waits.
+        for value in self._read("GET", "/models", None):
+            if value is not None:
+                answer = value
+        models = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(models, list):
+            raise other_api(self.url, answer)
+        names: list[str] = []
+        for model in models:
+            name = model.get("id") if isinstance(model, dict) else None
+            if not isinstance(name, str):
+                raise other_api(self.url, answer)
+            names.append(name)
+        if not names:
+            raise other_api(self.url, answer)
         return names
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
@@ -116,11 +126,13 @@ class Server:
         return self._read("POST", path, json.dumps(body).encode())
 
     def _read(self, method: str, path: str, body: bytes | None) -> Generator[Any, None, None]:
+        """Send a request, and yield the JSON values of its answer, with None while it waits."""
         return _in_thread(lambda opened: self._values(opened, method, path, body))
 
     def _values(self, opened: _Opened, method: str, path: str, body: bytes | None) -> Iterator[Any]:
-        """Yield the JSON values of an answer; blocks until they come. `opened` is called with the
-        connection's socket.
+        """Send a request, and yield the JSON values of its answer; blocks until they arrive.
+
+        `opened` is called with the connection's socket.
         """
         kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
         with closing(kind(self._host, self._port, timeout=_CONNECT_SECONDS)) as connection:
@@ -128,6 +140,7 @@ class Server:
                 connection.connect()
             except (OSError, UnicodeError) as error:
                 raise unreachable(self.url, error) from error
+            # The time limit above is for connecting only.
             connection.sock.settimeout(_SILENT_SECONDS)
             opened(connection.sock)
             headers = {"Accept": "application/json, text/event-stream", "Connection": "close"}
@@ -149,28 +162,30 @@ class Server:
 
     def _events(self, response: HTTPResponse) -> Iterator[Any]:
         """Yield the data of server-sent events, up to ``[DONE]`` or the end of the response."""
-        if (kind := response.headers.get_content_type()) != "text/event-stream":
-            raise other_api(self.url, f"{kind}, no stream")
+        content_type = response.headers.get_content_type()
+        if content_type != "text/event-stream":
+            raise other_api(self.url, f"{content_type}, no stream")
         while line := response.readline(_LINE_BYTES):
             name, _, value = line.rstrip(b"\r\n").partition(b":")
             if name != b"data":
                 # The end of an event, a comment, or a field that this API does not use.
                 continue
+            # `readline` stops at a line end, at the end of the response, or at the limit.
             if not line.endswith(b"\n"):
-                raise (
-                    lost(self.url)
-                    if len(line) < _LINE_BYTES
-                    else other_api(self.url, "a line without end")
-                )
+                if len(line) < _LINE_BYTES:
+                    raise lost(self.url)
+                raise other_api(self.url, "a line without end")
             if value.strip() == b"[DONE]":
                 return
             event = self._parse_json(value)
+            # After the status 200, an error arrives as an event.
             if isinstance(event, dict) and event.get("error") is not None:
                 message = server_message(value)[0] or "the server has failed"
                 raise UnreachableError(f"{self.url} could not finish the answer: {message}")
             yield event
 
     def _parse_json(self, content: bytes) -> Any:
+        """Parse a JSON value; raises `RequestError` if it is not JSON."""
         try:
             return json.loads(content.decode())
         except (ValueError, RecursionError):
@@ -178,18 +193,20 @@ class Server:
 
 
 def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, None, None]:
-    """Yield what another thread reads from a connection, and None whenever nothing has come for a
-    moment. So whoever waits can stop at any time, also while the name of the host is looked up; the
-    connection is then closed.
+    """Yield values that another thread reads from a connection, and None while none arrives.
+
+    So the caller can stop at any time, also while the name of the host is looked up; the connection
+    is then closed.
     """
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     lock = threading.Lock()
-    sockets = list[socket.socket]()
+    sockets: list[socket.socket] = []
     closed = threading.Event()
 
     def register_socket(connection: socket.socket) -> None:
         with lock:
             sockets.append(connection)
+            # The caller may have stopped while the connection was opened.
             if closed.is_set():
                 _shut_down(connection)
 
@@ -198,6 +215,7 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
             for value in values(register_socket):
                 arrived.put(value)
             arrived.put(_END)
+        # Raised in the caller's thread.
         except Exception as error:
             arrived.put(error)
 
@@ -217,13 +235,14 @@ def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, Non
     finally:
         with lock:
             closed.set()
-            for one in sockets:
-                _shut_down(one)
+            for open_socket in sockets:
+                _shut_down(open_socket)
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """End a connection that another thread may be reading: it reads the end. TLS's own farewell is
-    left out, as it could wait for the other side.
-    """
-    with suppress(OSError):  # it has ended
+    """Shut a connection down; another thread that reads from it then reads its end."""
+    # An error means that the connection has ended.
+    with suppress(OSError):
+        # The method of the base class sends no closing message of TLS, as that could wait for the
+        # server.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,5 +1,5 @@
-"""What went wrong with a request to a server with OpenAI's API, in one line. Whatever the server
-sent is shown without control characters.
+"""Convert failures of requests to a server with OpenAI's API to errors of one line. Text from the
+server is shown without control characters.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from http.client import HTTPResponse
 from quantkit.base.json_values import format_value, printable
 from quantkit.errors import RequestError, UnreachableError
 
-# Characters of a server's message.
+# Characters of a server's message that are shown.
 _MESSAGE = 500
+# Bytes of the body of an error that are read: it may be a web page of any size.
 _BODY_BYTES = 1 << 16
 
 
@@ -23,7 +24,7 @@ class ContextLengthError(RequestError):
 
 
 def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError:
-    """Return the error for a response whose status is not 200.
+    """Create the error for a response whose status is not 200.
 
     Args:
         url: the server's address.
@@ -32,30 +33,32 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     status = response.status
     message, code = server_message(response.read(_BODY_BYTES))
     answered = message or f"status {status} {printable(response.reason)}".rstrip()
+    # A redirect could lead the API key to another host.
     if 300 <= status < 400:
-        problem = f"{url} redirects, which is not followed"
-        place = response.headers.get("Location", "")
+        location = response.headers.get("Location", "")
         return RequestError(
-            problem, found=format_value(place), hint="give that address if you trust it"
+            f"{url} redirects, which is not followed",
+            found=format_value(location),
+            hint="give that address if you trust it",
         )
     if status in (401, 403):
         if with_key:
-            problem = "does not accept the API key"
-        else:
-            problem = "needs an API key"
-        return RequestError(
-            f"{url} {problem}: {answered}", hint="check `api_key`" if with_key else "give `api_key`"
-        )
+            return RequestError(
+                f"{url} does not accept the API key: {answered}", hint="check `api_key`"
+            )
+        return RequestError(f"{url} needs an API key: {answered}", hint="give `api_key`")
     if status == 404:
-        model = code == "model_not_found"
-        if model:
-            hint = "`model` selects one that it has"
-        else:
-            hint = "check the address, which often ends in /v1"
+        if code == "model_not_found":
+            return RequestError(
+                f"{url} does not have this model: {answered}",
+                hint="`model` selects one that it has",
+            )
         return RequestError(
-            f"{url} does not have {'this model' if model else 'this path'}: {answered}", hint=hint
+            f"{url} does not have this path: {answered}",
+            hint="check the address, which often ends in /v1",
         )
     if status == 429:
+        # The header may also contain a date, or a number of any length.
         after = response.headers.get("Retry-After", "")
         if after.isdecimal() and len(after) < 6:
             hint = f"try again in {int(after)} s"
@@ -63,16 +66,17 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
             hint = "try again later"
         return UnreachableError(f"{url} has too many requests: {answered}", hint=hint)
     if status >= 500:
-        found = f"status {status}" if message else None
+        # Without a message, `answered` has the status.
+        status_text = f"status {status}" if message else None
         return UnreachableError(
-            f"{url} has failed: {answered}", found=found, hint="try again later"
+            f"{url} has failed: {answered}", found=status_text, hint="try again later"
         )
     kind = ContextLengthError if code == "context_length_exceeded" else RequestError
     return kind(f"{url} refuses the request: {answered}")
 
 
 def other_api(url: str, answer: object) -> RequestError:
-    """Return the error for an answer that is not of OpenAI's API."""
+    """Create the error for an answer that is not of OpenAI's API."""
     hint = "check the address, which often ends in /v1"
     return RequestError(
         f"{url} does not answer with OpenAI's API", found=format_value(answer), hint=hint
@@ -80,7 +84,8 @@ def other_api(url: str, answer: object) -> RequestError:
 
 
 def unreachable(url: str, error: Exception) -> UnreachableError:
-    """Return the error for a connection that cannot be opened."""
+    """Create the error for a connection that cannot be opened."""
+    # The text of this error names OpenSSL's source file; the attribute is the reason alone.
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = error.verify_message
     else:
@@ -91,13 +96,15 @@ def unreachable(url: str, error: Exception) -> UnreachableError:
 
 
 def lost(url: str, error: Exception | None = None) -> RequestError:
-    """Return the error for a connection that ended before the answer did."""
-    if isinstance(error, http.client.HTTPException) and not isinstance(
-        error, OSError | http.client.IncompleteRead
-    ):
+    """Create the error for a connection that ended before the answer did."""
+    is_incomplete = isinstance(error, http.client.IncompleteRead)
+    # `RemoteDisconnected` is both an HTTPException and an OSError.
+    is_protocol_error = isinstance(error, http.client.HTTPException) and not isinstance(
+        error, OSError
+    )
+    if is_protocol_error and not is_incomplete:
         return other_api(url, "no HTTP")
-    early = error is None or isinstance(error, http.client.IncompleteRead)
-    if early:
+    if error is None or is_incomplete:
         reason = "it was closed"
     else:
         reason = _reason(error)
@@ -107,32 +114,33 @@ def lost(url: str, error: Exception | None = None) -> RequestError:
 
 
 def server_message(content: bytes) -> tuple[str, str | None]:
-    """Return the message and the code in the body of an error; an empty message if there is
-    none.
-    """
+    """Read the message and the code in the body of an error; an empty message if there is none."""
     try:
         value = json.loads(content.decode())
     except (ValueError, RecursionError):
         return "", None
-    if isinstance(value, dict):
-        found = value.get("error", value)
-    else:
-        found = None
-    if isinstance(found, dict):
-        text = found.get("message", found.get("detail"))
-    else:
-        text = found
-    if isinstance(found, dict):
-        code = found.get("code")
-    else:
-        code = None
-    return _short(text) if isinstance(text, str) else "", code if isinstance(code, str) else None
+    if not isinstance(value, dict):
+        return "", None
+    # Some servers have no object `error`, and some have a string there.
+    error = value.get("error", value)
+    text = error
+    code = None
+    if isinstance(error, dict):
+        # FastAPI's own errors have a `detail`.
+        text = error.get("message", error.get("detail"))
+        code = error.get("code")
+    message = _short(text) if isinstance(text, str) else ""
+    return message, code if isinstance(code, str) else None
 
 
 def _reason(error: Exception | None) -> str:
+    """Describe an error in one line, by its name if it has no text."""
+    # `strerror` has no error number in front.
     return _short(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 
 def _short(text: str) -> str:
-    """In one line, and without the backquotes that stand around arguments in our own messages."""
-    return printable(textwrap.shorten(text, _MESSAGE, placeholder=" ...")).replace("`", "'")
+    """Shorten a server's text to one line without control characters."""
+    line = printable(textwrap.shorten(text, _MESSAGE, placeholder=" ..."))
+    # Backquotes mark arguments in quantkit's own messages.
+    return line.replace("`", "'")

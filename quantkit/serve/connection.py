@@ -1,5 +1,5 @@
-"""Connections of a server: no client keeps one open by sending or reading nothing, and none has
-too many of them.
+"""Limit the connections of a server: no client keeps one open by sending or reading nothing, and
+none has too many of them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ to send it, and returns whether there is one.
 
 MakeRoom = Callable[[], bool]
 
-# Between two looks at all connections.
+# Between two checks of all connections.
 _CHECK_SECONDS = 1.0
-_SLOW_SENDER_SECONDS = 1.0  # for the body of a request, before it can be given up for another one
-# Bytes per second, which a large response may take besides `write_seconds`.
+# Time for the body of a request, before the request can be dropped in favor of another one.
+_SLOW_SENDER_SECONDS = 1.0
+# Bytes per second; a large response may take that time in addition to `write_seconds`.
 _SLOWEST_READER = 1 << 16
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may take.
+    """The limits of a client.
 
     Attributes:
         per_address: open connections of one address.
@@ -57,16 +58,17 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._of_address: dict[str, set[Connection]] = {}
+        # Short limits need checks that are more frequent.
         self._check_seconds = min(
             _CHECK_SECONDS, limits.header_seconds / 4, limits.write_seconds / 4
         )
         self._next_check: asyncio.TimerHandle | None = None
 
     def admit(self, connection: Connection) -> bool:
-        """Add a new connection, unless its address has too many already.
+        """Add a new connection, and return whether its address may have one more.
 
-        A connection whose client has been silent the longest gives way. So silent clients keep no
-        other one out, even if all of them come through one proxy.
+        If it has too many, the connection whose client has been silent the longest is closed. So
+        silent clients keep no other one out, even if all of them come through one proxy.
         """
         siblings = self._of_address.setdefault(connection.address, set())
         if len(siblings) >= self.limits.per_address:
@@ -76,6 +78,7 @@ class Connections:
             longest_silent = min(silent, key=lambda sibling: sibling.last_active)
             self.remove(longest_silent)
             longest_silent.drop()
+            # `remove` has deleted the set if it became empty.
             siblings = self._of_address.setdefault(connection.address, set())
         siblings.add(connection)
         if self._next_check is None:
@@ -96,12 +99,15 @@ class Connections:
         Its age counts, and not how long its client has been silent: a client could send a byte at a
         time.
         """
-        senders = []
+        slowest: Connection | None = None
         for siblings in self._of_address.values():
-            senders += [connection for connection in siblings if connection.is_slow_sender]
-        if not senders:
+            for connection in siblings:
+                if not connection.is_slow_sender:
+                    continue
+                if slowest is None or connection.request_since < slowest.request_since:
+                    slowest = connection
+        if slowest is None:
             return False
-        slowest = min(senders, key=lambda sender: sender.request_since)
         self.remove(slowest)
         slowest.drop()
         return True
@@ -109,12 +115,14 @@ class Connections:
     def _check(self) -> None:
         """Close the connections whose time is up."""
         self._next_check = None
-        connections = [
-            connection for siblings in self._of_address.values() for connection in siblings
-        ]
+        # A copy: dropping a connection changes the sets.
+        connections: list[Connection] = []
+        for siblings in self._of_address.values():
+            connections += siblings
         for connection in connections:
             if connection.is_overdue:
                 connection.drop()
+        # Without connections no timer runs; `admit` starts it again.
         if connections:
             self._next_check = connections[0].loop.call_later(self._check_seconds, self._check)
 
@@ -162,6 +170,7 @@ class Connection(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        # None is an orderly end.
         self._is_cut_off |= exc is not None
         self._open_connections.remove(self)
         super().connection_lost(exc)
@@ -173,6 +182,7 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
+        # uvicorn creates a cycle for each request once its header is complete.
         previous_cycle = self.cycle
         super().handle_events()
         if self.cycle is not previous_cycle:
@@ -196,30 +206,26 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Return whether the client has to send or to read something before anything else can
-        happen.
-        """
+        """Tell whether the server can do nothing until the client sends or reads something."""
         return self._is_between_requests or self.cycle.more_body or self._read_by is not None
 
     @property
     def is_slow_sender(self) -> bool:
-        """Return whether the client has not sent the whole body of a request in the time that
-        others need for one.
-        """
+        """Tell whether the body of a request has been incomplete for longer than others need."""
         if self._is_between_requests or not self.cycle.more_body:
             return False
         return self.loop.time() > self.request_since + _SLOW_SENDER_SECONDS
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether the client has taken longer than it may."""
+        """Tell whether the client has taken longer than it may."""
         now = self.loop.time()
         if self._read_by is not None:
             return now > self._read_by
-        return (
-            self._is_between_requests
-            and now > self._idle_since + self._open_connections.limits.header_seconds
-        )
+        # Bodies have their own time limit, and answers may take as long as the model needs.
+        if not self._is_between_requests:
+            return False
+        return now > self._idle_since + self._open_connections.limits.header_seconds
 
     def drop(self) -> None:
         """Close the connection now, also if the client has not read all of a response."""
@@ -228,7 +234,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Return whether no header was read yet, or the last request was answered."""
+        """Tell whether no header was read yet, or the last request was answered."""
         return self.cycle is None or self.cycle.response_complete
 
     async def _deliver(self) -> bool:
@@ -238,7 +244,8 @@ class Connection(H11Protocol):
 
 
 def _refuse_connection() -> bytes:
-    """Return the response to a connection of an address that has too many."""
+    """Encode the response to a connection of an address that has too many."""
+    # No request is read from such a connection, so uvicorn does not answer it.
     error = error_of(
         "too many connections from this address",
         kind="rate_limit_error",

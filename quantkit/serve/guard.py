@@ -1,4 +1,4 @@
-"""Who may use a server: requests with its key, for a name of it, and not too many at once."""
+"""Decide who may use a server: requests with its key, for a name of it, not too many at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY = {"Retry-After": "1"}
 
 
 class Guard:
-    """An ASGI application that passes on what is allowed."""
+    """An ASGI application that passes allowed requests on to another one."""
 
     def __init__(
         self,
@@ -35,11 +35,12 @@ class Guard:
     ) -> None:
         """
         Args:
-            api_key: that the header Authorization must have; None lets all in.
-            hosts: the names that the header Host may have: a page of another site, whose name leads
-                here, has its own. None for any. A request of HTTP/1.0 may have no such header.
+            api_key: that the header Authorization must have; None allows all requests.
+            hosts: the names that the header Host may have: a page of another site whose name
+                resolves to this machine has another one. None for any. A request of HTTP/1.0 may
+                have no such header.
             max_requests: at the same time; more would take too much memory, even before they are
-                read. For one more, a request gives way whose client is slow to send it.
+                read. If there is one more, a request whose client is slow to send it is dropped.
             open_paths: that need no key, and are answered however many requests run.
         """
         self._app = app
@@ -58,33 +59,28 @@ class Guard:
             return
         headers = Headers(scope=scope)
         refusal = None
+        is_open = scope["path"] in self._open
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that believes the other header than this server sees another request after
+            # A proxy that uses the other header than this server would see another request after
             # this one.
-            wrong = error_of("the request has both Content-Length and Transfer-Encoding")
-            refusal = JSONResponse(wrong, 400, {"Connection": "close"})
+            error = error_of("the request has both Content-Length and Transfer-Encoding")
+            refusal = JSONResponse(error, 400, {"Connection": "close"})
         elif not self._has_known_host(headers):
-            unknown = error_of(
-                "this server is not known by that name; whoever runs it can allow it"
-            )
-            refusal = JSONResponse(unknown, 421)
-        elif scope["path"] not in self._open and not self._has_key(headers):
-            wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
-            refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
-        is_counted = scope["path"] not in self._open
-        if (
-            refusal is None
-            and is_counted
-            and self._running >= self._max_requests
-            and not _make_room(scope)
-        ):
-            busy = error_of(
+            error = error_of("this server is not known by that name; whoever runs it can allow it")
+            refusal = JSONResponse(error, 421)
+        elif not is_open and not self._has_key(headers):
+            error = error_of("the API key is missing or wrong", code="invalid_api_key")
+            refusal = JSONResponse(error, 401, {"WWW-Authenticate": "Bearer"})
+        is_full = self._running >= self._max_requests
+        # Refused requests must not make another one give way.
+        if refusal is None and not is_open and is_full and not _make_room(scope):
+            error = error_of(
                 "too many requests at once; try again",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
             )
-            # The body is not waited for.
-            refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})
+            # The server does not wait for the body, so the connection cannot be used again.
+            refusal = JSONResponse(error, 503, {**RETRY, "Connection": "close"})
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -95,35 +91,36 @@ class Guard:
             self._running -= 1
 
     def _has_known_host(self, headers: Headers) -> bool:
-        """Return whether a request calls this server by a name that it may have.
+        """Tell whether a request calls this server by an allowed name.
 
-        HTTP/1.0 has no such header, and neither have the checks that load balancers send with it.
-        Each browser sends it, so that no page of another site gets here without one.
+        HTTP/1.0 has no such header, and neither have the checks of load balancers that use it. Each
+        browser sends the header, so no page of another site gets here without one.
         """
         if self._hosts is None or "host" not in headers:
             return True
         return without_port(headers["host"]) in self._hosts
 
     def _has_key(self, headers: Headers) -> bool:
-        return self._expected is None or hmac.compare_digest(_bearer_token(headers), self._expected)
+        """Compare the key of a request with the expected one."""
+        if self._expected is None:
+            return True
+        # In constant time, so that response times tell nothing about the key.
+        return hmac.compare_digest(_bearer_token(headers), self._expected)
 
 
 def _make_room(scope: Scope) -> bool:
-    """Give up the request of another client that is slow to send it, and return whether there is
-    one.
-    """
+    """Drop the request of another client that sends it slowly, and return whether there is one."""
+    # Only `Connection` provides this function; another ASGI server does not.
     make_room: MakeRoom | None = scope.get("state", {}).get(MAKE_ROOM)
     return make_room is not None and make_room()
 
 
 def _bearer_token(headers: Headers) -> bytes:
-    """Return the key that a request has; empty if there is none.
-
-    The name of the scheme may have any case.
-    """
-    # The bytes that were sent.
+    """Extract the key of a request; empty if there is none."""
+    # starlette decodes headers as Latin-1; this gives the bytes that were sent.
     authorization = headers.get("authorization", "").encode("latin-1")
     scheme, _, token = authorization.partition(b" ")
+    # The name of the scheme may have any case.
     if scheme.lower() == b"bearer":
         return token.strip()
     return b""

@@ -22,14 +22,17 @@ HEADER = "x-request-id"
 CLIENT_GONE = 499
 """The status that is logged where the client went away before its answer ended, as in nginx."""
 
+# Ids of clients are copied to a header and to the log, so they contain nothing that needs escapes.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_KEY = "quantkit.record"  # in the scope of a request
-_MAX_PATH = 256  # characters
+# The key of the record in the scope of a request.
+_KEY = "quantkit.record"
+# Characters of a path in the log: clients can request paths of any length.
+_MAX_PATH = 256
 
 
 @dataclass
 class _Record:
-    """What is known of a request."""
+    """The facts about a request that its line of the log needs."""
 
     id: str
     arrived: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -39,47 +42,49 @@ class _Record:
     requests: Sequence[Request] = ()
     prompt: object = None
     num_tokens: int = 0
-    finish_reasons: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and sample
+    # By the numbers of the prompt and the sample.
+    finish_reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     first_token_seconds: float | None = None
 
     def line(self, scope: Scope, *, prompts: bool) -> dict[str, Any]:
-        """Return the line of the log, in which nothing of the request's content stands, unless
-        `prompts`.
-        """
+        """Build the line of the log, without the request's content unless `prompts`."""
         seconds = time.perf_counter() - self.begun
-        result = {
+        values = {
             "time": self.arrived.isoformat(timespec="milliseconds"),
             "request_id": self.id,
             "client": (scope.get("client") or (None,))[0],
             "method": scope["method"],
+            # Without the query, which could contain a key.
             "path": scope["path"][:_MAX_PATH],
             "status": self._status(),
             "seconds": round(seconds, 4),
         }
         if self.requests:
             first = self.first_token_seconds
-            result |= {
+            # None for an answer that was cut off.
+            reasons = [self.finish_reasons.get(numbers) for numbers in self._continuations()]
+            values |= {
                 "first_token_seconds": None if first is None else round(first, 4),
                 "prompt_tokens": sum(len(request.prompt) for request in self.requests),
                 "completion_tokens": self.num_tokens,
-                "finish_reasons": [
-                    self.finish_reasons.get(continuation) for continuation in self._continuations()
-                ],
+                "finish_reasons": reasons,
             }
             if prompts:
-                result["prompt"] = self.prompt
-        return result
+                values["prompt"] = self.prompt
+        return values
 
     def _status(self) -> int:
+        """Choose the status to log."""
         if self.status is None or not self.is_complete:
             return CLIENT_GONE
         is_unfinished = len(self.finish_reasons) < len(self._continuations())
+        # A stream begins with status 200, even if an error ends it.
         if self.status == 200 and is_unfinished:
             return 500
         return self.status
 
     def _continuations(self) -> list[tuple[int, int]]:
-        """Return the numbers of the prompt and of the sample of each continuation."""
+        """List the numbers of the prompt and of the sample of each continuation."""
         continuations: list[tuple[int, int]] = []
         for number, request in enumerate(self.requests):
             for sample in range(request.samples):
@@ -115,22 +120,26 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        record = _Record(given if _CLIENT_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}")
+        request_id = Headers(scope=scope).get(HEADER, "")
+        if not _CLIENT_ID.fullmatch(request_id):
+            request_id = f"req-{secrets.token_hex(12)}"
+        record = _Record(request_id)
         scope[_KEY] = record
 
-        async def sent(message: Any) -> None:
+        async def send_and_record(message: Any) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = [*message.get("headers", ()), (HEADER.encode(), record.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
+            # Complete only after the last part was written without an error.
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 record.is_complete = True
 
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, receive, send_and_record)
         except Exception as error:
+            # Any other error is the server's; uvicorn then answers with 500.
             if not isinstance(error, ClientDisconnect | OSError):
                 record.status = 500
                 record.is_complete = True
@@ -141,7 +150,7 @@ class RequestLog:
                 self._log(record.line(scope, prompts=self._prompts))
 
     async def _check_delivery(self, scope: Scope, record: _Record) -> None:
-        """Wait until the client has read a complete response, and note if it has not."""
+        """Wait until the client has read a complete response, and record if it has not."""
         delivered: Delivered | None = scope.get("state", {}).get(DELIVERED)
         if record.is_complete and delivered is not None:
             record.is_complete = await delivered()
@@ -153,18 +162,19 @@ def record_answer(
     body: Mapping[str, Any],
     count_delta: Callable[[Delta], None],
 ) -> Callable[[Delta], None]:
-    """Note for the log what comes of a request.
+    """Record for the log what becomes of a request.
 
     Args:
         scope: of the HTTP request, below a `RequestLog`.
-        body: the JSON that it had.
-        counted: what is called with each step's part of the answer, too.
+        body: the request's JSON.
+        count_delta: also called with each step's part of the answer.
 
     Returns:
-        To be called with each step's part of the answer.
+        A function to call with each step's part of the answer.
     """
     record: _Record = scope[_KEY]
-    record.requests, record.prompt = requests, body.get("messages", body.get("prompt"))
+    record.requests = requests
+    record.prompt = body.get("messages", body.get("prompt"))
 
     def record_delta(delta: Delta) -> None:
         count_delta(delta)

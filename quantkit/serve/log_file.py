@@ -18,11 +18,12 @@ _log = logging.getLogger(__name__)
 class LogFile:
     """Appends a line for each object.
 
-    If that fails, a warning says so once, and the server goes on.
+    If that fails, one warning is logged, and the server continues.
     """
 
     def __init__(self, file: Path | int) -> None:
-        """
+        """Open the file to append to it.
+
         Args:
             file: a path, which only its owner can read if it is new; or the descriptor of an open
                 file.
@@ -33,8 +34,10 @@ class LogFile:
         self._failed = False
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            # A copy, so that closing it leaves the caller's descriptor open.
             if isinstance(file, int):
                 self._file = os.dup(file)
+            # With --log-prompts the file contains what users wrote.
             else:
                 self._file = os.open(file, flags, 0o600)
         except OSError as error:
@@ -44,11 +47,12 @@ class LogFile:
             ) from error
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append a line. What clients have sent is escaped and ASCII, so it neither begins another
-        line nor drives a terminal.
-        """
+        """Append a line with a JSON object."""
+        # `json.dumps` escapes all but printable ASCII, so text of clients neither begins another
+        # line nor controls a terminal.
         line = json.dumps(value).encode() + b"\n"
         try:
+            # A pipe may take a part of the line only.
             while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:

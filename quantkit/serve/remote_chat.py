@@ -17,7 +17,7 @@ from quantkit.serve.client_errors import ContextLengthError, lost, other_api
 
 _log = logging.getLogger(__name__)
 
-# logged once
+# A conversation logs this once: in a full context every further question drops messages.
 _FULL = (
     "the context of the server is full: from now on the oldest questions and answers are forgotten"
 )
@@ -39,10 +39,11 @@ class Usage:
     seconds: float
 
     def __str__(self) -> str:
-        later = self.seconds - self.first_seconds
+        # The time to the first token is that of the prompt.
+        decode_seconds = self.seconds - self.first_seconds
         rate = ""
-        if self.completion_tokens > 1 and later > 0:
-            rate = f", {(self.completion_tokens - 1) / later:.1f} tokens/s"
+        if self.completion_tokens > 1 and decode_seconds > 0:
+            rate = f", {(self.completion_tokens - 1) / decode_seconds:.1f} tokens/s"
         counts = f"{self.completion_tokens} tokens in {self.seconds:.1f} s{rate}"
         return (
             f"{counts}, the first after {self.first_seconds:.2f} s; prompt of {self.prompt_tokens}"
@@ -51,13 +52,14 @@ class Usage:
 
 
 class RemoteChat:
-    """A conversation as `ChatSession` has it, with a model on a server.
+    """A conversation with a model on a server, with the interface of `ChatSession`.
 
     Attributes:
-        messages: what was said, each with ``role`` and ``content``, without the system prompt.
+        messages: questions and answers, each with ``role`` and ``content``, without the system
+            prompt.
         system: the system prompt; messages stay when it is changed.
-        finish_reason: what ended the last answer: ``stop``, ``length`` or what else the server
-            says; None before one, and where it was cut off.
+        finish_reason: what ended the last answer: ``stop``, ``length`` or another reason of the
+            server; None before the first answer, and if the last one was cut off.
         usage: of the last answer, if the server counts it.
     """
 
@@ -69,7 +71,8 @@ class RemoteChat:
         system: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """
+        """Prepare a conversation; asks the server for its model if none is named.
+
         Args:
             model: its name; None is the server's only one.
             options: of all requests, as the API names them.
@@ -79,18 +82,20 @@ class RemoteChat:
                 does.
         """
         if model is None:
-            model, *others = server.models()
-            if others:
-                names = ", ".join(format_value(name) for name in (model, *others))
+            models = server.models()
+            if len(models) > 1:
+                names = ", ".join(format_value(name) for name in models)
                 raise RequestError(
                     f"{server.url} has several models", found=names, hint="select one with `model`"
                 )
+            model = models[0]
         self.model = model
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
-        self._server, self._options = server, dict(options or {})
+        self._server = server
+        self._options = dict(options or {})
         self._dropped_reported = False
 
     def reset(self) -> None:
@@ -119,43 +124,50 @@ class RemoteChat:
     def _iterate_answer(
         self, question: dict[str, str], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        said: list[str] = []
+        """Yield the pieces of an answer, and remember question and answer at the end."""
+        pieces: list[str] = []
         self.finish_reason = self.usage = None
         try:
             for piece in self._answer_within_context(question, interrupted):
-                said.append(piece)
+                pieces.append(piece)
                 yield piece
+        # After an error neither the question nor a part of the answer is remembered.
         except RequestError:
-            said.clear()
+            pieces.clear()
             self.finish_reason = None
             raise
+        # Also reached if the reader closes the answer early: it is remembered up to there.
         finally:
-            if said or self.finish_reason is not None:
-                self.messages += [question, {"role": "assistant", "content": "".join(said)}]
+            if pieces or self.finish_reason is not None:
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                self.messages += [question, answer]
 
     def _answer_within_context(
         self, question: dict[str, str], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        """Yield the pieces of an answer; as long as the server finds the conversation too long,
-        without its oldest part.
+        """Yield the pieces of an answer; drop the oldest messages until the server accepts the
+        conversation.
         """
         dropped = 0
         while True:
+            messages = [*self.messages[dropped:], question]
             try:
-                for piece in self._iterate_pieces(
-                    [*self.messages[dropped:], question], interrupted
-                ):
+                for piece in self._iterate_pieces(messages, interrupted):
+                    # Messages are forgotten only once the server has accepted the others.
                     if dropped:
                         self._forget(dropped)
                         dropped = 0
                     yield piece
                 return
             except ContextLengthError:
-                if (left := len(self.messages) - dropped) == 0:
+                remaining = len(self.messages) - dropped
+                if remaining == 0:
                     raise
-                dropped += max(2, left // _SHARE // 2 * 2)  # questions with their answers
+                # An even number: questions are dropped with their answers.
+                dropped += max(2, remaining // _SHARE // 2 * 2)
 
     def _forget(self, count: int) -> None:
+        """Remove the oldest messages, and log that once."""
         del self.messages[:count]
         if not self._dropped_reported:
             self._dropped_reported = True
@@ -164,7 +176,8 @@ class RemoteChat:
     def _iterate_pieces(
         self, messages: list[dict[str, str]], interrupted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        """Yield the pieces of an answer that are not empty."""
+        """Request an answer, and yield its pieces that are not empty."""
+        system: list[dict[str, str]]
         if self.system is None:
             system = []
         else:
@@ -176,41 +189,50 @@ class RemoteChat:
             "stream_options": {"include_usage": True},
             **self._options,
         }
-        begun = time.perf_counter()
-        first = None
-        last = 0.0
+        start_time = time.perf_counter()
+        first_seconds: float | None = None
+        last_seconds = 0.0
         with closing(self._server.stream("/chat/completions", body)) as events:
             for event in events:
                 if interrupted():
                     return
+                # None arrives while the client waits, so that `interrupted` is called.
                 if event is None:
                     continue
                 try:
                     piece, reason, counts = _delta(event)
                 except (LookupError, TypeError, AttributeError, ValueError):
                     raise other_api(self._server.url, event) from None
+                # The first event of OpenAI's API has a role, but no text.
                 if piece or reason:
-                    last = time.perf_counter() - begun
-                    first = last if first is None else first
+                    last_seconds = time.perf_counter() - start_time
+                    if first_seconds is None:
+                        first_seconds = last_seconds
                     self.finish_reason = reason or self.finish_reason
                 if counts is not None:
-                    self.usage = Usage(*counts, first or last, last)
+                    self.usage = Usage(*counts, first_seconds or last_seconds, last_seconds)
                 if piece:
                     yield piece
+        # A complete answer has a reason, also if the connection ends in an orderly way.
         if self.finish_reason is None:
             raise lost(self._server.url)
 
 
 def _delta(event: Any) -> tuple[str, str | None, tuple[int, int] | None]:
-    """Return the text of an event, what ended the answer, and the tokens of prompt and answer; each
-    only where it is there. Raises any error for an event of another API.
+    """Read the text of an event, what ended the answer, and the tokens of prompt and answer.
+
+    Absent parts are an empty text and None. Raises any error for an event of another API.
     """
     counts = None
-    if (usage := event.get("usage")) is not None:
-        counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    usage = event.get("usage")
+    if usage is not None:
+        counts = (int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+    # The event with the usage has no choices.
     if not event["choices"]:
         return "", None, counts
     choice = event["choices"][0]
     text = choice.get("delta", {}).get("content") or ""
     reason = choice.get("finish_reason")
-    return text.encode(errors="replace").decode(), None if reason is None else str(reason), counts
+    # JSON can contain lone surrogates, which cannot be printed.
+    printable_text = text.encode(errors="replace").decode()
+    return printable_text, None if reason is None else str(reason), counts

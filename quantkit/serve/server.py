@@ -49,19 +49,25 @@ if TYPE_CHECKING:
 
     from quantkit.serve.app import Served
 
-_TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
+# New tokens of a completion by default, as in OpenAI's API.
+_TEXT_TOKENS = 16
+# Limits of the body of a request.
 _BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
+# Time that running requests have to finish when the server shuts down.
 _GRACE_SECONDS = 30
+# Limits of slow clients, see `ConnectionLimits`.
 _HEADER_SECONDS = 10.0
 _WRITE_SECONDS = 30.0
-_ERROR_SECONDS = 3  # in which those who got no whole answer read why
+# Time in which clients without a complete answer can read the error after the grace time.
+_ERROR_SECONDS = 3
+# The names of this machine in the header Host.
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a model is served.
+    """The options of a server.
 
     Attributes:
         host, port: where; port 0 is a free one.
@@ -130,12 +136,13 @@ class ServeOptions:
 
     @property
     def local(self) -> bool:
-        """Return whether only this machine is served."""
+        """Tell whether only this machine is served."""
         return is_loopback(self.host)
 
     @property
     def host_names(self) -> frozenset[str] | None:
-        """Return the names by which requests may call this server; None for any."""
+        """Collect the names by which requests may call this server; None for any."""
+        # A server for other machines needs a key, which pages of other sites do not have.
         if not self.local and not self.allowed_host:
             return None
         names = _LOCAL | {host_name(host) for host in self.allowed_host}
@@ -146,17 +153,19 @@ class ServeOptions:
 
     @property
     def name_in_address(self) -> str:
-        """Return the host as a URL has it."""
+        """Format the host for a URL."""
+        # An IPv6 address is in brackets.
         if ":" in self.host:
             return f"[{self.host}]"
         return self.host
 
     @property
     def _is_wildcard(self) -> bool:
-        """Return whether the host is no address of its own, but stands for all of this machine."""
+        """Tell whether the host is all addresses of this machine, such as 0.0.0.0."""
         try:
             return not self.host or ipaddress.ip_address(self.host).is_unspecified
-        except ValueError:  # a name
+        # The host is a name.
+        except ValueError:
             return False
 
 
@@ -167,6 +176,7 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         RequestError: if a package is not installed, or the cache does not fit in memory.
         QuantkitError: as `quantkit.load` does.
     """
+    # Before the import, which would fail with a less helpful error.
     require_packages()
     from quantkit.serve.app import Served
 
@@ -182,33 +192,32 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
     if options.draft is not None:
         draft = load_draft(options.draft, tokenizer, **placement)
     context = conversation_length(model.config, options.context)
-    if options.int8_cache:
-        cache = torch.int8
-    else:
-        cache = None
-    slot = cache_bytes(model.config, 1, context, cache or model.dtype)
-    kept = min(options.kept, max(0, free_bytes(model.device) // 2 // slot - options.slots))
+    cache_dtype = torch.int8 if options.int8_cache else None
+    slot_bytes = cache_bytes(model.config, 1, context, cache_dtype or model.dtype)
+    # The whole cache takes at most half of the free memory, unless the running sequences need more.
+    max_slots = free_bytes(model.device) // 2 // slot_bytes
+    kept = min(options.kept, max(0, max_slots - options.slots))
     engine = Engine(
         model,
         context,
         slots=options.slots + kept,
-        cache_dtype=cache,
+        cache_dtype=cache_dtype,
         draft=draft,
         draft_tokens=options.draft_tokens,
     )
     grammars = Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-    chats, texts = (
-        PromptReader(
-            path,
-            model.config,
-            tokenizer,
-            given,
-            template=options.template,
-            max_tokens=engine.length,
-            grammars=grammars,
-        )
-        for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
+    create_reader = functools.partial(
+        PromptReader,
+        path,
+        model.config,
+        tokenizer,
+        template=options.template,
+        max_tokens=engine.length,
+        grammars=grammars,
     )
+    # Answers to messages may use the rest of the context by default.
+    chats = create_reader({})
+    texts = create_reader({"max_new_tokens": _TEXT_TOKENS})
     worker = Worker(
         engine,
         tokenizer,
@@ -216,13 +225,10 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         max_running=options.slots,
         seconds=options.time_limit,
     )
-    vocabulary = model.config.vocab_size
     no_chat = _find_chat_problem(path, tokenizer, options)
     facts = {**about(path, options.weights), "chat": no_chat is None}
-    if options.name is None:
-        name = path.resolve().name
-    else:
-        name = options.name
+    # Resolved, because a path such as "." has no name.
+    name = path.resolve().name if options.name is None else options.name
     return Served(
         name=name,
         worker=worker,
@@ -231,7 +237,7 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         texts=texts,
         grammars=grammars,
         context=engine.length,
-        vocabulary=vocabulary,
+        vocabulary=model.config.vocab_size,
         about=facts,
         no_chat=no_chat,
         body_bytes=_BODY_BYTES,
@@ -242,7 +248,7 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
 def _find_chat_problem(
     path: Path, tokenizer: Tokenizer, options: ServeOptions
 ) -> RequestError | None:
-    """Return the error for messages to a model without a chat template; None if it has one.
+    """Create the error for messages to a model without a chat template; None if it has one.
 
     Raises:
         RequestError, CheckpointError: if the requested template cannot be used: no request could be
@@ -288,6 +294,7 @@ def serve(
         served_model,
         api_key=options.api_key,
         hosts=options.host_names,
+        # More than can run and wait, so that the others are refused with a status of their own.
         max_requests=2 * (options.slots + options.waiting) + 16,
         log=log,
         log_prompts=options.log_prompts,
@@ -307,9 +314,10 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS + _ERROR_SECONDS,
     )
-    # Clients that go away are no news.
+    # asyncio warns about each client that disconnects while it is answered.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     try:
+        # uvicorn ends the process if the address cannot be used.
         try:
             socket = config.bind_socket()
         except SystemExit as error:
@@ -318,10 +326,10 @@ def serve(
                 "the server cannot use this address", found=address, hint="choose another port"
             ) from error
         with socket:
-            # Who reads the address may connect at once.
+            # A reader of the address may connect at once, before uvicorn runs.
             socket.listen(config.backlog)
             began(f"http://{options.name_in_address}:{socket.getsockname()[1]}")
-            # The signal, once more, when all has ended.
+            # uvicorn raises the signal again after it has shut down.
             with suppress(KeyboardInterrupt):
                 _ending_server(config, served_model.worker).run(sockets=[socket])
     finally:
@@ -329,8 +337,9 @@ def serve(
 
 
 def _ending_server(config: uvicorn.Config, worker: Worker) -> uvicorn.Server:
-    """Return a server that ends the requests that still run after the grace time, so that their
-    clients read an error.
+    """Create a server that ends requests that still run after the grace time.
+
+    Their clients then read an error; uvicorn alone would close the connections.
     """
     import uvicorn
 
@@ -340,10 +349,11 @@ def _ending_server(config: uvicorn.Config, worker: Worker) -> uvicorn.Server:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[Any] | None = None) -> None:
-            ending = asyncio.ensure_future(end_requests())
+            # uvicorn waits for running requests, so this runs at the same time.
+            end_task = asyncio.ensure_future(end_requests())
             try:
                 await super().shutdown(sockets)
             finally:
-                ending.cancel()
+                end_task.cancel()
 
     return Server(config)

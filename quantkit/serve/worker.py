@@ -1,4 +1,4 @@
-"""The thread that runs a model: requests come and go while others run."""
+"""Run a model in a thread: requests start and end while others run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step added to a continuation.
+    """The part of a continuation that one step added.
 
     Attributes:
         sample: the number of the continuation, among those of its prompt.
-        text: new text; may be empty, as some is held back until it is known to be no stop string.
+        text: new text; may be empty, because text that may begin a stop string is withheld.
         token_ids: new tokens.
         logprobs: of `token_ids`, if requested.
         completion: all of it, once it has ended.
@@ -54,11 +54,11 @@ class TimeLimitError(RequestError):
 
 @dataclass(eq=False)
 class Job:
-    """What one client requested: continuations of one or several prompts.
+    """The request of one client: continuations of one or several prompts.
 
     Attributes:
         ends_by: on the clock of `time.monotonic`.
-        left: continuations that have not ended.
+        num_unfinished: continuations that have not ended.
     """
 
     requests: Sequence[Request]
@@ -84,7 +84,8 @@ class Worker:
         max_running: int | None = None,
         seconds: float = math.inf,
     ) -> None:
-        """
+        """Start the thread.
+
         Args:
             most_jobs: that wait and run at the same time; `submit` refuses more.
             max_running: see `Scheduler`.
@@ -96,9 +97,11 @@ class Worker:
         self._engine = engine
         self._tokenizer = tokenizer
         self._scheduler = Scheduler(engine, max_running=max_running)
+        # Only the worker's thread uses the scheduler; jobs wait here until it takes them.
         self._new: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._of: dict[Generation, Job] = {}
+        # Guards `_new`, `_jobs` and `_stopping`, and wakes the thread.
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quantkit-serve", daemon=True)
@@ -106,34 +109,34 @@ class Worker:
 
     @property
     def jobs(self) -> int:
-        """Return those that wait or run."""
+        """Count the jobs that wait or run."""
         with self._changed:
             return len(self._new) + len(self._jobs)
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens of prompts that were not computed, as the cache held them."""
+        """Count the tokens of prompts that the cache contained, so that they were not computed."""
         return self._scheduler.num_reused_tokens
 
     @property
     def num_proposed_tokens(self) -> int:
-        """Tokens that were proposed, of which some were wrong."""
+        """Count the tokens that were proposed, right or wrong."""
         return self._engine.num_proposed_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Proposed tokens that were right."""
+        """Count the proposed tokens that were right."""
         return self._engine.num_accepted_tokens
 
     @property
     def alive(self) -> bool:
-        """Return whether it can run jobs."""
+        """Tell whether the worker can run jobs."""
         return self._thread.is_alive() and not self._stopping
 
     def submit(
         self, requests: Sequence[Request], stop: Sequence[str], deliver: Deliver
     ) -> Job | None:
-        """Start the requests of one client, and hand what comes of them to `deliver`.
+        """Start the requests of one client; their answers are passed to `deliver`.
 
         Returns:
             None if there are too many jobs, or the worker is stopping.
@@ -154,7 +157,7 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Give up a request, with the next step; nothing more is delivered."""
+        """Cancel a request: it ends with the next step, and nothing more is delivered."""
         with self._changed:
             job.cancelled = True
             self._changed.notify()
@@ -167,50 +170,62 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        """Run steps while there are jobs, until the worker is stopped."""
         while True:
             with self._changed:
+                # Without jobs the thread sleeps.
                 while not (self._stopping or self._new or self._jobs):
                     self._changed.wait()
                 if self._stopping:
-                    waiting = [*self._new, *self._jobs]
+                    unfinished = [*self._new, *self._jobs]
                     break
-                begun = [self._new.popleft() for _ in range(len(self._new))]
-                self._jobs += begun
+                new_jobs = list(self._new)
+                self._new.clear()
+                self._jobs += new_jobs
+            # The lock is released: requests may be submitted and cancelled during a step.
             try:
-                self._step(begun)
+                self._step(new_jobs)
             except Exception as error:
-                # A step serves many: none of them may wait for ever.
+                # A step serves many clients: none of them may wait forever.
                 self._fail(error)
-        for job in waiting:
+        for job in unfinished:
             self._deliver(job, QuantkitError("the server is shutting down"))
 
     def _step(self, begun: Sequence[Job]) -> None:
+        """Start new jobs, end cancelled and late ones, and run one step for the others."""
         for job in begun:
             try:
                 self._begin(job)
             except RequestError as error:
                 self._give_up(job)
                 self._deliver(job, error)
-        for job in [one for one in self._jobs if one.cancelled]:
+        # Copies: `_give_up` removes jobs from the list.
+        cancelled_jobs = [job for job in self._jobs if job.cancelled]
+        for job in cancelled_jobs:
             self._give_up(job)
         now = time.monotonic()
-        for job in [one for one in self._jobs if one.ends_by <= now]:
+        late_jobs = [job for job in self._jobs if job.ends_by <= now]
+        for job in late_jobs:
             self._give_up(job)
-            self._deliver(
-                job, TimeLimitError(f"the request took more than {self._seconds:g} seconds")
-            )
+            time_error = TimeLimitError(f"the request took more than {self._seconds:g} seconds")
+            self._deliver(job, time_error)
         if not self._scheduler.busy:
             return
-        for one in self._scheduler.step():
-            if (owner := self._of.get(one)) is not None:
-                try:
-                    self._read(owner, one)
-                except QuantkitError as error:  # of this continuation alone
-                    self._give_up(owner)
-                    self._deliver(owner, error)
+        for generation in self._scheduler.step():
+            owner = self._of.get(generation)
+            # Another continuation of the same job may have ended it with an error.
+            if owner is None:
+                continue
+            try:
+                self._read(owner, generation)
+            # The error of one continuation ends its job, and no other one.
+            except QuantkitError as error:
+                self._give_up(owner)
+                self._deliver(owner, error)
 
     def _begin(self, job: Job) -> None:
-        """Hand the requests of a job to the scheduler, which counts them as those of one client."""
+        """Add the requests of a job to the scheduler, which counts them as those of one client."""
+        # The client may have disconnected while the job waited.
         if job.cancelled:
             return
         share = Share()
@@ -220,29 +235,26 @@ class Worker:
                 self._of[generation] = job
 
     def _read(self, job: Job, generation: Generation) -> None:
+        """Deliver the new tokens of a continuation, and end it at a stop string."""
         reader = job.readers[generation]
-        before = reader.tokens
-        pieces = len(reader.pieces)
+        num_read_tokens = reader.tokens
+        num_read_pieces = len(reader.pieces)
         if reader.read() and generation.finish_reason is None:
             self._scheduler.end(generation)
         logprobs = None
         prompt_logprobs = None
         if generation.logprobs is not None:
-            if generation.request.echo:
-                echoed = len(generation.request.prompt)
-            else:
-                echoed = 0
-            logprobs = generation.logprobs.cut(echoed + reader.tokens, start=echoed + before)
-            if echoed and not before:
-                prompt_logprobs = generation.logprobs.cut(echoed)
-        if generation.finish_reason is not None:
-            completion = reader.completion()
-        else:
-            completion = None
+            # With echo, the log-probabilities begin with the prompt's.
+            num_echoed = len(generation.request.prompt) if generation.request.echo else 0
+            start = num_echoed + num_read_tokens
+            logprobs = generation.logprobs.cut(num_echoed + reader.tokens, start=start)
+            if num_echoed and not num_read_tokens:
+                prompt_logprobs = generation.logprobs.cut(num_echoed)
+        completion = None if generation.finish_reason is None else reader.completion()
         delta = Delta(
             generation.sample,
-            text="".join(reader.pieces[pieces:]),
-            token_ids=generation.tokens[before : reader.tokens],
+            text="".join(reader.pieces[num_read_pieces:]),
+            token_ids=generation.tokens[num_read_tokens : reader.tokens],
             logprobs=logprobs,
             completion=completion,
             prompt=reader.number,
@@ -250,41 +262,45 @@ class Worker:
         )
         self._deliver(job, delta)
         if completion is not None:
-            # And so what restricts it.
+            # This also frees the constraint of the continuation, while its siblings run.
             del self._of[generation], job.readers[generation]
             job.num_unfinished -= 1
             if not job.num_unfinished:
                 self._end(job)
 
     def _give_up(self, job: Job) -> None:
-        """End the continuations of a job that still run."""
-        for reader in job.readers:
-            if reader.finish_reason is None:
-                self._scheduler.end(reader)
+        """End the continuations of a job that still run, and the job."""
+        for generation in job.readers:
+            if generation.finish_reason is None:
+                self._scheduler.end(generation)
         self._end(job)
 
     def _end(self, job: Job) -> None:
+        """Remove a job and its continuations."""
         with self._changed:
             self._jobs.remove(job)
-        for reader in job.readers:
-            self._of.pop(reader, None)
+        for generation in job.readers:
+            self._of.pop(generation, None)
 
     def _fail(self, error: Exception) -> None:
-        """Report an error of a step to all whose requests were running, and begin anew."""
+        """Report an error of a step to all running jobs, and continue with a new scheduler."""
         if not isinstance(error, QuantkitError):
             _log.error("a step failed", exc_info=error)
         with self._changed:
             failed = self._jobs
             self._jobs = []
         self._of.clear()
+        # The step was cut off, so the slots may not contain what the scheduler recorded.
         self._scheduler = Scheduler(self._engine, max_running=self._max_running)
+        # Texts of other errors may tell clients about the machine; the log has them.
         if isinstance(error, QuantkitError):
-            shown = error
+            client_error = error
         else:
-            shown = QuantkitError("internal error")
+            client_error = QuantkitError("internal error")
         for job in failed:
-            self._deliver(job, shown)
+            self._deliver(job, client_error)
 
     def _deliver(self, job: Job, event: Delta | QuantkitError) -> None:
+        """Pass an event to the client of a job, unless it is cancelled."""
         if not job.cancelled:
             job.deliver(event)

@@ -21,6 +21,7 @@ FILES = {
 }
 """By path, the name of each file in this folder, and its type."""
 
+# No source but the server itself: an answer that is shown as HTML by mistake could load nothing.
 _SOURCES = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -41,11 +42,16 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Return a route for each file of the page."""
-    return [_route(path, *file) for path, file in FILES.items()]
+    """Create a route for each file of the page."""
+    routes: list[Route] = []
+    for path, (name, kind) in FILES.items():
+        routes.append(_route(path, name, kind))
+    return routes
 
 
 def _route(path: str, name: str, kind: str) -> Route:
+    """Read a file of the page, and create its route."""
+    # Read once: no request can name another file.
     content = (Path(__file__).parent / name).read_bytes()
 
     async def respond(request: Request) -> Response:
