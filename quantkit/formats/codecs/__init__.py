@@ -1,1 +1,1 @@
-"""How quantized modules lie in a checkpoint, a file for each kind."""
+"""The storage of quantized modules in a checkpoint, a file for each method."""

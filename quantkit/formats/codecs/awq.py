@@ -46,10 +46,15 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _BITS = 4
 _PER_WORD = 8
+# The output in each field of a word, least significant first: fields i and i + 4, which are 16 bits
+# apart, have adjacent outputs.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# The inverse permutation: the field of each output.
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
+# Two zero points of 8, the middle code, in a byte.
 _LEVELS_OF_8 = b"\x88"
-_READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
+# The group sizes that gptqmodel reads.
+_READ_SIZES = {None, 16, 32, 64, 128}
 
 
 def _shapes(
@@ -94,7 +99,10 @@ class AwqLinear(GroupedCodec):
         for part in self.parts(raw, expected):
             raw.require(part, f"{self.scheme} of AWQ")
         zeros = raw.read_bytes(QZEROS)
-        scheme = QuantScheme(_BITS, self.scheme.group_size, zeros == _LEVELS_OF_8 * len(zeros))
+        # Settings that call a weight asymmetric may come with zero points of 8 alone; such a weight
+        # converts to formats without zero points.
+        symmetric = zeros == _LEVELS_OF_8 * len(zeros)
+        scheme = QuantScheme(_BITS, self.scheme.group_size, symmetric)
         return TensorSpec(expected.name, expected.shape, scales, scheme)
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
@@ -148,6 +156,8 @@ class AwqLinear(GroupedCodec):
         if value.zero is not None:
             zero = value.zero.t()
         else:
+            # AWQ has no form without `qzeros`, so a symmetric scheme is written with the middle
+            # code as its zero point.
             zero = torch.full((groups, rows), 8, dtype=torch.uint8)
         return [_pack_codes(value.codes.t()), _pack_codes(zero), scale.t().contiguous()]
 
@@ -184,64 +194,73 @@ class Awq(QuantMethod):
                     format_value(settings.values[key]),
                     "gemm",
                 )
-        bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
+        # `w_bit` and `q_group_size` are the keys of early AWQ.
+        bits_key = "w_bit" if settings.has("w_bit") else "bits"
+        size_key = "q_group_size" if settings.has("q_group_size") else "group_size"
+        bits = settings.integer(bits_key, 1, 32)
         if bits != _BITS:
             raise make_unread_settings_error(settings, "AWQ of these bits is not read", bits, _BITS)
-        size = settings.integer(
-            "q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS
-        )
+        size = settings.integer(size_key, -1, MAX_COLUMNS)
         if size > 0 and size % 8:
             raise make_unread_settings_error(
                 settings, "group size is not supported", size, "a multiple of 8"
             )
-        codec = AwqLinear(
-            QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True))
-        )
+        group_size = size if size > 0 else None
+        symmetric = not settings.flag("zero_point", True)
+        codec = AwqLinear(QuantScheme(_BITS, group_size, symmetric))
         if settings.has("modules_to_not_convert"):
-            kept = settings.strings("modules_to_not_convert")
+            float_names = settings.strings("modules_to_not_convert")
         else:
-            kept = []
-        if settings.flag("lm_head", False):
-            kept += []
-        else:
-            kept += ["lm_head"]
+            float_names = []
+        if not settings.flag("lm_head", False):
+            float_names += ["lm_head"]
         quantized_modules = find_quantized_modules(modules, stored, settings)
         result: dict[str, AwqLinear] = {}
         for module in quantized_modules:
-            if stored or not any(name in module for name in kept):
+            # Tensors on disk decide; names in the settings count only if no tensors are known.
+            if stored or not any(name in module for name in float_names):
                 result[module] = codec
         return result
 
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take
-        for parts of names, and for gptqmodel, which does not look there, under ``dynamic``.
+        """List linears without a scheme under ``modules_to_not_convert``, which readers take for
+        parts of names, and for gptqmodel, which does not look there, under ``dynamic``.
         """
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
-            found = " and ".join(map(str, sizes))
             raise UnsupportedError(
-                "AWQ has one group size for a folder", found=found, hint="write another format"
+                "AWQ has one group size for a folder",
+                found=" and ".join(map(str, sizes)),
+                hint="write another format",
             )
         floats = [module for module in modules if module not in schemes]
         for module in floats:
-            if other := next((scheme for scheme in schemes if module in scheme), None):
-                why = f"since '{module}', which is, is a part of its name"
-                raise UnsupportedError(f"AWQ's readers take '{other}' for floats, {why}")
-        dynamic: dict[str, Any] = {
-            f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"
-        }
-        settings = {
+            for quantized_module in schemes:
+                if module in quantized_module:
+                    why = f"since '{module}', which is, is a part of its name"
+                    raise UnsupportedError(
+                        f"AWQ's readers take '{quantized_module}' for floats, {why}"
+                    )
+        dynamic: dict[str, Any] = {}
+        for module in floats:
+            # The head has a key of its own, ``lm_head``.
+            if module != "lm_head":
+                dynamic[f"-:^{re.escape(module)}$"] = {}
+        settings: dict[str, Any] = {
             "quant_method": self.name,
             "bits": _BITS,
             "group_size": sizes[0],
+            # Also for symmetric schemes, whose zero points are all 8: `qzeros` are always written.
             "zero_point": True,
             "version": "gemm",
             "lm_head": "lm_head" in schemes,
             "modules_to_not_convert": floats or None,
         }
-        return settings | ({"dynamic": dynamic} if dynamic else {})
+        if dynamic:
+            settings["dynamic"] = dynamic
+        return settings
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> AwqLinear | Reason:
         if embedding:
@@ -255,6 +274,7 @@ class Awq(QuantMethod):
     ) -> str:
         sizes = set()
         for scheme in schemes.values():
+            # Modules of floats add None, which any reader accepts.
             sizes.add(None if scheme is None else scheme.group_size)
         if not sizes <= _READ_SIZES:
             return "what reads AWQ in such groups"
@@ -267,13 +287,13 @@ class Awq(QuantMethod):
 
 
 def _unpack_codes(words: torch.Tensor) -> torch.Tensor:
-    """Codes [N, O] of words [N, O / 8]."""
+    """Unpack words [N, O / 8] to codes [N, O]."""
     count = words.shape[1] * _PER_WORD
     fields = qtensor.unpack_int32(words, _BITS, count).view(len(words), -1, _PER_WORD)
     return fields[..., list(_FIELDS)].view(len(words), count)
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Words [N, O / 8] of codes [N, O]."""
+    """Pack codes [N, O] into words [N, O / 8]."""
     fields = codes.reshape(len(codes), -1, _PER_WORD)[..., list(_ORDER)]
     return qtensor.pack_int32(fields.flatten(1), _BITS)

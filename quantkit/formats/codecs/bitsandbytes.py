@@ -32,6 +32,7 @@ _ABSMAX = ".absmax"
 _MAP = ".quant_map"
 _NESTED_ABSMAX = ".nested_absmax"
 _NESTED_MAP = ".nested_quant_map"
+# The largest magnitude of each row of a weight in int8.
 _SCB = "SCB"
 _FORMAT = "weight_format"
 FOUR_BITS = Layout(
@@ -54,9 +55,11 @@ EIGHT_BITS = Layout(
     unpacked=True,
     is_evident=lambda tensors: _SCB in tensors,
 )
+# Bounds of a plausible state: the sizes in a damaged one must not decide how much memory is used.
 _STATE_BYTES = 1 << 16
 _MAX_BLOCK = 1 << 20
 _LARGEST_OFFSET = 1e30
+# Double quantization stores each factor in a byte.
 _NESTED_CODES = 256
 _VALUES = {
     "NF4": (
@@ -77,11 +80,28 @@ _VALUES = {
         0.7229568362236023,
         1.0,
     ),
-    "FP4": tuple(
-        sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)
+    # The second half repeats the first with the other sign.
+    "FP4": (
+        0.0,
+        1 / 192,
+        128 / 192,
+        192 / 192,
+        64 / 192,
+        96 / 192,
+        32 / 192,
+        48 / 192,
+        0.0,
+        -1 / 192,
+        -128 / 192,
+        -192 / 192,
+        -64 / 192,
+        -96 / 192,
+        -32 / 192,
+        -48 / 192,
     ),
 }
-_CLOSE = 1e-6  # as closely as two programs spell them
+# How closely two programs spell the same value of a map.
+_CLOSE = 1e-6
 # 1 / 127, as bitsandbytes spells it.
 _STEP = 7.874015718698502e-3
 
@@ -118,28 +138,28 @@ class FourBitWeight(DequantizedTensor):
         self._offset = 0.0
         blocks = -(-math.prod(tensor.shape) // self._block)
         absmax = stored.get(weight.name + _ABSMAX)
+        # For each tensor next to the codes: its types, and how many elements it must have.
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
-            self._nested_block, self._offset = (
-                self._even(state, "nested_blocksize"),
-                self._read_nested_offset(state),
-            )
+            self._nested_block = self._even(state, "nested_blocksize")
+            self._offset = self._read_nested_offset(state)
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
             expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
         self._codes = self._bytes(weight, (math.prod(tensor.shape) + 1) // 2)
-        found = [self._require_tensor(stored, suffix, *expected[suffix]) for suffix in expected]
-        super().__init__(tensor, (weight, *found, stored[weight.name + _STATES[kind]]), homes)
-        values = struct.unpack(
-            f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP)
-        )
-        if not all(
-            abs(value - own) <= _CLOSE for value, own in zip(values, _VALUES[kind], strict=True)
-        ):
-            # bitsandbytes ignores the map
-            self._refuse(
-                "has a 'quant_map' of other values than its type's", format_value(list(values))
-            )
+        factors: list[StoredTensor] = []
+        for suffix, (dtypes, count) in expected.items():
+            factors.append(self._require_tensor(stored, suffix, dtypes, count))
+        super().__init__(tensor, (weight, *factors, stored[weight.name + _STATES[kind]]), homes)
+        map_bytes = homes[weight.name + _MAP].read_bytes(weight.name + _MAP)
+        values = struct.unpack(f"<{len(_VALUES[kind])}f", map_bytes)
+        # bitsandbytes ignores the map: with other values in it, the weight would depend on the
+        # program that reads it.
+        for value, expected_value in zip(values, _VALUES[kind], strict=True):
+            if not abs(value - expected_value) <= _CLOSE:
+                self._refuse(
+                    "has a 'quant_map' of other values than its type's", format_value(list(values))
+                )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         count, columns = self.tensor.shape
@@ -147,22 +167,28 @@ class FourBitWeight(DequantizedTensor):
             rows = part
         else:
             rows = TensorSlice(0, ((0, count),))
-        left, right = part.ranges[0] if part is not None and part.axis == 1 else (0, columns)
+        first_column = 0
+        end_column = columns
+        if part is not None and part.axis == 1:
+            first_column, end_column = part.ranges[0]
         absmax = self._absmax()
         values = self._part(_MAP)
-        out = self.tensor.dtype.empty((rows.size, right - left))
+        out = self.tensor.dtype.empty((rows.size, end_column - first_column))
         filled = 0
         for first, last in rows.ranges:
+            # A few rows at a time in float32 bound the memory; each chunk is rounded once.
             for start, stop in qtensor.row_chunks(last - first, columns):
                 chunk = self._rows(first + start, first + stop, values, absmax)
-                out[filled : filled + len(chunk)] = chunk[:, left:right]
+                out[filled : filled + len(chunk)] = chunk[:, first_column:end_column]
                 filled += len(chunk)
         return out
 
     def _rows(
         self, start: int, stop: int, values: torch.Tensor, absmax: torch.Tensor
     ) -> torch.Tensor:
-        """Rows in float32, cut out of their blocks."""
+        """Dequantize rows to float32, cut out of their blocks."""
+        # Blocks run on across the ends of rows, so the first and last block may have weights of
+        # other rows.
         columns = self.tensor.shape[1]
         size = self._block
         first = start * columns // size
@@ -171,23 +197,20 @@ class FourBitWeight(DequantizedTensor):
         high = min(last * size // 2, self._codes.shape[0])
         codes = self._homes[self._name].read_view(self._codes, TensorSlice(0, ((low, high),)))
         halves = torch.stack((codes >> 4, codes & 0xF), dim=-1).flatten()
-        blocks = torch.nn.functional.pad(
-            values[halves.int()], (0, (last - first) * size - len(halves))
-        )
-        wide = blocks.view(-1, size) * absmax[first:last, None]
-        return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(
-            -1, columns
-        )
+        # The last block of a weight may be shorter than the others.
+        missing = (last - first) * size - len(halves)
+        blocks = torch.nn.functional.pad(values[halves.int()], (0, missing))
+        scaled = (blocks.view(-1, size) * absmax[first:last, None]).flatten()
+        offset = start * columns - first * size
+        return scaled[offset:][: (stop - start) * columns].view(-1, columns)
 
     def _absmax(self) -> torch.Tensor:
         absmax = self._part(_ABSMAX)
         if not self._nested_block:
             return absmax.float()
         blocks = torch.div(torch.arange(len(absmax)), self._nested_block, rounding_mode="floor")
-        return (
-            self._part(_NESTED_MAP)[absmax.int()] * self._part(_NESTED_ABSMAX)[blocks]
-            + self._offset
-        )
+        factors = self._part(_NESTED_MAP)[absmax.int()]
+        return factors * self._part(_NESTED_ABSMAX)[blocks] + self._offset
 
     def _part(self, suffix: str) -> torch.Tensor:
         return self._homes[self._name + suffix].read(self._name + suffix).flatten()
@@ -208,8 +231,9 @@ class FourBitWeight(DequantizedTensor):
                 f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path
             ) from error
         state = Settings(parse_object(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
-        if (said := state.string("quant_type")) != self.kind.lower():
-            self._refuse("is of another type than its name says", said, self.kind.lower())
+        kind = state.string("quant_type")
+        if kind != self.kind.lower():
+            self._refuse("is of another type than its name says", kind, self.kind.lower())
         return state
 
     def _shape(self, state: Settings) -> tuple[int, ...]:
@@ -223,6 +247,7 @@ class FourBitWeight(DequantizedTensor):
 
     def _even(self, state: Settings, key: str) -> int:
         size = state.integer(key, 2, _MAX_BLOCK)
+        # Two codes share a byte, so only even blocks begin at a byte.
         if size % 2:
             self._refuse(f"has a {key} that is odd", size)
         return size
@@ -234,7 +259,8 @@ class FourBitWeight(DequantizedTensor):
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def _bytes(self, weight: StoredTensor, expected: int) -> View:
-        """Return the place of the codes as bytes, whatever type they are stored in."""
+        """Locate the codes as bytes, whatever type they are stored in."""
+        # bitsandbytes can store the bytes under a float type (`bnb_4bit_quant_storage`).
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             problem = f"tensor '{weight.name}' is stored in a layout that is not read"
@@ -288,7 +314,9 @@ class EightBitWeight(DequantizedTensor):
             CheckpointError: if the scales do not fit the weight.
             UnsupportedError: if it is not stored row by row.
         """
-        parts = (weight, scale) if form is None else (weight, scale, form)
+        parts: tuple[StoredTensor, ...] = (weight, scale)
+        if form is not None:
+            parts = (weight, scale, form)
         super().__init__(StoredTensor(weight.name, dtype, weight.shape), parts, homes)
         if (
             len(weight.shape) != 2
@@ -302,17 +330,18 @@ class EightBitWeight(DequantizedTensor):
                 found=f"{scale.dtype} {list(scale.shape)}",
                 expected=f"one a row of {list(weight.shape)}",
             )
+        # Layouts other than 0 order the codes for one kind of GPU.
         if form is None:
-            said = b""
+            layout = b""
         elif form.nbytes <= 8:
-            said = homes[form.name].read_bytes(form.name)
+            layout = homes[form.name].read_bytes(form.name)
         else:
-            said = b"?"
-        if any(said):
+            layout = b"?"
+        if any(layout):
             raise UnsupportedError(
                 f"tensor '{weight.name}' is stored in a layout for one kind of GPU",
                 path=self.path,
-                found=f"{_FORMAT} {list(said)}",
+                found=f"{_FORMAT} {list(layout)}",
                 expected="0, row by row",
                 hint="save it with a current bitsandbytes",
             )
@@ -320,7 +349,9 @@ class EightBitWeight(DequantizedTensor):
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts[:2]
         codes = self._read(weight, part)
-        factors = self._read(scale, part if part is not None and part.axis == 0 else None)
+        # There is a scale for each row: only a selection of rows applies to them.
+        rows = part if part is not None and part.axis == 0 else None
+        factors = self._read(scale, rows)
         out = self.tensor.dtype.empty(codes.shape)
         for start, stop in qtensor.row_chunks(*codes.shape):
             floats = codes[start:stop].float().mul_(factors[start:stop].float().unsqueeze(1))
@@ -331,7 +362,7 @@ class EightBitWeight(DequantizedTensor):
 def found_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
 ) -> FourBitWeight | EightBitWeight | None:
-    """Return the weight whose codes a tensor of a folder has; None for floats, and for scales and
+    """Find the weight whose codes a tensor of a folder has; None for floats, and for scales and
     states.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The interfaces of codecs: how one quantized linear is stored, and what the settings of a
-folder say of it.
+"""The interfaces of codecs: they read and write one quantized linear, and translate the settings
+of a folder.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ NO_EMBEDDING = Reason(
 
 
 def exact_scale(scale: torch.Tensor, dtype: DType) -> torch.Tensor | Reason:
-    """Scales in another float type, if it has all of them; every type has NaN and Inf."""
+    """Convert scales to another float type, if it has all of them; every type has NaN and Inf."""
     result = scale.to(dtype.torch)
+    # NaN is equal to nothing, so it needs a comparison of its own; Inf is equal to itself.
     lost = ~((result.float() == scale.float()) | (result.isnan() & scale.isnan()))
     if not lost.any():
         return result
@@ -96,7 +97,7 @@ class RawModule:
         self._notes = notes
 
     def other(self, name: str) -> RawModule:
-        """Another module of the same folder."""
+        """Open another module of the same folder."""
         return RawModule(name, self._files, self.path, self._notes)
 
     def note(self, text: str) -> None:
@@ -119,26 +120,26 @@ class RawModule:
         return UnsupportedError(problem, path=self.path, found=found, expected=expected, hint=hint)
 
     def find(self, suffix: str) -> StoredTensor | None:
-        """Return a tensor as the header describes it; None if it is missing."""
+        """Look up a tensor as the header describes it; None if it is missing."""
         name = f"{self.name}.{suffix}"
         if name in self._files:
             return self._files[name].tensors[name]
         return None
 
     def metadata(self, suffix: str, key: str) -> str | None:
-        """Return a value of the metadata in the header of a tensor's file."""
+        """Look up a value of the metadata in the header of a tensor's file."""
         name = f"{self.name}.{suffix}"
         if name in self._files:
             return self._files[name].metadata.get(key)
         return None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """Return a tensor, or a part of it; see `TensorFile.read`."""
+        """Read a tensor, or a part of it; see `TensorFile.read`."""
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
     def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
-        """Return the elements of a tensor, or of a part of it, in order; see
+        """Read the elements of a tensor, or of a part of it, in order; see
         `TensorFile.read_bytes`.
         """
         name = f"{self.name}.{suffix}"
@@ -148,14 +149,15 @@ class RawModule:
         """Raise `CheckpointError` if a tensor, by its whole name, does not exist in the type and
         shape of a scheme.
         """
+        tensor = None
+        description = "nothing"
         if expected.name in self._files:
-            found = self._files[expected.name].tensors[expected.name]
-        else:
-            found = None
-        if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+            tensor = self._files[expected.name].tensors[expected.name]
+            description = f"{tensor.dtype} {list(tensor.shape)}"
+        if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise self.make_damage_error(
                 f"tensor '{expected.name}' does not fit scheme {scheme}",
-                "nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                description,
                 f"{expected.dtype} {list(expected.shape)}",
             )
 
@@ -164,11 +166,11 @@ class HoldsCodes(Protocol):
     """Encodes codes for storage."""
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        """Why no weight of a shape [O, I] can be stored; None if one can."""
+        """Explain why no weight of a shape [O, I] can be stored; None if one can."""
         ...
 
     def encode(self, value: qtensor.QuantTensor) -> Any | Reason:
-        """Return the stored form, or why there is none that is exact."""
+        """Encode a weight for storage, or explain why there is no exact form."""
         ...
 
 
@@ -181,7 +183,7 @@ class ReadCodec(Protocol):
         ...
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """Return the weight of a module, from the headers of its tensors and from the small ones
+        """Describe the weight of a module, from the headers of its tensors and from the small ones
         among them (zero points, offsets, group indices): codes of a scheme, or floats.
 
         Args:
@@ -195,11 +197,11 @@ class ReadCodec(Protocol):
         ...
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        """Return the tensors of a weight that was found, with optional ones."""
+        """List the tensors on disk of a weight, with optional ones."""
         ...
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
-        """Return the weight, or some of its rows or columns; no more than necessary is read.
+        """Read the weight, or some of its rows or columns; no more than necessary is read.
 
         Raises:
             CheckpointError: if the tensors contradict each other.
@@ -212,12 +214,12 @@ class Codec(ReadCodec, HoldsCodes, Protocol):
     """Reads and writes the weight of one module."""
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
-        """Return the tensors that a weight occupies, in the order they are written."""
+        """List the tensors that a weight occupies, in the order they are written."""
         ...
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
-        """Return the tensors of `list_stored_tensors`, in its order; codes, scales and zero points
-        do not change.
+        """Encode a weight as the tensors of `list_stored_tensors`, in its order; codes, scales and
+        zero points do not change.
         """
         ...
 
@@ -234,15 +236,19 @@ class GroupedCodec:
         columns = spec.shape[-1]
         if part is None or part.axis == 0:
             return self.read(raw, spec, part, (0, columns))
-        (start, stop), unit = part.ranges[0], self.unit(raw, spec)
+        start, stop = part.ranges[0]
+        unit = self.unit(raw, spec)
+        # Words and groups cannot be cut: read all columns that they cover, and drop the margins.
         first = start // unit * unit
         last = min(-(-stop // unit) * unit, columns)
         value = self.read(raw, spec, None, (first, last))
         if (first, last) == (start, stop):
             return value
-        inside = TensorSlice(1, ((start - first, stop - first),)).of_weight(value)
+        margins_removed = TensorSlice(1, ((start - first, stop - first),))
+        inside = margins_removed.of_weight(value)
         if spec.scheme is not None:
             return inside
+        # A slice of columns is a view whose rows are not adjacent in memory.
         return cast("torch.Tensor", inside).contiguous()
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
@@ -252,14 +258,14 @@ class GroupedCodec:
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        """Some rows with all columns, or all rows with some groups of columns."""
+        """Read some rows with all columns, or all rows with some groups of columns."""
         raise NotImplementedError
 
     @staticmethod
     def columns_slice(
         rows: TensorSlice | None, start: int, stop: int, count: int
     ) -> TensorSlice | None:
-        """Return what to read of a matrix with `count` columns: some rows, or some columns; None
+        """Select what to read of a matrix with `count` columns: some rows, or some columns; None
         for all.
         """
         if (start, stop) == (0, count):
@@ -276,6 +282,7 @@ class ReadAsFloats:
 
     def __init__(self, codec: ReadCodec) -> None:
         self.codec = codec
+        # The other codec needs the description of the codes again; callers get that of the floats.
         self._coded: TensorSpec | None = None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
@@ -318,7 +325,9 @@ class CodeFormat:
     codes: frozenset[Codes] = frozenset({Codes.INTEGERS})
 
     def other_scales(self, scheme: QuantScheme) -> Reason | None:
-        """Why the format does not hold codes and scales as a scheme has them; None if it does."""
+        """Explain why the format cannot represent a scheme's kind of codes and scales; None if it
+        can.
+        """
         if scheme.codes not in self.codes:
             return Reason(
                 "its codes are small floats",
@@ -334,15 +343,15 @@ class CodeFormat:
         )
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-        """Return the codec of linears in a scheme, or of an embedding."""
+        """Choose the codec of linears in a scheme, or of an embedding."""
         return Reason("it is only read")
 
 
 def codec_of(
     codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False
 ) -> HoldsCodes | Reason:
-    """Return the codec of a format for linears in a scheme, or for an embedding; or why it holds no
-    such codes or scales.
+    """Choose the codec of a format for linears in a scheme, or for an embedding; or explain why it
+    has no such codes or scales.
     """
     return codes.other_scales(scheme) or codes.codec(scheme, embedding=embedding)
 
@@ -369,7 +378,7 @@ class QuantMethod(CodeFormat):
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        """Return what settings state of each module, whether or not quantkit reads it.
+        """Determine what settings state of each module, whether or not quantkit reads it.
 
         Args:
             modules: all that may be quantized.
@@ -381,15 +390,15 @@ class QuantMethod(CodeFormat):
         return Claims()
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        """Return the name of the method that reads the settings, and the settings in its terms; see
-        `read_settings`.
+        """Translate settings for the method that reads them: its name, and the settings in its
+        terms; see `read_settings`.
         """
         return self.name, settings
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> Mapping[str, ReadCodec]:
-        """Return the codec of each module that is quantized.
+        """Choose the codec of each module that is quantized.
 
         Args:
             settings: from config.json, or from a file next to it.
@@ -405,7 +414,7 @@ class QuantMethod(CodeFormat):
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """Return the settings of a folder.
+        """Build the settings of a folder.
 
         Args:
             schemes: of the modules that are quantized.
@@ -419,7 +428,7 @@ class QuantMethod(CodeFormat):
         raise UnsupportedError(f"{self.name} is only read", hint="write compressed-tensors")
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        """Files next to config.json that repeat the settings."""
+        """Build the files next to config.json that repeat the settings."""
         return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
@@ -428,7 +437,7 @@ class QuantMethod(CodeFormat):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        """Return the other programs that load a folder, by commas; notes follow a semicolon.
+        """Name the other programs that load a folder, with commas; notes follow a semicolon.
 
         Args:
             schemes: of linear modules; None for floats.

@@ -36,17 +36,19 @@ class SmallFloats(GroupedCodec):
 
     @property
     def layout(self) -> Layout:
-        """Of its tensors."""
+        """Return the layout of its tensors."""
         if self.scheme.codes is Codes.E2M1:
             return FP4
         return FLOAT8
 
     @property
     def form(self) -> str:
-        """``format`` in the settings."""
-        return {Scales.POWERS: "mxfp4-pack-quantized", Scales.NESTED: "nvfp4-pack-quantized"}.get(
-            self.scheme.scales, "float-quantized"
-        )
+        """Return ``format`` of the settings."""
+        if self.scheme.scales is Scales.POWERS:
+            return "mxfp4-pack-quantized"
+        if self.scheme.scales is Scales.NESTED:
+            return "nvfp4-pack-quantized"
+        return "float-quantized"
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         if shape[1] % self.scheme.unit:
@@ -60,45 +62,50 @@ class SmallFloats(GroupedCodec):
             raise raw.make_damage_error(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
             )
+        # If the tensors differ from the architecture, they decide the shape.
         rows, columns = codes.shape if len(codes.shape) == len(expected.shape) else expected.shape
-        shape = rows, columns * 2 if self.scheme.codes is Codes.E2M1 else columns
+        if self.scheme.codes is Codes.E2M1:
+            # Two codes share a byte.
+            columns *= 2
+        shape = (rows, columns)
         if shape[1] % self.scheme.unit:
             raise raw.make_unsupported_error(
                 f"group size of '{raw.name}' does not divide its row", self.scheme
             )
-        by_scheme = self.scheme.scales in (Scales.POWERS, Scales.NESTED)
-        return TensorSpec(
-            expected.name, shape, expected.dtype if by_scheme else scale.dtype, self.scheme
-        )
+        # The scales of MXFP4 and NVFP4 have a fixed type, which says nothing of the model's floats.
+        if self.scheme.scales in (Scales.POWERS, Scales.NESTED):
+            dtype = expected.dtype
+        else:
+            dtype = scale.dtype
+        return TensorSpec(expected.name, shape, dtype, self.scheme)
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
-        (rows, columns), module = spec.shape, spec.name.removesuffix(".weight")
+        rows, columns = spec.shape
+        module = spec.name.removesuffix(".weight")
         groups = self.scheme.groups(columns)
+        parts: list[tuple[str, DType, Shape]]
         if self.scheme.codes is Codes.E4M3:
             if self.scheme.scales is Scales.TILES:
-                high = -(-rows // TILE)
+                scale_rows = -(-rows // TILE)
             else:
-                high = rows
-            found: list[tuple[str, DType, Shape]] = [
+                scale_rows = rows
+            parts = [
                 (PLAIN, DType.FLOAT8_E4M3FN, (rows, columns)),
-                (SCALE, spec.dtype, (high, groups)),
+                (SCALE, spec.dtype, (scale_rows, groups)),
+            ]
+        elif self.scheme.scales is Scales.POWERS:
+            parts = [
+                (PACKED, DType.UINT8, (rows, columns // 2)),
+                (SCALE, DType.UINT8, (rows, groups)),
             ]
         else:
-            powers = self.scheme.scales is Scales.POWERS
-            if powers:
-                of_scales = DType.UINT8
-            else:
-                of_scales = DType.FLOAT8_E4M3FN
-            found = [
+            parts = [
                 (PACKED, DType.UINT8, (rows, columns // 2)),
-                (SCALE, of_scales, (rows, groups)),
+                (SCALE, DType.FLOAT8_E4M3FN, (rows, groups)),
+                (GLOBAL_SCALE, DType.FLOAT32, (1,)),
             ]
-            if powers:
-                found += []
-            else:
-                found += [(GLOBAL_SCALE, DType.FLOAT32, (1,))]
         result: list[StoredTensor] = []
-        for suffix, dtype, shape in found:
+        for suffix, dtype, shape in parts:
             result.append(StoredTensor(f"{module}.{suffix}", dtype, shape))
         return result
 
@@ -111,29 +118,33 @@ class SmallFloats(GroupedCodec):
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        (start, stop), scheme, whole = columns, self.scheme, spec.shape[1]
+        start, stop = columns
+        scheme = self.scheme
         per_byte = 8 // scheme.bits
-        part = self.columns_slice(rows, start // per_byte, stop // per_byte, whole // per_byte)
+        part = self.columns_slice(
+            rows, start // per_byte, stop // per_byte, spec.shape[1] // per_byte
+        )
         codes = raw.read(self.layout.codes, part)
         if scheme.codes is Codes.E2M1:
             codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
         scale = self.row_scales(raw.read(SCALE), spec.shape[0])
-        if rows is None:
-            scale = scale
-        else:
+        if rows is not None:
             scale = rows.of(scale)
         if scheme.group_size is not None:
             scale = scale[:, start // scheme.group_size : stop // scheme.group_size].contiguous()
         outer = None
         if scheme.scales is Scales.NESTED:
+            # `QuantTensor` repeats the global scale for each row, so that rows can be split and
+            # joined.
             outer = raw.read(GLOBAL_SCALE).reshape(1, 1).expand(len(codes), 1).contiguous()
         return qtensor.QuantTensor(codes.view(torch.uint8), scale, None, scheme, outer=outer)
 
     def row_scales(self, stored: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the scales [O, G] of rows, as `QuantTensor` has them."""
+        """Convert stored scales to those [O, G] of rows, as `QuantTensor` has them."""
         if self.scheme.scales is Scales.POWERS:
             return (stored.float() - EXPONENT_BIAS).exp2()
         if self.scheme.scales is Scales.NESTED:
+            # float16 represents every e4m3 number.
             return stored.half()
         if self.scheme.scales is Scales.TILES:
             return stored.repeat_interleave(TILE, 0)[:rows]
@@ -144,12 +155,14 @@ class SmallFloats(GroupedCodec):
         scheme = self.scheme
         if scheme.codes is Codes.E4M3:
             if scheme.scales is Scales.TILES:
+                # One scale is stored for the rows of a tile, so they must agree.
                 scale = scale[::TILE].contiguous()
                 if not torch.equal(self.row_scales(scale, len(value.scale)), value.scale):
                     return UNEQUAL_TILES
             return [value.codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous()]
         packed = value.codes[:, 0::2] | (value.codes[:, 1::2] << 4)
         if value.outer is None:
+            # `frexp` has mantissas in [0.5, 1), so 2 ** k has the exponent k + 1.
             return [packed, (torch.frexp(scale)[1] - 1 + EXPONENT_BIAS).to(torch.uint8)]
         if not (value.outer == value.outer[:1]).all():
             return Reason("its rows have several global scales: its tensor on disk joins weights")
@@ -157,16 +170,15 @@ class SmallFloats(GroupedCodec):
 
 
 def float8_codes(weight: StoredTensor, scale: StoredTensor) -> SmallFloats | None:
-    """Return the codec of a weight in float8 and its scales; None where these are of other kinds
-    than are written here.
+    """Choose the codec of a weight in float8 and its scales; None for kinds that are not written
+    here.
     """
     if weight.dtype != DType.FLOAT8_E4M3FN or scale.dtype not in FLOATS or len(weight.shape) != 2:
         return None
     for codec in (SmallFloats(FP8), SmallFloats(FP8_BLOCK)):
+        if codec.misfit(weight.shape) is not None:
+            continue
         spec = TensorSpec(weight.name, weight.shape, scale.dtype, codec.scheme)
-        if codec.misfit(weight.shape) is None and codec.list_stored_tensors(spec) == [
-            weight,
-            scale,
-        ]:
+        if codec.list_stored_tensors(spec) == [weight, scale]:
             return codec
     return None

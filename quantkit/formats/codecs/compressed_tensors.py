@@ -54,6 +54,7 @@ from quantkit.tensors.scheme import (
 KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings with the scheme of a quantized key/value cache."""
 
+# Each module is compared with the targets of each group.
 _MAX_GROUPS = 64
 _PACK = "pack-quantized"
 _INT = "int-quantized"
@@ -63,7 +64,7 @@ _OF_BYTES = (_INT, "naive-quantized")
 # Read as floats, see `dequantized`.
 _OF_FLOATS = ("float-quantized", "naive-quantized")
 _EXPERTS = r".*\.experts\.\d+\..*"
-# an order that a tensor states; in all others, columns are in the order of the inputs
+# The order of columns that a tensor states; in all others, columns are in the order of the inputs.
 _BY_INDEX = "group"
 _FP4_SCHEMES = {SmallFloats(scheme).form: scheme for scheme in (MXFP4, NVFP4)}
 _STRATEGIES = ("group", "channel", "tensor")
@@ -103,7 +104,9 @@ class CompressedTensors(QuantMethod):
         self.activations = activations
 
     def inputs(self, scheme: QuantScheme) -> InputRounding | None:
-        """Return how readers round the inputs of linears in a scheme; None if they stay floats."""
+        """Determine how readers round the inputs of linears in a scheme; None if they stay
+        floats.
+        """
         return InputRounding.of(self.activations or Activations.of(scheme)[0], scheme)
 
     def claims(
@@ -113,53 +116,61 @@ class CompressedTensors(QuantMethod):
         coded: Collection[str],
         spelled: Callable[[str], list[str]] = spellings,
     ) -> Claims:
-        """As `QuantMethod.claims`; `spelled` returns the names that a module may have in
+        """Do as `QuantMethod.claims`; `spelled` returns the names that a module may have in
         settings.
         """
         groups = read_config_groups(settings)
         modules = list(modules)
         matches = _matches(settings, groups, modules, spelled)
-        stated = {name: group_claim(group, settings) for name, group in groups.items()}
-        targets = dict.fromkeys(
-            name for group in groups.values() for name in group.strings("targets")
-        )
-        found = dict[str, Claim]()
-        conflicts = {}
+        claims_by_group: dict[str, Claim | None] = {}
+        for name, group in groups.items():
+            claims_by_group[name] = group_claim(group, settings)
+        # A dict is a set that keeps the order, which messages follow.
+        targets: dict[str, None] = {}
+        for group in groups.values():
+            targets |= dict.fromkeys(group.strings("targets"))
+        claims: dict[str, Claim] = {}
+        conflicts: dict[str, str] = {}
         for module, names in matches:
-            if (claim := stated[names[0]]) is not None:
-                found[module] = claim
-                if any(stated[name] != claim for name in names):
+            claim = claims_by_group[names[0]]
+            if claim is not None:
+                claims[module] = claim
+                if any(claims_by_group[name] != claim for name in names):
                     conflicts[module] = " and ".join(names)
-        known = {name for module in modules for name in spelled(module)}
-        known |= _of_readers(targets, modules)
-        unmatched = (
-            target
-            for target in targets
-            if "." in target and not target.startswith("re:") and target not in known
-        )
-        return Claims(found, True, tuple(unmatched), conflicts)
+        module_names: set[str] = set()
+        for module in modules:
+            module_names.update(spelled(module))
+        module_names |= _of_readers(targets, modules)
+        unmatched: list[str] = []
+        for target in targets:
+            # Targets without a dot may be classes, such as ``Linear``.
+            is_name = "." in target and not target.startswith("re:")
+            if is_name and target not in module_names:
+                unmatched.append(target)
+        return Claims(claims, True, tuple(unmatched), conflicts)
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, Codec]:
-        """Two groups that match a module equally closely must have the same scheme."""
+        """Do as `QuantMethod.read_settings`; two groups that match a module equally closely must
+        have the same scheme.
+        """
         if settings.values.get("transform_config"):
             raise make_unread_settings_error(settings, "transforms are not supported")
         groups = read_config_groups(settings)
         matches = _matches(settings, groups, modules, lambda module: [module])
-        codecs = {name: _codec(group, settings) for name, group in groups.items()}
+        codecs: dict[str, PackQuantized | IntQuantized | SmallFloats | None] = {}
+        for name, group in groups.items():
+            codecs[name] = _codec(group, settings)
         result: dict[str, Codec] = {}
         for module, names in matches:
             codec = codecs[names[0]]
             if any(codecs[name] != codec for name in names):
-                schemes = (
-                    (name, "floats" if (one := codecs[name]) is None else one.scheme)
-                    for name in names
-                )
+                descriptions = [_describe_group(name, codecs[name]) for name in names]
                 raise CheckpointError(
                     f"{settings.name} gives '{module}' two schemes",
                     path=settings.path,
-                    found=" and ".join(f"{scheme} in '{name}'" for name, scheme in schemes),
+                    found=" and ".join(descriptions),
                 )
             if codec is not None:
                 result[module] = codec
@@ -171,7 +182,7 @@ class CompressedTensors(QuantMethod):
         return _build_settings(schemes, modules, self, every=every)
 
     def form(self, scheme: QuantScheme) -> str:
-        """Return the format of linears in a scheme."""
+        """Choose the format of linears in a scheme."""
         if scheme.of_small_floats:
             return SmallFloats(scheme).form
         if scheme == _INT8 and self.activations is Activations.INT8:
@@ -202,25 +213,23 @@ class CompressedTensors(QuantMethod):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        found = [scheme for scheme in schemes.values() if scheme is not None]
-        if "vllm" in without:
-            vllm = []
-        else:
-            vllm = [f"vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"]
+        code_schemes = [scheme for scheme in schemes.values() if scheme is not None]
+        vllm: list[str] = []
+        if "vllm" not in without:
+            vllm.append("vLLM on GPUs" if self.not_on_cpu(code_schemes) else "vLLM")
         if has_embedding(schemes):
-            vllm = [f"{one} (not tried)" for one in vllm]
+            vllm = [f"{name} (not tried)" for name in vllm]
             return "; ".join([", ".join(vllm), "transformers 5.23 reads no packed embedding"])
-        if not all(scheme.symmetric for scheme in found):
+        if not all(scheme.symmetric for scheme in code_schemes):
             readers = ", ".join(["compressed-tensors' own decompressor", *vllm])
             return f"{readers}; transformers refuses packed zero points (seen in 5.23)"
-        if "transformers" in without:
-            transformers = []
-        else:
-            transformers = ["transformers with compressed-tensors"]
+        transformers: list[str] = []
+        if "transformers" not in without:
+            transformers.append("transformers with compressed-tensors")
         return ", ".join([*transformers, *vllm])
 
     def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
-        """Return the weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it
+        """Describe the weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it
         has some for all.
         """
         for scheme in schemes:
@@ -230,6 +239,7 @@ class CompressedTensors(QuantMethod):
                 if activations in Activations.of(scheme)[:1]:
                     return f"{scheme}"
                 return f"{scheme} with such inputs"
+            # For inputs of floats vLLM has no kernel of 8-bit weights on CPUs.
             if scheme.bits == 8 and not scheme.of_small_floats and activations is Activations.NONE:
                 return "8-bit weights alone"
             if scheme.bits == 4 and activations is fp8:
@@ -237,7 +247,7 @@ class CompressedTensors(QuantMethod):
         return None
 
     def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
-        """Return a note on the readers that do not load a quantized embedding, as tried; if `tied`,
+        """Write a note on the readers that do not load a quantized embedding, as tried; if `tied`,
         it is the head too; with `here_alone`, no form that others load can be written.
         """
         if here_alone:
@@ -275,7 +285,8 @@ class Int8Activations(CompressedTensors):
     schemes = (_INT8,)
     scales = frozenset({Scales.FLOATS})
     codes = frozenset({Codes.INTEGERS})
-    runtimes = ()  # ``quant_method`` has another name
+    # `quant_method` of such folders is that of `CompressedTensors`, which lists the runtimes.
+    runtimes = ()
 
     def __init__(self) -> None:
         super().__init__(Activations.INT8)
@@ -288,12 +299,13 @@ class Int8Activations(CompressedTensors):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        in_vllm = "vllm" not in without and not has_embedding(schemes)
-        if "transformers" in without:
-            transformers = []
-        else:
-            transformers = ["transformers with compressed-tensors"]
-        return ", ".join([*transformers, *(["vLLM"] if in_vllm else [])])
+        readers: list[str] = []
+        if "transformers" not in without:
+            readers.append("transformers with compressed-tensors")
+        # vLLM fails to read the settings of an embedding in this form.
+        if "vllm" not in without and not has_embedding(schemes):
+            readers.append("vLLM")
+        return ", ".join(readers)
 
 
 def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
@@ -304,14 +316,20 @@ def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
 def read_here_alone(
     method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool
 ) -> bool:
-    """Return whether no other reader of compressed-tensors loads a folder, as tried: its embedding
-    is quantized, and the head is tied to it.
+    """Return whether quantkit is the only reader that loads a folder of compressed-tensors, as
+    tried: its embedding is quantized, and the head is tied to it.
     """
     return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
 
 
+def _describe_group(name: str, codec: PackQuantized | IntQuantized | SmallFloats | None) -> str:
+    """Describe the scheme of a group for an error."""
+    scheme = "floats" if codec is None else codec.scheme
+    return f"{scheme} in '{name}'"
+
+
 def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
-    """Return the names in settings that readers may have for modules: they differ from those on
+    """Find the names in settings that readers may have for modules: they differ from those on
     disk, which are targets too, in what comes before the layers.
     """
     tails = {_in_layers(module) for module in modules if module in targets}
@@ -319,61 +337,68 @@ def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
 
 
 def _in_layers(module: str) -> str:
-    """Return the name of a module from the layers on; all of it outside of them."""
-    at = module.rfind("layers.", 0, module.rfind("."))
-    return module if at < 0 else module[at:]
+    """Shorten the name of a module to its part from the layers on; all of it outside of them."""
+    start = module.rfind("layers.", 0, module.rfind("."))
+    if start < 0:
+        return module
+    return module[start:]
 
 
 def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
-    able = []
-    for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values()):
-        if activations in Activations.of(one):
-            able.append(one)
-    own = " or ".join(Activations.of(scheme))
-    problem = f"no runtime multiplies it by activations in {activations} (by {own})"
-    return Reason(problem, scheme, f"for activations in {activations}: {', '.join(map(str, able))}")
+    able: list[str] = []
+    for candidate in (*SCHEMES.values(), *FLOAT_SCHEMES.values()):
+        if activations in Activations.of(candidate):
+            able.append(str(candidate))
+    possible = " or ".join(Activations.of(scheme))
+    problem = f"no runtime multiplies it by activations in {activations} (by {possible})"
+    return Reason(problem, scheme, f"for activations in {activations}: {', '.join(able)}")
 
 
 def _build_settings(
     schemes: Schemes, modules: Iterable[str], method: CompressedTensors, *, every: bool
 ) -> dict[str, Any]:
-    """Return a single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise
-    groups list their modules: compressed-tensors warns of targets that follow ``Linear``, older
-    vLLM prefers the class to the names that q, k and v have before it fuses them, and vLLM's output
-    head is no ``Linear``. Experts with one scheme are targeted by a pattern: transformers looks for
-    it, and vLLM has other names for experts. Linears without a scheme are listed under ``ignore``.
-    An embedding has a separate group, without activations to round, and is targeted by its class,
-    because vLLM's Llama has no name for it.
+    """Build settings in which a single scheme of the linears of decoder blocks has the target
+    ``Linear``. Otherwise groups list their modules: compressed-tensors warns of targets that follow
+    ``Linear``, older vLLM prefers the class to the names that q, k and v have before it fuses them,
+    and vLLM's output head is no ``Linear``. Experts with one scheme are targeted by a pattern:
+    transformers looks for it, and vLLM has other names for experts. Linears without a scheme are
+    listed under ``ignore``. An embedding has a separate group, without activations to round, and is
+    targeted by its class, because vLLM's Llama has no name for it.
     """
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
-    same = len({schemes.get(module) for module in experts}) == 1
-    by_scheme: dict[QuantScheme, dict[str, None]] = {}
-    embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
+    expert_schemes = {schemes.get(module) for module in experts}
+    # The targets of each scheme, in the order of the modules.
+    targets_by_scheme: dict[QuantScheme, dict[str, None]] = {}
+    embedding_schemes: list[QuantScheme] = []
     for module, scheme in schemes.items():
-        if module not in embedding:
-            if same and module in experts:
-                target = f"re:{_EXPERTS}"
-            else:
-                target = module
-            by_scheme.setdefault(scheme, {})[target] = None
-    of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
-    ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
-    targets = [
-        (
-            method.form(scheme),
-            scheme,
-            ["Linear"] if of_class else list(named),
-            method.inputs(scheme),
-        )
-        for scheme, named in ordered
-    ]
-    targets += [(method.form(scheme), scheme, ["Embedding"], None) for scheme in embedding.values()]
-    forms = list(dict.fromkeys(form for form, *_ in targets))
+        if is_embedding(module):
+            embedding_schemes.append(scheme)
+            continue
+        if len(expert_schemes) == 1 and module in experts:
+            target = f"re:{_EXPERTS}"
+        else:
+            target = module
+        targets_by_scheme.setdefault(scheme, {})[target] = None
+    of_class = every and len(targets_by_scheme) == 1 and "lm_head" not in schemes
+    groups: list[dict[str, Any]] = []
+    # The scheme with the most targets comes first.
+    for scheme, targets in sorted(targets_by_scheme.items(), key=lambda item: -len(item[1])):
+        group_targets = ["Linear"] if of_class else list(targets)
+        groups.append(_group(method.form(scheme), scheme, group_targets, method.inputs(scheme)))
+    for scheme in embedding_schemes:
+        groups.append(_group(method.form(scheme), scheme, ["Embedding"], None))
+    forms = {group["format"] for group in groups}
+    if len(forms) > 1:
+        form = _MIXED
+    elif forms:
+        form = forms.pop()
+    else:
+        form = _DENSE
     return {
         "quant_method": "compressed-tensors",
-        "format": _MIXED if len(forms) > 1 else forms[0] if forms else _DENSE,
+        "format": form,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": _group(*group) for index, group in enumerate(targets)},
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": [module for module in modules if module not in schemes],
         KV_CACHE_SCHEME: None,
     }
@@ -396,7 +421,8 @@ def _group(
     }
     if scheme.scales is Scales.TILES:
         weights |= {"group_size": None, "block_structure": [TILE, TILE]}
-    if (scale_type := _SCALE_TYPES.get(scheme.scales)) is not None:
+    scale_type = _SCALE_TYPES.get(scheme.scales)
+    if scale_type is not None:
         weights |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
     return {
         "targets": targets,
@@ -408,7 +434,7 @@ def _group(
 
 
 def _build_input_settings(inputs: InputRounding) -> dict[str, Any]:
-    """Return what settings say of rounded inputs, with scales that are found when a model runs."""
+    """Build the settings of rounded inputs, with scales that are found when a model runs."""
     by_token = {
         "num_bits": 8,
         "type": inputs.type,
@@ -424,8 +450,8 @@ def _build_input_settings(inputs: InputRounding) -> dict[str, Any]:
 def read_weight_shapes(
     stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of quantized modules, from their tensors; none for a folder
-    in another method.
+    """Read the shapes of the weights of quantized modules from their tensors; none for a folder in
+    another method.
 
     Args:
         stored, files: a folder's tensors, and their files.
@@ -435,42 +461,33 @@ def read_weight_shapes(
     if not isinstance(settings, dict) or settings.get("quant_method") != CompressedTensors.name:
         return {}
     result: dict[str, tuple[int, ...]] = {}
-    for name in stored:
+    for name, tensor in stored.items():
         module, _, leaf = name.rpartition(".")
         shape = stored.get(f"{module}.{SHAPE}")
-        if (
-            leaf == PACKED_CODES.codes
-            and shape is not None
-            and (shape.dtype, shape.shape) == (DType.INT64, (2,))
-        ):
+        has_scale = f"{module}.{SCALE}" in stored
+        # `weight_packed` is the leaf of words of integers, which come with a shape, and of pairs of
+        # small floats, which do not.
+        has_shape = shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,))
+        if leaf == PACKED_CODES.codes and shape is not None and has_shape:
             rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 result[module] = rows, columns
-        elif (
-            leaf == FP4.codes
-            and stored[name].dtype == DType.UINT8
-            and f"{module}.{SCALE}" in stored
-        ):
-            result[module] = stored[name].shape[0], 2 * stored[name].shape[-1]
-        elif (
-            leaf == INT8.codes
-            and stored[name].dtype == DType.INT8
-            and f"{module}.{SCALE}" in stored
-        ):
-            result[module] = stored[name].shape
+        elif leaf == FP4.codes and tensor.dtype == DType.UINT8 and has_scale:
+            result[module] = tensor.shape[0], 2 * tensor.shape[-1]
+        elif leaf == INT8.codes and tensor.dtype == DType.INT8 and has_scale:
+            result[module] = tensor.shape
     return result
 
 
 def read_config_groups(settings: Settings) -> dict[str, Settings]:
-    """Return the groups by name."""
-    named = settings.inside("config_groups")
-    if len(named.values) > _MAX_GROUPS:
+    """Read the groups by name."""
+    groups = settings.inside("config_groups")
+    count = len(groups.values)
+    if count > _MAX_GROUPS:
         problem = f"{settings.name} has too many groups"
         expected = f"at most {_MAX_GROUPS}"
-        raise CheckpointError(
-            problem, path=settings.path, found=len(named.values), expected=expected
-        )
-    return {name: named.inside(name) for name in named.values}
+        raise CheckpointError(problem, path=settings.path, found=count, expected=expected)
+    return {name: groups.inside(name) for name in groups.values}
 
 
 def _matches(
@@ -479,7 +496,7 @@ def _matches(
     modules: Iterable[str],
     spelled: Callable[[str], list[str]],
 ) -> list[tuple[str, list[str]]]:
-    """Return the modules that are not ignored, and the names of the groups whose targets match each
+    """Match the modules that are not ignored with the names of the groups whose targets fit each
     of them most closely.
 
     Args:
@@ -501,21 +518,31 @@ def _matches(
         names = spelled(module)
         if min(map(ignored.closeness, names)) < NO_MATCH:
             continue
-        ranks = {name: min(map(target.closeness, names)) for name, target in targets.items()}
+        # A name is closer than a pattern, and a pattern than a class; see `targets`.
+        ranks: dict[str, int] = {}
+        for name, target in targets.items():
+            ranks[name] = min(map(target.closeness, names))
         closest = min(ranks.values(), default=NO_MATCH)
-        if closest < NO_MATCH:
-            result.append((module, [name for name, rank in ranks.items() if rank == closest]))
+        if closest == NO_MATCH:
+            continue
+        closest_groups: list[str] = []
+        for name, rank in ranks.items():
+            if rank == closest:
+                closest_groups.append(name)
+        result.append((module, closest_groups))
     return result
 
 
 def group_claim(group: Settings, settings: Settings) -> Claim | None:
-    """Return what a group states; None if its weights are not quantized."""
+    """Read what a group states; None if its weights are not quantized."""
     if not group.has("weights"):
         return None
     weights = group.inside("weights")
-    stated = group.values.get("format") or settings.values.get("format")
-    layout = _LAYOUTS.get(str(stated))
-    if layout is None and stated == "naive-quantized":
+    # In mixed precision, groups have a format of their own.
+    form = group.values.get("format") or settings.values.get("format")
+    layout = _LAYOUTS.get(str(form))
+    if layout is None and form == "naive-quantized":
+        # This format has one-byte codes of either type.
         if weights.values.get("type") == "float":
             layout = FLOAT8
         else:
@@ -527,56 +554,54 @@ def group_claim(group: Settings, settings: Settings) -> Claim | None:
         activations=bool(group.values.get("input_activations")),
         block=block_size(weights, "block_structure"),
     )
-    grouped = weights.values.get("strategy") in ("group", "tensor_group", None)
-    return base.apply_settings(weights, "num_bits", "group_size" if grouped else "")
+    # With other strategies a group size has no effect; no settings have an empty key.
+    has_groups = weights.values.get("strategy") in ("group", "tensor_group", None)
+    size_key = "group_size" if has_groups else ""
+    return base.apply_settings(weights, "num_bits", size_key)
 
 
 def _codec(
     group: Settings, settings: Settings
 ) -> PackQuantized | IntQuantized | SmallFloats | None:
-    """Return the codec of a group's modules; None if they are read as floats."""
-    if group.has("format"):
-        layout = group
-    else:
-        layout = settings
-    if layout.has("format"):
-        found = layout.string("format")
-    else:
-        found = None
+    """Choose the codec of a group's modules; None if they are read as floats."""
+    form = None
+    for level in (group, settings):
+        if level.has("format"):
+            form = level.string("format")
+            break
     weights = group.inside("weights")
-    if found in _OF_FLOATS and weights.values.get("type") == "float":
+    if form in _OF_FLOATS and weights.values.get("type") == "float":
         return None
-    if found in _FP4_SCHEMES:
-        return _fp4(weights, _FP4_SCHEMES[found])
-    if found != _PACK and found not in _OF_BYTES:
+    if form in _FP4_SCHEMES:
+        return _fp4(weights, _FP4_SCHEMES[form])
+    if form != _PACK and form not in _OF_BYTES:
         expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)), *_FP4_SCHEMES))
         raise make_unread_settings_error(
-            settings, "this compressed-tensors format is not read", found, expected
+            settings, "this compressed-tensors format is not read", form, expected
         )
-    form = PackQuantized if found == _PACK else IntQuantized
-    return form(
-        _scheme(weights),
-        _strategy(weights) == "tensor",
-        weights.values.get("actorder") == _BY_INDEX,
-    )
+    codec = PackQuantized if form == _PACK else IntQuantized
+    scheme = _scheme(weights)
+    has_one_scale = _strategy(weights) == "tensor"
+    by_index = weights.values.get("actorder") == _BY_INDEX
+    return codec(scheme, has_one_scale, by_index)
 
 
 def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
-    """Return the codec of weights in e2m1, which have no other form than that of a scheme."""
-    stated = [weights.values.get(key) for key in ("num_bits", "type", "group_size")]
+    """Choose the codec of weights in e2m1, which have no other form than that of a scheme."""
+    values = [weights.values.get(key) for key in ("num_bits", "type", "group_size")]
     expected = [scheme.bits, "float", scheme.group_size]
-    if stated != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
+    if values != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
         raise make_unread_settings_error(
             weights,
             "this compressed-tensors scheme is not read",
-            format_value(stated),
+            format_value(values),
             format_value(expected),
         )
     return SmallFloats(scheme)
 
 
 def _strategy(weights: Settings) -> str:
-    """Return the weights that share a scale; by default, this follows from the group size, as in
+    """Read which weights share a scale; by default, this follows from the group size, as in
     compressed-tensors.
     """
     if weights.has("strategy"):
@@ -600,12 +625,8 @@ def _scheme(weights: Settings) -> QuantScheme:
         kind = weights.string("type")
     else:
         kind = "int"
-    if (
-        kind != "int"
-        or bits not in (4, 8)
-        or strategy not in _STRATEGIES
-        or weights.values.get("dynamic")
-    ):
+    is_read = kind == "int" and bits in (4, 8) and strategy in _STRATEGIES
+    if not is_read or weights.values.get("dynamic"):
         raise make_unread_settings_error(
             weights,
             "this compressed-tensors scheme is not read",
@@ -616,6 +637,7 @@ def _scheme(weights: Settings) -> QuantScheme:
         group_size = weights.integer("group_size", 1, MAX_COLUMNS)
     else:
         group_size = None
+    # Packed codes are read by groups, which must fill whole words: 8 codes of 4 bits.
     if group_size is not None and group_size % 8:
         raise make_unread_settings_error(
             weights, "group size is not supported", group_size, "a multiple of 8"

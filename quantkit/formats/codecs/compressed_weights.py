@@ -1,4 +1,4 @@
-"""How compressed-tensors stores one linear: ``pack-quantized``, which quantkit writes and vLLM and
+"""One linear of compressed-tensors: ``pack-quantized``, which quantkit writes and vLLM and
 transformers read, and ``int-quantized``, for products with activations in int8.
 
 ``pack-quantized``: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G],
@@ -34,6 +34,7 @@ PLAIN = "weight"
 SCALE = "weight_scale"
 _ZERO = "weight_zero_point"
 _GROUPS = "weight_g_idx"
+# The types that the group of each column may have, and their letters in `struct`.
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
 
 
@@ -41,19 +42,14 @@ def _compute_packed_shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
-    if group_size is None:
-        one_scale = [(1,), ()]
-    else:
-        one_scale = []
+    # One scale for a whole weight is a vector or a scalar.
+    one_scale: list[Shape] = [(1,), ()] if group_size is None else []
     return {
         PACKED: [(rows, words(columns, bits))],
         SCALE: [(rows, groups), *one_scale],
         SHAPE: [(2,)],
-        _ZERO: [
-            (words(rows, bits), groups),
-            (rows, groups),
-            *one_scale,
-        ],  # in bytes before version 0.9
+        # Zero points are packed along the outputs; before version 0.9 they were bytes.
+        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],
         _GROUPS: [(columns,)],
     }
 
@@ -62,11 +58,9 @@ def _plain_shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
+    scales: list[Shape] = [(rows, groups)]
     if group_size is None:
-        one_scale = [(1,), (), (rows,)]
-    else:
-        one_scale = []
-    scales = [(rows, groups), *one_scale]
+        scales += [(1,), (), (rows,)]
     return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
 
 
@@ -113,7 +107,7 @@ INT8 = Layout(
 
 @dataclass(frozen=True)
 class CompressedLinear(GroupedCodec):
-    """What both forms share: scales and zero points, and the groups of columns.
+    """The scales, zero points and groups of columns of both forms.
 
     Attributes:
         one_scale: whether all rows share one.
@@ -128,20 +122,23 @@ class CompressedLinear(GroupedCodec):
     code_type: ClassVar[DType]
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        found = raw.find(self.layout.codes)
+        codes = raw.find(self.layout.codes)
         scale = raw.find(SCALE)
         scheme = self.scheme
-        if found is None or scale is None:
+        if codes is None or scale is None:
             raise raw.make_damage_error(
                 f"the config quantizes '{raw.name}', but its codes or scales are missing"
             )
         if scale.dtype not in FLOATS:
             raise raw.make_damage_error(f"the scales of '{raw.name}' are no floats", scale.dtype)
-        shape = (found.shape[0] if found.shape else expected.shape[0], expected.shape[1])
+        # Packed codes do not show how many columns there are.
+        rows = codes.shape[0] if codes.shape else expected.shape[0]
+        shape = (rows, expected.shape[1])
         if shape[1] % (scheme.group_size or 1):
             raise raw.make_unsupported_error(
                 f"group size of '{raw.name}' does not divide its row", scheme
             )
+        # Some writers add zero points of 0 to symmetric codes; these change nothing.
         zero = raw.find(_ZERO)
         if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
             raise raw.make_damage_error(
@@ -157,96 +154,109 @@ class CompressedLinear(GroupedCodec):
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         dtypes = {self.layout.codes: self.code_type, SCALE: spec.dtype}
         if self.layout is PACKED_CODES:
-            dtypes |= {SHAPE: DType.INT64}
-        else:
-            dtypes |= {}
-        if self.scheme.symmetric:
-            dtypes |= {}
-        else:
-            dtypes |= {_ZERO: self.code_type}
+            dtypes[SHAPE] = DType.INT64
+        if not self.scheme.symmetric:
+            dtypes[_ZERO] = self.code_type
         return self.layout.list_stored_tensors(
             spec, self.scheme.bits, self.scheme.group_size, dtypes
         )
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        """In one of the forms that are read."""
+        """List the tensors in one of the forms that are read."""
         stored = self.list_stored_tensors(spec)
-        found = []
+        parts: list[StoredTensor] = []
         if self.one_scale:
             shapes = [(1,), (1, 1), ()]
         else:
             shapes = [stored[1].shape]
         for tensor in stored:
-            there = raw.find(tensor.name.removeprefix(f"{raw.name}."))
+            on_disk = raw.find(tensor.name.removeprefix(f"{raw.name}."))
             forms = [(tensor.dtype, tensor.shape)]
-            if tensor.name.endswith(SCALE) and there is not None:
-                tensor = StoredTensor(tensor.name, there.dtype, shapes[0])
-                forms = [(there.dtype, shape) for shape in shapes]
+            if tensor.name.endswith(SCALE) and on_disk is not None:
+                # Scales may have any float type.
+                tensor = StoredTensor(tensor.name, on_disk.dtype, shapes[0])
+                forms = [(on_disk.dtype, shape) for shape in shapes]
             elif tensor.name.endswith(_ZERO):
-                forms += [(DType.INT8, shape) for shape in shapes]
-            found.append(
-                there if there is not None and (there.dtype, there.shape) in forms else tensor
-            )
-        others = (raw.find(_GROUPS), raw.find(_ZERO) if self.scheme.symmetric else None)
-        return [*found, *(tensor for tensor in others if tensor is not None)]
+                for shape in shapes:
+                    forms.append((DType.INT8, shape))
+            # A tensor in no form that is read is listed in the form that is written: the caller
+            # compares it with the header, and names what differs.
+            if on_disk is not None and (on_disk.dtype, on_disk.shape) in forms:
+                parts.append(on_disk)
+            else:
+                parts.append(tensor)
+        optional = [raw.find(_GROUPS)]
+        if self.scheme.symmetric:
+            optional.append(raw.find(_ZERO))
+        for part in optional:
+            if part is not None:
+                parts.append(part)
+        return parts
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
         codes = self.codes(raw, spec, rows, columns)
-        (start, stop) = columns
+        start = columns[0]
+        stop = columns[1]
         scale = self.whole_rows(raw.read(SCALE), spec, rows)
         zero = None
         if not self.scheme.symmetric and raw.find(_ZERO) is not None:
             zero = self.zero_points(raw, spec, rows)
         if spec.scheme is None:
             return self._by_index(raw, spec, codes, scale, zero, start)
-        if (size := self.scheme.group_size) is not None:
+        size = self.scheme.group_size
+        if size is not None:
             groups = slice(start // size, -(-stop // size))
             scale = scale[:, groups]
-            zero = None if zero is None else zero[:, groups]
+            if zero is not None:
+                zero = zero[:, groups]
         return qtensor.QuantTensor(codes, scale, zero, self.scheme)
 
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> torch.Tensor:
-        """Unsigned codes [R, C]."""
+        """Read unsigned codes [R, C]."""
         raise NotImplementedError
 
     def zero_points(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
     ) -> torch.Tensor:
-        """Zero points [R, G] in bytes."""
+        """Read zero points [R, G] in bytes."""
         return self.whole_rows(self.to_unsigned(raw, raw.read(_ZERO)), spec, rows)
 
     def whole_rows(
         self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None
     ) -> torch.Tensor:
-        """Return one value for each group [O, G] of some rows; a single value is repeated."""
+        """Expand values to one for each group [O, G] of some rows; a single value is repeated."""
         rows = spec.shape[0]
         groups = self.scheme.groups(spec.shape[1])
         if value.numel() == 1:
-            found = value.reshape(1, 1).expand(rows, 1)
+            values = value.reshape(1, 1).expand(rows, 1)
         else:
-            found = value.reshape(rows, groups)
-        return (found if part is None else part.of(found)).contiguous()
+            values = value.reshape(rows, groups)
+        if part is not None:
+            values = part.of(values)
+        return values.contiguous()
 
     def to_unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
-        """Unsigned codes or zero points from signed ones; any outside the scheme raises
+        """Convert signed codes or zero points to unsigned ones; any outside the scheme raises
         `CheckpointError`.
         """
+        # A byte in two's complement becomes unsigned, with an offset of 128, by its highest bit.
         if self.scheme.bits == 8:
             return signed.view(torch.uint8) ^ 128
         half = self.scheme.levels // 2
         if signed.numel() and not -half <= int(signed.min()) <= int(signed.max()) < half:
-            found = f"{int(signed.min())} to {int(signed.max())}"
             raise raw.make_damage_error(
-                f"'{raw.name}' has codes outside its scheme", found, f"{-half} to {half - 1}"
+                f"'{raw.name}' has codes outside its scheme",
+                f"{int(signed.min())} to {int(signed.max())}",
+                f"{-half} to {half - 1}",
             )
         return (signed + half).view(torch.uint8)
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
-        """Return whether groups are of adjacent columns, by a tensor if there is one."""
+        """Check whether groups are of adjacent columns, by a tensor if there is one."""
         index = raw.find(_GROUPS)
         groups = self.scheme.groups(columns)
         if index is None and self.by_index:
@@ -257,18 +267,21 @@ class CompressedLinear(GroupedCodec):
             )
         if index is None:
             return True
-        found: tuple[int, ...] = ()
+        column_groups: tuple[int, ...] = ()
         if index.dtype in _INDEX and index.shape == (columns,):
-            found = struct.unpack(f"<{columns}{_INDEX[index.dtype]}", raw.read_bytes(_GROUPS))
-        if found == (-1,) * columns:  # made, and never filled
+            letter = _INDEX[index.dtype]
+            column_groups = struct.unpack(f"<{columns}{letter}", raw.read_bytes(_GROUPS))
+        # Writers that do not reorder columns may create the tensor with -1 and never fill it.
+        if column_groups == (-1,) * columns:
             return True
-        if not found or min(found) < 0 or max(found) >= groups:
+        if not column_groups or min(column_groups) < 0 or max(column_groups) >= groups:
             raise raw.make_damage_error(
                 f"tensor '{raw.name}.{_GROUPS}' does not say the group of each column",
                 f"{index.dtype} {list(index.shape)}",
                 f"[{columns}], each below {groups}",
             )
-        return found == tuple(column * groups // columns for column in range(columns))
+        in_order = tuple(column * groups // columns for column in range(columns))
+        return column_groups == in_order
 
     def _by_index(
         self,
@@ -279,16 +292,17 @@ class CompressedLinear(GroupedCodec):
         zero: torch.Tensor | None,
         start: int,
     ) -> torch.Tensor:
-        """Return the floats of columns from `start` on, each with the scale and zero point of its
-        group.
-        """
+        """Dequantize columns from `start` on, each with the scale and zero point of its group."""
         index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
         out = spec.dtype.empty(codes.shape)
+        # A few rows at a time in float32 bound the memory; each weight is rounded once.
         for first, last in qtensor.row_chunks(*codes.shape):
-            offset = self.scheme.levels // 2 if zero is None else zero[first:last].float()[:, index]
-            out[first:last] = (codes[first:last].float() - offset) * scale[first:last].float()[
-                :, index
-            ]
+            steps = codes[first:last].float()
+            if zero is None:
+                steps -= self.scheme.levels // 2
+            else:
+                steps -= zero[first:last].float()[:, index]
+            out[first:last] = steps * scale[first:last].float()[:, index]
         return out
 
 
@@ -299,13 +313,16 @@ class PackQuantized(CompressedLinear):
     code_type = DType.INT32
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        return self.scheme.group_size or 32 // self.scheme.bits  # groups are whole words
+        # Groups are whole words; without groups, columns can be read by words.
+        return self.scheme.group_size or 32 // self.scheme.bits
 
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> torch.Tensor:
-        (first, last), bits = columns, self.scheme.bits
-        if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
+        first, last = columns
+        bits = self.scheme.bits
+        shape = raw.read(SHAPE).tolist()
+        if shape != list(spec.shape):
             raise raw.make_damage_error(
                 f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape)
             )
@@ -320,8 +337,11 @@ class PackQuantized(CompressedLinear):
         stored = raw.read(_ZERO)
         if DType.of(stored.dtype) == DType.INT8:
             return self.whole_rows(self.to_unsigned(raw, stored), spec, rows)
+        # The words pack the outputs, which `unpack_int32` expects along the last axis.
         zero = qtensor.unpack_int32(stored.t(), self.scheme.bits, spec.shape[0]).t()
-        return (zero if rows is None else rows.of(zero)).contiguous()
+        if rows is not None:
+            zero = rows.of(zero)
+        return zero.contiguous()
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         bits = value.scheme.bits
@@ -349,15 +369,16 @@ class IntQuantized(CompressedLinear):
     def codes(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> torch.Tensor:
-        return self.to_unsigned(
-            raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1]))
-        )
+        part = self.columns_slice(rows, *columns, spec.shape[1])
+        return self.to_unsigned(raw, raw.read(PLAIN, part))
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
+        tensors = [self._to_signed(value.codes), value.scale.contiguous()]
+        if value.zero is not None:
+            tensors.append(self._to_signed(value.zero))
+        return tensors
+
+    def _to_signed(self, unsigned: torch.Tensor) -> torch.Tensor:
+        # int16 represents the difference of any two bytes.
         half = self.scheme.levels // 2
-        if value.zero is None:
-            stored = [value.codes]
-        else:
-            stored = [value.codes, value.zero]
-        codes, *zero = ((one.to(torch.int16) - half).to(torch.int8).contiguous() for one in stored)
-        return [codes, value.scale.contiguous(), *zero]
+        return (unsigned.to(torch.int16) - half).to(torch.int8).contiguous()

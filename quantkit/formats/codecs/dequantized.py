@@ -46,9 +46,11 @@ class SmallFloats(QuantMethod):
             return Claims()
         block = block_size(settings, "weight_block_size")
         claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
-        return Claims(
-            {one: claim for one in not_skipped(modules, settings) if not is_head(one)}, certain=True
-        )
+        claims: dict[str, Claim] = {}
+        for module in not_skipped(modules, settings):
+            if not is_head(module):
+                claims[module] = claim
+        return Claims(claims, certain=True)
 
 
 METHODS = (
@@ -64,7 +66,8 @@ METHODS = (
 _NAMES = frozenset(method.name for method in METHODS)
 # Settings that apply to all linears except the head.
 _STATED_FOR_ALL = ("fbgemm_fp8", "fp8")
-_ALSO = "compressed-tensors"  # of which some formats are read so
+# Some formats of this method are read as floats too.
+_ALSO = "compressed-tensors"
 _OF_ACTIVATIONS = (
     "input_scale",
     "input_global_scale",
@@ -81,8 +84,7 @@ def replace_quantized_tensors(
     settings: Settings | None,
     dtype: DType,
 ) -> tuple[dict[str, StoredTensor], dict[str, TensorFile], list[str]]:
-    """Return a folder's tensors, with floats in place of weights in small floats or bitsandbytes'
-    codes.
+    """Replace weights in small floats or bitsandbytes' codes by floats among a folder's tensors.
 
     Args:
         stored, homes: the tensors as they are stored, and their files.
@@ -100,17 +102,12 @@ def replace_quantized_tensors(
     else:
         method = method_in(settings)
     tensors = dict(stored)
-    found = dict[str, TensorFile](homes)
+    new_homes = dict[str, TensorFile](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
-        return tensors, found, []
+        return tensors, new_homes, []
     _require_known_scales(stored, homes)
-    stated = [block_size(settings, "weight_block_size")]
-    for _, weights in _groups(settings.values):
-        stated.append(
-            block_size(Settings(weights, settings.path, settings.name), "block_structure")
-        )
-    block = next((one for one in stated if one is not None), None)
-    left_out = 0
+    block = _find_block_size(settings)
+    skipped_scales = 0
     kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
         weight: DequantizedTensor | None
@@ -121,50 +118,67 @@ def replace_quantized_tensors(
                 name, tensor, stored, homes, block, dtype, by_columns=method == "fbgemm_fp8"
             )
         leaf = name.rpartition(".")[2]
+        # compressed-tensors' codecs read these codes; only the scales of their inputs are left out.
         coded = leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
-        if weight is None and not coded:  # by compressed-tensors
+        if weight is None and not coded:
             continue
         if weight is None:
-            means = name.replace("weight_packed", "weight")
+            weight_name = name.replace("weight_packed", "weight")
+            part_names = []
         else:
-            means = weight.tensor.name
-        if weight is None:
-            own = []
+            weight_name = weight.tensor.name
+            part_names = [part.name for part in weight.parts]
+        # Experts that are stacked in one tensor have suffixes without a dot.
+        if weight_name.endswith(".weight"):
+            prefix = weight_name.removesuffix("weight")
         else:
-            own = [part.name for part in weight.parts]
-        if means.endswith(".weight"):
-            module = means.removesuffix("weight")
-        else:
-            module = f"{means}_"
+            prefix = f"{weight_name}_"
         scales = []
         for suffix in _OF_ACTIVATIONS:
-            if module + suffix in tensors:
-                scales.append(module + suffix)
-        left_out += len(scales)
-        for one in (*own, *scales):
-            del tensors[one], found[one]
+            if prefix + suffix in tensors:
+                scales.append(prefix + suffix)
+        skipped_scales += len(scales)
+        for replaced_name in (*part_names, *scales):
+            del tensors[replaced_name]
+            del new_homes[replaced_name]
         if weight is not None:
-            tensors[means], found[means] = weight.tensor, weight
+            tensors[weight_name] = weight.tensor
+            new_homes[weight_name] = weight
             kinds[weight.kind] += 1
+    # Keep the order on disk. A weight in MXFP4 takes the place of its codes, which have another
+    # name.
     order = {name: place for place, name in enumerate(stored)}
     ordered = sorted(
         tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0))
     )
-    notes = []
+    notes: list[str] = []
     for kind, count in kinds.items():
         notes.append(f"{count} weights in {kind} are read as {dtype}, by their own scales")
     if method in _NAMES and not kinds:
         notes.append(f"the config names {method}, and no weight is stored so: all are floats")
     if _rounds_activations(settings):
         notes.append("the config quantizes the inputs of linears too; here activations stay floats")
-    if left_out:
-        notes.append(f"{left_out} scales of activations are left out: activations stay floats")
-    if others := [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]:
+    if skipped_scales:
         notes.append(
-            f"{len(others)} scales of activations or caches are copied, and their use is not"
-            f" stated: {others[0]}"
+            f"{skipped_scales} scales of activations are left out: activations stay floats"
         )
-    return {name: tensors[name] for name in ordered}, found, notes
+    carried = [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]
+    if carried:
+        notes.append(
+            f"{len(carried)} scales of activations or caches are copied, and their use is not"
+            f" stated: {carried[0]}"
+        )
+    return {name: tensors[name] for name in ordered}, new_homes, notes
+
+
+def _find_block_size(settings: Settings) -> tuple[int, int] | None:
+    """Read the first block size in the settings of a folder; all of them are checked."""
+    block = block_size(settings, "weight_block_size")
+    for _, weights in _groups(settings.values):
+        group_settings = Settings(weights, settings.path, settings.name)
+        group_block = block_size(group_settings, "block_structure")
+        block = block or group_block
+    return block
 
 
 def _require_known_scales(
@@ -176,12 +190,10 @@ def _require_known_scales(
     ``M.weight``. Source: transformers' `Fp8Dequantize`, and its names of deepseek_v4.
     """
     for name, tensor in stored.items():
+        if not name.endswith(".weight") or tensor.dtype not in (DType.INT8, *small_floats.TYPES):
+            continue
         scale = stored.get(f"{name.removesuffix('.weight')}.scale")
-        if (
-            scale is None
-            or not name.endswith(".weight")
-            or tensor.dtype not in (DType.INT8, *small_floats.TYPES)
-        ):
+        if scale is None:
             continue
         if tensor.dtype == DType.INT8:
             kind = "FP4, two codes in an int8"
@@ -227,8 +239,10 @@ def narrow_float64(
     count = 0
     for name in names:
         if name in stored and stored[name].dtype == DType.FLOAT64:
+            # A copy of the mapping, which is changed below: the new home reads from the old one.
             home = Float64Tensor(stored[name], dict(homes), dtype)
-            stored[name], homes[name] = home.tensor, home
+            stored[name] = home.tensor
+            homes[name] = home
             count += 1
     if count:
         return [f"{count} tensors in float64 are read as {dtype}"]
@@ -245,14 +259,16 @@ def _weight(
     *,
     by_columns: bool,
 ) -> Float8Weight | Mxfp4Weight | None:
-    """Return the weight of a tensor and its scales; None if it has none.
+    """Combine a tensor with its scales to a weight; None if it has none.
 
     Args:
         by_columns: whether stacked matrices are transposed [E, I, O], with a scale for each output.
     """
     if tensor.dtype in small_floats.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
         for suffix in small_floats.SUFFIXES:
-            if scale := stored.get(name + suffix):
+            scale = stored.get(name + suffix)
+            if scale is not None:
+                # Only stacked experts are transposed; other weights have a scale for each row.
                 by_columns = by_columns and len(tensor.shape) > 2
                 return Float8Weight(tensor, scale, homes, block, dtype, by_columns=by_columns)
     if tensor.dtype == DType.UINT8 and name.endswith(small_floats.BLOCKS):
@@ -263,33 +279,39 @@ def _weight(
 
 
 def method_in(settings: Settings) -> str | None:
-    """Return the method of quantization that settings state; None if they do not."""
+    """Read the method of quantization that settings state; None if they do not."""
     if settings.has("quant_method"):
         return settings.string("quant_method")
-    old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
-    if old:
-        return bitsandbytes.METHOD
+    # Early settings of bitsandbytes do not name it.
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if settings.flag(key, False):
+            return bitsandbytes.METHOD
     return None
 
 
 def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield the groups of compressed-tensors that quantize weights, and what they say of these."""
     groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
+    if not isinstance(groups, dict):
+        return
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
             yield group, weights
 
 
 def _rounds_activations(settings: Settings) -> bool:
     """Return whether integer weights are multiplied by quantized activations."""
-    return any(
-        weights.get("type", "int") == "int"
-        and (group.get("input_activations") or group.get("output_activations"))
-        for group, weights in _groups(settings.values)
-    )
+    for group, weights in _groups(settings.values):
+        has_activations = group.get("input_activations") or group.get("output_activations")
+        if has_activations and weights.get("type", "int") == "int":
+            return True
+    return False
 
 
 def by_small_floats(settings: Mapping[str, Any]) -> bool:
     """Return whether settings of a quantization say that weights are in small floats."""
-    floats = any(weights.get("type") == "float" for _, weights in _groups(settings))
-    return floats or settings.get("quant_method") in _NAMES
+    for _, weights in _groups(settings):
+        if weights.get("type") == "float":
+            return True
+    return settings.get("quant_method") in _NAMES

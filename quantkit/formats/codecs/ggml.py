@@ -23,6 +23,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 BLOCK = 32
 """Weights that share a scale."""
+# Of a float16.
 _SCALE_BYTES = 2
 FLOATS = {GgmlType.F32: DType.FLOAT32, GgmlType.F16: DType.FLOAT16, GgmlType.BF16: DType.BFLOAT16}
 """Types of floats, which are read as they are stored."""
@@ -78,7 +79,7 @@ class BlockType:
     layout: BlockLayout | None = None
 
     def decode(self, rows: torch.Tensor) -> qtensor.QuantTensor:
-        """Rows of blocks as codes.
+        """Decode rows of blocks to codes.
 
         Args:
             rows: [O, N] uint8, whole blocks.
@@ -92,10 +93,11 @@ class BlockType:
             codes, scales = self.layout.unpack(blocks.flatten(0, 1))
             scales = scales.map(lambda values: values.reshape(count, -1))
             return qtensor.QuantTensor.of_blocks(codes.reshape(count, -1), scales, self.scheme)
-        # Floats need aligned bytes.
+        # A view as floats needs contiguous, aligned bytes.
         scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
         data = blocks[..., _SCALE_BYTES:]
         if self.scheme.bits == 8:
+            # Codes of a `QuantTensor` are unsigned: a signed byte plus 128 flips its highest bit.
             codes = data ^ 0x80
         else:
             codes = torch.cat((data & 0xF, data >> 4), -1)
@@ -107,10 +109,11 @@ class BlockType:
         return self.explain_unsupported(self.scheme, shape[-1])
 
     def encode(self, value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-        """Return the blocks [O, N] uint8 of a weight, with the same codes and scales; or why there
-        are none.
+        """Encode a weight as blocks [O, N] uint8, with the same codes and scales; or explain why
+        there are none.
         """
-        if (reason := self.explain_unsupported(value.scheme, value.shape[1])) is not None:
+        reason = self.explain_unsupported(value.scheme, value.shape[1])
+        if reason is not None:
             return reason
         rows, columns = value.shape
         if self.layout is not None and value.block_scales is not None:
@@ -126,6 +129,7 @@ class BlockType:
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale
+        # Longer groups are stored as several blocks with the same scale.
         blocks = columns // BLOCK
         scale = scale.repeat_interleave(blocks // scale.shape[1], -1).unsqueeze(-1)
         codes = value.codes.reshape(rows, blocks, BLOCK)
@@ -138,13 +142,12 @@ class BlockType:
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
     def explain_unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
-        """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None
-        if they can.
+        """Explain why weights of a scheme, in rows of `columns`, cannot be stored in such blocks;
+        None if they can.
         """
+        # Rows of unknown length are assumed to be whole blocks.
         if columns is None:
             columns = self.type.block
-        else:
-            columns = columns
         if self.layout is not None and scheme == self.scheme and columns % self.type.block == 0:
             return None
         if self.layout is not None and scheme == self.scheme:
@@ -167,7 +170,7 @@ class BlockType:
 Q4_0 = BlockType(GgmlType.Q4_0, QuantScheme(4, BLOCK))
 Q8_0 = BlockType(GgmlType.Q8_0, QuantScheme(8, BLOCK))
 
-BLOCK_TYPES = {kind.type: kind for kind in (Q4_0, Q8_0)}
+BLOCK_TYPES = {Q4_0.type: Q4_0, Q8_0.type: Q8_0}
 """The types that are read as codes; weights in others are read as floats, but for proof."""
 CODED_TYPES = BLOCK_TYPES | {
     kind: BlockType(kind, layout.scheme, layout) for kind, layout in LAYOUTS.items()
@@ -177,10 +180,11 @@ _BY_SCHEME = {kind.scheme: kind for kind in CODED_TYPES.values() if kind.layout 
 
 
 def block_type(scheme: QuantScheme) -> BlockType:
-    """Return the type with the scales of a scheme and codes of its bits; Q4_0 or Q8_0 if there
-    is none.
+    """Choose the type with the scales of a scheme and codes of its bits; Q4_0 or Q8_0 if there is
+    none.
     """
-    return _BY_SCHEME.get(scheme, Q4_0 if scheme.bits == 4 else Q8_0)
+    default = Q4_0 if scheme.bits == 4 else Q8_0
+    return _BY_SCHEME.get(scheme, default)
 
 
 class GgmlBlocks(CodeFormat):
@@ -214,8 +218,7 @@ class GgmlRows:
     dtype: DType
 
     def decode(self, raw: object, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
-        """Return the weight [O, I], or some of its rows or columns, of which no other rows are
-        read.
+        """Decode the weight [O, I], or some of its rows or columns; other rows are not read.
 
         Raises:
             RequestError: for codes of columns that cut a group; see `QuantTensor.columns`.
@@ -223,28 +226,30 @@ class GgmlRows:
         """
         view = self.view
         columns = self.view.shape[1] // self.type.block_bytes * self.type.block
-        left = 0
-        right = columns
-        if part is not None and part.axis == 1:  # complete blocks are read
-            ((start, stop),), part = part.ranges, None
+        first_column = 0
+        end_column = columns
+        if part is not None and part.axis == 1:
+            # Read the complete blocks that cover the columns; the rest is cut off after decoding.
+            ((start, stop),) = part.ranges
+            part = None
             first = start // self.type.block
             last = -(-stop // self.type.block)
             view = view.narrow(
                 1, first * self.type.block_bytes, (last - first) * self.type.block_bytes
             )
-            left = start - first * self.type.block
-            right = stop - first * self.type.block
+            first_column = start - first * self.type.block
+            end_column = stop - first * self.type.block
         if not self.coded:
-            return self._decode_columns(view, part, left, right)
+            return self._decode_columns(view, part, first_column, end_column)
         result = CODED_TYPES[self.type].decode(self.file.read_view(view, part))
-        if (left, right) == (0, columns):
+        if (first_column, end_column) == (0, columns):
             return result
-        return result.columns(left, right)
+        return result.columns(first_column, end_column)
 
     def _decode_columns(
         self, view: View, rows: TensorSlice | None, first_column: int, end_column: int
     ) -> torch.Tensor:
-        """Floats of some columns, computed in float32 for a few rows at a time and rounded once."""
+        """Dequantize some columns, in float32 for a few rows at a time, and round once."""
         rows = rows or TensorSlice(0, ((0, view.shape[0]),))
         target = self.dtype.empty((rows.size, end_column - first_column))
         columns = view.shape[1] // self.type.block_bytes * self.type.block
@@ -259,7 +264,7 @@ class GgmlRows:
 
 
 def dequantize_rows(rows: torch.Tensor, kind: GgmlType) -> torch.Tensor:
-    """Rows of blocks, bytes [O, N], in float32, computed by the gguf package."""
+    """Dequantize rows of blocks, bytes [O, N], to float32 with the gguf package."""
     import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -32,7 +32,7 @@ _HALF = 2
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How blocks of a type lie in bytes.
+    """The arrangement of a type's blocks in bytes.
 
     Attributes:
         scheme: of the weights.
@@ -47,26 +47,27 @@ class BlockLayout:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Float16 [N, K] as bytes [N, 2 K]."""
+    """View float16 [N, K] as bytes [N, 2 K]."""
     # `contiguous` keeps the strides of an axis of length 1, as rows with one block have, and a view
     # of bytes needs 1.
     return values.half().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _halves(data: Tensor) -> Tensor:
-    """Bytes [N, 2 K] as float16 [N, K]."""
+    """View bytes [N, 2 K] as float16 [N, K]."""
     # Floats need aligned bytes.
     return data.clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
 def _negate(values: Tensor) -> Tensor:
-    """Float16 with the other sign; NaN too."""
+    """Change the sign of float16, of NaN too."""
+    # Flipping the sign bit keeps the bytes of a NaN; arithmetic need not.
     return (values.contiguous().view(torch.int16) ^ -(1 << 15)).view(torch.float16)
 
 
 def _nibbles(codes: Tensor, size: int) -> Tensor:
-    """Codes [N, B] of 4 bits as bytes [N, B / 2]: in each run of two times `size`, the first
-    with the low half.
+    """Pack codes [N, B] of 4 bits into bytes [N, B / 2]: in each run of two times `size`, the
+    first go to the low halves.
     """
     runs = codes.reshape(len(codes), -1, 2, size)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
@@ -78,7 +79,7 @@ def _from_nibbles(data: Tensor, size: int) -> Tensor:
 
 
 def _bits(flags: Tensor) -> Tensor:
-    """Flags [N, 8 K] as bytes [N, K]: byte j has those from 8 j on, the first lowest."""
+    """Pack flags [N, 8 K] into bytes [N, K]: byte j has those from 8 j on, the first lowest."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8)
     return (flags.reshape(len(flags), -1, 8) * weights).sum(-1, dtype=torch.uint8)
 
@@ -88,16 +89,14 @@ def _from_bits(data: Tensor) -> Tensor:
 
 
 def _planes(values: Tensor, bits: int, size: int) -> Tensor:
-    """Values [N, K * size] of some bits as bytes: byte j of each run of `size` has those of weights
-    j, j + size, and so on, the first lowest, as many as it has room for.
+    """Pack values [N, K * size] of some bits into bytes: byte j of each run of `size` has those of
+    weights j, j + size, and so on, the first lowest, as many as it has room for.
     """
     count = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
-    return (
-        (values.reshape(len(values), -1, count, size) << shifts)
-        .sum(2, dtype=torch.uint8)
-        .flatten(1)
-    )
+    # The shifted values have no bit in common, so that their sum is their union.
+    shifted = values.reshape(len(values), -1, count, size) << shifts
+    return shifted.sum(2, dtype=torch.uint8).flatten(1)
 
 
 def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
@@ -106,38 +105,41 @@ def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _small(scheme: QuantScheme) -> BlockLayout:
-    """Blocks of 32 weights."""
-    fifth = scheme.bits == 5
+    """Build the layout of blocks of 32 weights."""
+    has_fifth_bit = scheme.bits == 5
     size = 16
 
     def pack(codes: Tensor, scales: BlockScales) -> Tensor:
-        found = [_bytes(scales.scale)]
+        fields = [_bytes(scales.scale)]
         if scales.minimum is not None:
-            found.append(_bytes(_negate(scales.minimum)))
-        if fifth:
-            found.append(_bits(codes >> 4))
-        return torch.cat((*found, _nibbles(codes & 0xF, size)), 1)
+            # These blocks add `m`; `BlockScales` subtracts its minimum, as K-quants do.
+            fields.append(_bytes(_negate(scales.minimum)))
+        if has_fifth_bit:
+            fields.append(_bits(codes >> 4))
+        return torch.cat((*fields, _nibbles(codes & 0xF, size)), 1)
 
     def unpack(data: Tensor) -> tuple[Tensor, BlockScales]:
         scale = _halves(data[:, :_HALF])
-        rest = data[:, _HALF:]
+        fields = data[:, _HALF:]
         minimum = None
         if not scheme.symmetric:
-            minimum = _negate(_halves(rest[:, :_HALF]))
-            rest = rest[:, _HALF:]
-        codes = _from_nibbles(rest[:, -size:], size)
-        if fifth:
-            codes = codes | _from_bits(rest[:, :-size]) << 4
+            minimum = _negate(_halves(fields[:, :_HALF]))
+            fields = fields[:, _HALF:]
+        codes = _from_nibbles(fields[:, -size:], size)
+        if has_fifth_bit:
+            codes = codes | _from_bits(fields[:, :-size]) << 4
         return codes, block_scales.BlockScales(scale, minimum, None, None)
 
     return BlockLayout(scheme, pack, unpack)
 
 
 def _pack_minima(scales: BlockScales) -> Tensor:
-    """``d``, ``dmin`` and eight pairs of 6 bits in 12 bytes."""
+    """Pack ``d``, ``dmin`` and eight pairs of 6 bits in 12 bytes."""
     assert (
         scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
     )
+    # Bytes 0 to 3 have the first four scales and bytes 4 to 7 the first four minima, each with the
+    # two high bits of the last four; bytes 8 to 11 have the low halves of the last four.
     first, last = torch.split(scales.scale.to(torch.uint8), 4, 1)
     low, high = torch.split(scales.minimum.to(torch.uint8), 4, 1)
     inner = (first | last >> 4 << 6, low | high >> 4 << 6, (last & 0xF) | high << 4)
@@ -162,9 +164,8 @@ def _unpack_q4(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 def _pack_q5(codes: Tensor, scales: BlockScales) -> Tensor:
-    return torch.cat(
-        (_pack_minima(scales), _planes(codes >> 4, 1, 32), _nibbles(codes & 0xF, 32)), 1
-    )
+    fifth_bits = _planes(codes >> 4, 1, 32)
+    return torch.cat((_pack_minima(scales), fifth_bits, _nibbles(codes & 0xF, 32)), 1)
 
 
 def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
@@ -174,10 +175,10 @@ def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 def _pack_q6(codes: Tensor, scales: BlockScales) -> Tensor:
     assert scales.outer is not None
+    low = _nibbles(codes & 0xF, 64)
+    high = _planes(codes >> 4, 2, 32)
     inner = scales.scale.to(torch.int8).view(torch.uint8)
-    return torch.cat(
-        (_nibbles(codes & 0xF, 64), _planes(codes >> 4, 2, 32), inner, _bytes(scales.outer)), 1
-    )
+    return torch.cat((low, high, inner, _bytes(scales.outer)), 1)
 
 
 def _unpack_q6(data: Tensor) -> tuple[Tensor, BlockScales]:
@@ -188,7 +189,9 @@ def _unpack_q6(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 def _pack_q3(codes: Tensor, scales: BlockScales) -> Tensor:
-    """Scales have an offset of 32: their low halves by eights, then the high two bits by fours."""
+    """Pack scales with an offset of 32: their low halves by eights, then the high two bits by
+    fours.
+    """
     assert scales.outer is not None
     inner = (scales.scale + 32).to(torch.uint8)
     return torch.cat(

@@ -36,10 +36,13 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
 
-# The last differs only for 3 bits and others.
+# The version of zero points in each format; `gptq_p` differs from `gptq_v2` only for 3 bits and
+# others that are not read.
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}
-_READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
-# that are compared with each module; names are looked up, there may be one for each module
+# The group sizes that gptqmodel reads.
+_READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}
+# Each module is compared with each pattern. Names are looked up instead, since there may be one for
+# each module.
 _MAX_PATTERNS = 4096
 _OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
 """Keys of early AWQ, and the same ones since."""
@@ -51,8 +54,9 @@ _PACKINGS = {
 }
 """Methods and layouts by AutoRound's names."""
 _AS_GPTQ = "export the model with the format auto_round:auto_gptq"
+# AutoRound states 16 bits for modules that stay floats.
 _FLOAT_BITS = 16
-# What only patterns of modules have, not names.
+# Matches what only patterns of modules have, not names.
 _PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")
 
 
@@ -69,9 +73,8 @@ class Gptq(QuantMethod):
     runtimes = ("vllm", "transformers", "mlx")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        return claims_by_rows(
-            settings, GPTQ, settings.values.get("sym", True) is not False, modules, coded
-        )
+        symmetric = settings.values.get("sym", True) is not False
+        return claims_by_rows(settings, GPTQ, symmetric, modules, coded)
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
@@ -81,59 +84,72 @@ class Gptq(QuantMethod):
             Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size")
         )
         overrides = Overrides(settings, base)
-        read = [claim and _linear(claim, own) for claim, own in overrides.claims]
-        found: dict[str, Claim] = {}
+        override_claims: list[Claim | None] = []
+        for override_claim, override_settings in overrides.claims:
+            # Overrides that no module matches are checked too.
+            if override_claim is not None:
+                override_claim = _linear(override_claim, override_settings)
+            override_claims.append(override_claim)
+        module_settings: dict[str, Stated] = {}
         for module in find_quantized_modules(modules, stored, settings):
             place = overrides.find(module)
-            claim = base if place is None else read[place]
-            claim = claim or (base if stored else None)
-            if claim is not None and (
-                stored or module != "lm_head" or settings.flag("lm_head", False)
-            ):
-                found[module] = claim
-        stated = {
-            module: Stated(one.bits or 0, one.group_size, bool(one.symmetric))
-            for module, one in found.items()
-        }
-        decided = Version(version, stated, writers(settings.values))
-        return {name: GptqLinear(*one, decided) for name, one in stated.items()}
+            claim = base if place is None else override_claims[place]
+            # Tensors decide which modules are quantized, even if the settings exclude one.
+            if claim is None and stored:
+                claim = base
+            if claim is None:
+                continue
+            if stored or module != "lm_head" or settings.flag("lm_head", False):
+                module_settings[module] = Stated(
+                    claim.bits or 0, claim.group_size, bool(claim.symmetric)
+                )
+        # All modules share one version, which is inferred from their tensors on the first use.
+        folder_version = Version(version, module_settings, writers(settings.values))
+        codecs: dict[str, Codec] = {}
+        for module, (bits, group_size, symmetric) in module_settings.items():
+            codecs[module] = GptqLinear(bits, group_size, symmetric, folder_version)
+        return codecs
 
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """Return the most common bits and group size apply to the folder; other modules, and
-        linears without a scheme, are listed under ``dynamic``. A folder has one version of zero
+        """Build settings with the most common bits and group size for the folder; other modules,
+        and linears without a scheme, are listed under ``dynamic``. A folder has one version of zero
         points, so schemes are all symmetric, or none.
         """
-        (common, _), *others = Counter(schemes.values()).most_common()
-        if other := next(
-            (scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None
-        ):
-            problem = "GPTQ has symmetric schemes or asymmetric ones in a folder, not both"
-            raise UnsupportedError(problem, found=f"{common} and {other}")
+        ordered_schemes = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
+        common = ordered_schemes[0]
+        for scheme in ordered_schemes:
+            if scheme.symmetric != common.symmetric:
+                problem = "GPTQ has symmetric schemes or asymmetric ones in a folder, not both"
+                raise UnsupportedError(problem, found=f"{common} and {scheme}")
         dynamic: dict[str, dict[str, int]] = {}
         for module in modules:
-            scheme = schemes.get(module)
+            module_scheme = schemes.get(module)
             name = re.escape(module)
-            if scheme is None and module != "lm_head":
+            # The head has a key of its own, ``lm_head``.
+            if module_scheme is None and module != "lm_head":
                 dynamic[f"-:^{name}$"] = {}
-            elif scheme is not None and scheme != common:
+            elif module_scheme is not None and module_scheme != common:
                 dynamic[f"+:^{name}$"] = {
-                    "bits": scheme.bits,
-                    "group_size": scheme.group_size or -1,
+                    "bits": module_scheme.bits,
+                    "group_size": module_scheme.group_size or -1,
                 }
-        settings = {
+        settings: dict[str, Any] = {
             "quant_method": self.name,
             "bits": common.bits,
             "group_size": common.group_size or -1,
             "sym": common.symmetric,
             "desc_act": False,
+            # All readers support version 1, which cannot store every zero point.
             "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
             "pack_dtype": "int32",
             "lm_head": "lm_head" in schemes,
             "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
         }
-        return settings | ({"dynamic": dynamic} if dynamic else {})
+        if dynamic:
+            settings["dynamic"] = dynamic
+        return settings
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {self.settings_file: json.dumps(settings, indent=2).encode() + b"\n"}
@@ -146,32 +162,37 @@ class Gptq(QuantMethod):
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
     ) -> str:
-        """transformers calls gptqmodel with one scheme for all linears except the head, and ignores
-        ``dynamic``; vLLM 0.32 has kernels for symmetric weights in order, on CPUs only for 4 bits.
+        """Do as `QuantMethod.readers`. transformers calls gptqmodel with one scheme for all linears
+        except the head, and ignores ``dynamic``; vLLM 0.32 has kernels for symmetric weights in
+        order, on CPUs only for 4 bits.
         """
-        found = [scheme for scheme in schemes.values() if scheme is not None]
-        if not {scheme.group_size for scheme in found} <= _READ_SIZES:
+        code_schemes = [scheme for scheme in schemes.values() if scheme is not None]
+        if not {scheme.group_size for scheme in code_schemes} <= _READ_SIZES:
             return "what reads GPTQ in such groups"
         readers = ["gptqmodel"]
-        blocks = {scheme for module, scheme in schemes.items() if module != "lm_head"}
-        if len(blocks) == 1 and schemes.get("lm_head") is None and "transformers" not in without:
+        block_schemes = {scheme for module, scheme in schemes.items() if module != "lm_head"}
+        is_uniform = len(block_schemes) == 1 and schemes.get("lm_head") is None
+        if is_uniform and "transformers" not in without:
             readers.append("transformers with gptqmodel")
-        if found and "vllm" not in without and all(scheme.symmetric for scheme in found):
-            readers.append("vLLM" if all(scheme.bits == 4 for scheme in found) else "vLLM on GPUs")
+        symmetric = all(scheme.symmetric for scheme in code_schemes)
+        if code_schemes and symmetric and "vllm" not in without:
+            on_cpus = all(scheme.bits == 4 for scheme in code_schemes)
+            readers.append("vLLM" if on_cpus else "vLLM on GPUs")
         return ", ".join(readers)
 
 
 def find_quantized_modules(
     modules: Iterable[str], stored: Collection[str], settings: Settings
 ) -> list[str]:
-    """Return the modules whose tensors show that they are quantized; all of them if there are no
+    """Find the modules whose tensors show that they are quantized; all of them if there are no
     tensors.
 
     Raises:
         UnsupportedError: if their inputs are rotated at run time.
         CheckpointError: if none is quantized.
     """
-    if rotation := settings.values.get("rotation"):
+    rotation = settings.values.get("rotation")
+    if rotation:
         problem = "models whose activations are rotated at run time are not read"
         hint = "quantize the float model without rotation"
         raise make_unread_settings_error(
@@ -183,6 +204,7 @@ def find_quantized_modules(
     for module in modules:
         if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES):
             result.append(module)
+    # Codes may belong to modules that are not among `modules`.
     if not result and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         problem = (
             f"{settings.name} names"
@@ -201,85 +223,89 @@ def claims_by_rows(
     modules: Iterable[str],
     coded: Collection[str],
 ) -> Claims:
-    """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with
+    """Do as `QuantMethod.claims` for GPTQ or AWQ: one scheme for all linears except the head, with
     exceptions.
     """
     base = base_claim(settings, layout, symmetric)
     head = bool(settings.values.get("lm_head"))
     overrides = Overrides(settings, base)
-    found = {}
+    claims: dict[str, Claim] = {}
     for module in not_skipped(modules, settings):
         if is_head(module) and not head and module not in coded:
             continue
         claim = overrides.claim(module, base)
         if claim is not None:
-            found[module] = claim
-    return Claims(found, certain=True)
+            claims[module] = claim
+    return Claims(claims, certain=True)
 
 
 def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
-    """Return what settings of GPTQ or AWQ state of the modules that no pattern names."""
+    """Read what settings of GPTQ or AWQ state of the modules that no pattern names."""
+    # With `static_groups`, groups are of adjacent inputs whatever the order of quantization.
     by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
-    bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
-    bits, size = (
-        None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128))
-    )
-    return Claim(layout, bits, size, symmetric, by_index).apply_settings(
-        settings, bits_key, size_key
-    )
+    bits_key, size_key = [old if settings.has(old) else new for old, new in _OLD_KEYS]
+    # 4 bits in groups of 128 are assumed where a key is missing; a null says that it is not known.
+    bits = None if bits_key in settings.values else 4
+    size = None if size_key in settings.values else 128
+    claim = Claim(layout, bits, size, symmetric, by_index)
+    return claim.apply_settings(settings, bits_key, size_key)
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
-    """Return the programs that quantized a folder, as GPTQModel lists them, without their
+    """Read the programs that quantized a folder, as GPTQModel lists them, without their
     versions.
     """
     meta = settings.get("meta")
-    if isinstance(meta, dict):
-        found = meta.get("quantizer")
-    else:
-        found = None
+    quantizers = meta.get("quantizer") if isinstance(meta, dict) else None
+    # A single program may be a string instead of a list.
+    if not isinstance(quantizers, list):
+        quantizers = [quantizers]
     result: set[str] = set()
-    for one in found if isinstance(found, list) else [found]:
-        if type(one) is str:
-            result.add(one.split(":")[0].lower())
+    for quantizer in quantizers:
+        if type(quantizer) is str:
+            result.add(quantizer.split(":")[0].lower())
     return result
 
 
 def _read_zero_point_version(settings: Settings) -> int | None:
-    """Return the version of zero points that settings state; None if they do not."""
+    """Read the version of zero points that settings state; None if they do not."""
     problem = "this layout of GPTQ is not read"
     for key in ("checkpoint_format", "format"):
         if settings.has(key):
-            stated = settings.string(key).lower()
-            if stated not in _FORMATS:
+            layout = settings.string(key).lower()
+            if layout not in _FORMATS:
                 hint = "export the model with the format gptq"
                 raise make_unread_settings_error(
-                    settings, problem, format_value(stated), " or ".join(_FORMATS), hint
+                    settings, problem, format_value(layout), " or ".join(_FORMATS), hint
                 )
-            return _FORMATS[stated]
+            return _FORMATS[layout]
     if settings.flag("is_marlin_format", False):
         raise make_unread_settings_error(settings, problem, "marlin", "gptq")
     return None
 
 
 def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
-    """Return what settings, or an override in them, state of modules, if quantkit reads it; `claim`
+    """Read what settings, or an override in them, state of modules, if quantkit reads it; `claim`
     is the default.
     """
     for key in required:
         settings.need(key)
-    if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
-        raise make_unread_settings_error(
-            settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL
-        )
+    if settings.has("bits"):
+        bits = settings.integer("bits", 1, 32)
+        if bits not in (4, 8):
+            raise make_unread_settings_error(
+                settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL
+            )
     claim = claim.apply_settings(settings)
-    if settings.has("pack_dtype") and (words := settings.string("pack_dtype")) != "int32":
-        raise make_unread_settings_error(
-            settings,
-            "codes are packed into other words than are read",
-            format_value(words),
-            "int32",
-        )
+    if settings.has("pack_dtype"):
+        words = settings.string("pack_dtype")
+        if words != "int32":
+            raise make_unread_settings_error(
+                settings,
+                "codes are packed into other words than are read",
+                format_value(words),
+                "int32",
+            )
     if settings.values.get("adapter"):
         raise make_unread_settings_error(settings, "adapters next to codes are not read")
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
@@ -298,15 +324,19 @@ class Overrides:
         `CheckpointError`.
         """
         self.claims: list[tuple[Claim | None, Settings]] = []
-        # Of patterns that are names: there may be one for each linear.
+        # The places of patterns that are names, of which there may be one for each linear.
         self._names: dict[str, int] = {}
         self._patterns: list[tuple[int, Targets]] = []
         if not settings.has("dynamic"):
             return
         dynamic = settings.inside("dynamic")
         match_time = MatchTime(settings.path)
-        patterns = [key.removeprefix("+:").removeprefix("-:") for key in dynamic.values]
-        names = [_extract_exact_name(pattern) for pattern in patterns]
+        patterns: list[str] = []
+        names: list[str | None] = []
+        for key in dynamic.values:
+            pattern = key.removeprefix("+:").removeprefix("-:")
+            patterns.append(pattern)
+            names.append(_extract_exact_name(pattern))
         if names.count(None) > _MAX_PATTERNS:
             problem = f"{dynamic.name} has too many patterns"
             expected = f"at most {_MAX_PATTERNS}"
@@ -317,30 +347,31 @@ class Overrides:
             pattern = patterns[place]
             name = names[place]
             if name is None:
-                self._patterns.append(
-                    (place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time))
-                )
+                targets = Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)
+                self._patterns.append((place, targets))
             else:
+                # The first pattern that matches decides.
                 self._names.setdefault(name, place)
             if key.startswith("-:") or value is False:
                 self.claims.append((None, dynamic))
             else:
-                own = dynamic.inside(key)
-                symmetric = own.flag("sym", base.symmetric is not False)
-                self.claims.append((replace(base.apply_settings(own), symmetric=symmetric), own))
+                override = dynamic.inside(key)
+                symmetric = override.flag("sym", base.symmetric is not False)
+                claim = replace(base.apply_settings(override), symmetric=symmetric)
+                self.claims.append((claim, override))
 
     def find(self, module: str) -> int | None:
-        """Return the place of the first pattern that matches a module; None if none does."""
-        named = self._names.get(module)
+        """Find the place of the first pattern that matches a module; None if none does."""
+        name_place = self._names.get(module)
         for place, targets in self._patterns:
-            if named is not None and named < place:
+            if name_place is not None and name_place < place:
                 break
             if targets.closeness(module) == BY_PATTERN:
                 return place
-        return named
+        return name_place
 
     def claim(self, module: str, base: Claim) -> Claim | None:
-        """Return what holds for a module; None if it is not quantized."""
+        """Look up the claim for a module; None if it is not quantized."""
         place = self.find(module)
         if place is None:
             return base
@@ -348,9 +379,10 @@ class Overrides:
 
 
 def _extract_exact_name(pattern: str) -> str | None:
-    """Return the only name that a pattern matches; None if it may match several."""
+    """Extract the only name that a pattern matches; None if it may match several."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
+    # A pattern is a name if escaping what remains without backslashes gives the pattern again.
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
     if re.escape(name) == pattern[1:-1]:
         return name
@@ -378,48 +410,65 @@ class AutoRound(QuantMethod):
         if settings.values.get("rotation_config"):
             raise make_unread_settings_error(settings, "rotated weights of AutoRound are not read")
         method, layout = _PACKINGS[packing]
-        said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
-        names = dict[str, dict[str, Any]]()
-        patterns = dict[str, dict[str, Any]]()
+        translated: dict[str, Any] = {}
+        for key in ("bits", "group_size", "sym"):
+            translated[key] = settings.values.get(key)
+        names: dict[str, dict[str, Any]] = {}
+        patterns: dict[str, dict[str, Any]] = {}
         if settings.has("extra_config"):
             extra = settings.inside("extra_config")
         else:
             extra = Settings({}, settings.path)
         for key in extra.values:
-            one = extra.inside(key)
-            if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
-                own = {}
+            override = extra.inside(key)
+            changes: dict[str, Any] = {}
+            if override.has("bits") and override.integer("bits", 1, 32) >= _FLOAT_BITS:
                 sign = "-"
             else:
-                _require_weights_only(one)
-                own = {name: one.values[name] for name in said if one.has(name)}
                 sign = "+"
-                if method == "awq" and any(own[name] != said[name] for name in own):
+                _require_weights_only(override)
+                is_changed = False
+                for name, default in translated.items():
+                    if override.has(name):
+                        changes[name] = override.values[name]
+                        is_changed = is_changed or changes[name] != default
+                # In settings of AWQ, one scheme applies to all modules.
+                if method == "awq" and is_changed:
                     problem = "AWQ of several schemes is not read"
-                    found = f"{format_value(key)}: {format_value(own)}"
+                    description = f"{format_value(key)}: {format_value(changes)}"
                     raise make_unread_settings_error(
-                        settings, problem, found, "one scheme", _AS_GPTQ
+                        settings, problem, description, "one scheme", _AS_GPTQ
                     )
             if _PATTERN.search(key):
-                patterns[f"{sign}:.*(?:{key})"] = own
+                patterns[f"{sign}:.*(?:{key})"] = changes
             else:
-                names[f"{sign}:{re.escape(key)}$"] = own
-        said |= {"quant_method": method, "lm_head": "lm_head" in extra.values}
+                names[f"{sign}:{re.escape(key)}$"] = changes
+        translated["quant_method"] = method
+        translated["lm_head"] = "lm_head" in extra.values
         if method == "awq":
-            said |= {"version": layout, "zero_point": not settings.flag("sym", True)}
+            translated["version"] = layout
+            translated["zero_point"] = not settings.flag("sym", True)
         else:
-            said |= {"checkpoint_format": layout, "dynamic": names | patterns}
-        return method, Settings(said, settings.path, settings.name)
+            translated["checkpoint_format"] = layout
+            # The first match in ``dynamic`` decides, so names go before patterns.
+            translated["dynamic"] = names | patterns
+        return method, Settings(translated, settings.path, settings.name)
 
 
 def _require_weights_only(settings: Settings) -> None:
-    if settings.has("data_type") and (kind := settings.string("data_type")) != "int":
-        raise make_unread_settings_error(
-            settings,
-            "AutoRound's weights are of a type that is not read",
-            format_value(kind),
-            "int",
-        )
-    if settings.has("act_bits") and (bits := settings.integer("act_bits", 1, 32)) < _FLOAT_BITS:
-        problem = "AutoRound's activations of few bits are not read"
-        raise make_unread_settings_error(settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits")
+    if settings.has("data_type"):
+        kind = settings.string("data_type")
+        if kind != "int":
+            raise make_unread_settings_error(
+                settings,
+                "AutoRound's weights are of a type that is not read",
+                format_value(kind),
+                "int",
+            )
+    if settings.has("act_bits"):
+        bits = settings.integer("act_bits", 1, 32)
+        if bits < _FLOAT_BITS:
+            problem = "AutoRound's activations of few bits are not read"
+            raise make_unread_settings_error(
+                settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits"
+            )

@@ -1,4 +1,4 @@
-"""The layout of one linear in GPTQ.
+"""One linear in GPTQ's layout.
 
 A weight [O, I] of codes of 4 or 8 bits is ``qweight`` int32 [ceil(I * bits / 32), O], packed down
 the inputs; ``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`);
@@ -87,8 +87,8 @@ class GptqLinear(GroupedCodec):
 
     @property
     def scheme(self) -> QuantScheme | None:
-        whole = self.group_size is None or self.group_size % 8 == 0
-        if whole:
+        # No other groups can be a scheme; weights with them are read as floats.
+        if self.group_size is None or self.group_size % 8 == 0:
             return QuantScheme(self.bits, self.group_size, self.symmetric)
         return None
 
@@ -102,6 +102,8 @@ class GptqLinear(GroupedCodec):
         symmetric = self.version.symmetric(raw)
         if not symmetric:
             self.version.require_whole(raw, packed)
+        # A last group may be shorter than the others: groups that divide it and the others repeat
+        # scales, and are all equally long.
         unit = math.gcd(packed.group_size, packed.columns)
         if not ordered or (packed.groups > 1 and unit % 8):
             if ordered:
@@ -109,8 +111,9 @@ class GptqLinear(GroupedCodec):
             else:
                 stored_as = "GPTQ with act-order"
             return TensorSpec(expected.name, expected.shape, expected.dtype, None, stored_as)
-        one = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
-        scheme = QuantScheme(self.bits, None if one else unit, symmetric)
+        # A single group is a row, unless the settings state a group of exactly that length.
+        is_row = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
+        scheme = QuantScheme(self.bits, None if is_row else unit, symmetric)
         return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
@@ -120,50 +123,52 @@ class GptqLinear(GroupedCodec):
         return self._tensors(spec, scales_dtype(raw), indexed=raw.find(G_IDX) is not None)
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
-        if spec.scheme is None:
-            groups = None
-        else:
-            groups = spec.scheme.group_size
-        return groups or 32 // self.bits  # groups are whole words
+        group_size = None if spec.scheme is None else spec.scheme.group_size
+        # Groups are whole words; without groups, columns can be read by words.
+        return group_size or 32 // self.bits
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
         packed = self._compute_packing(spec.shape)
-        (first, last) = columns
-        inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
-        words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
+        first, last = columns
+        if rows is None:
+            inputs = (first // packed.per_word, -(-last // packed.per_word))
+            part = TensorSlice(0, (inputs,))
+        else:
+            # The tensor is transposed: its columns are the rows of the weight.
+            part = TensorSlice(1, rows.ranges)
+        words = raw.read(QWEIGHT, part)
         codes = qtensor.unpack_int32(words.t(), self.bits, last - first)
         if spec.scheme is None:
             return self._floats(raw, packed, spec.dtype, codes, rows, first)
+        # The stored group of each group of the scheme, which may be shorter; see `spec`.
         groups = [0]
-        if (size := spec.scheme.group_size) is not None:
+        size = spec.scheme.group_size
+        if size is not None:
             groups = [column // packed.group_size for column in range(first, last, size)]
         bounds = (groups[0], groups[-1] + 1)
-        symmetric = spec.scheme.symmetric
         scale = read_outputs(raw, SCALES, rows, bounds)
-        if symmetric:
-            zero = None
-        else:
-            zero = self._zeros(raw, packed, rows, bounds)
         within = [group - groups[0] for group in groups]
-        return qtensor.QuantTensor(
-            codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme
-        )
+        zero = None
+        if not spec.scheme.symmetric:
+            zero = self._zeros(raw, packed, rows, bounds)[:, within]
+        return qtensor.QuantTensor(codes, scale[:, within], zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         per_word = 32 // self.bits
-        for what, size in zip(("outputs", "inputs"), shape, strict=True):
+        for axis, size in zip(("outputs", "inputs"), shape, strict=True):
             if size % per_word:
                 return Reason(
-                    f"its {what} fill no whole words",
+                    f"its {axis} fill no whole words",
                     found=size,
                     expected=f"a multiple of {per_word}",
                 )
         return None
 
     def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
-        if (reason := self.misfit(value.shape)) is not None:
+        reason = self.misfit(value.shape)
+        if reason is not None:
             return reason
         packed = self._compute_packing(value.shape)
         scale = exact_scale(value.scale, DType.FLOAT16)
@@ -171,6 +176,7 @@ class GptqLinear(GroupedCodec):
             return scale
         qweight = qtensor.pack_int32(value.codes, self.bits).t().contiguous()
         if value.zero is None:
+            # Version 1 stores the zero point of symmetric codes, 2 ** (bits - 1), minus 1.
             field = 2 ** (self.bits - 1) - 1
             shape = packed.groups, packed.rows // packed.per_word
             qzeros = torch.full(shape, field * ones(self.bits), dtype=torch.int32)
@@ -186,35 +192,36 @@ class GptqLinear(GroupedCodec):
     def _tensors(self, spec: TensorSpec, scales: DType, *, indexed: bool) -> list[StoredTensor]:
         dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
         if indexed:
-            dtypes |= {G_IDX: DType.INT32}
-        else:
-            dtypes |= {}
+            dtypes[G_IDX] = DType.INT32
         return GPTQ.list_stored_tensors(spec, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
-        """Return whether groups are of adjacent inputs."""
+        """Check whether groups are of adjacent inputs."""
         if raw.find(G_IDX) is None:
             return True
-        found = raw.read_bytes(G_IDX)
-        words = (struct.pack("<i", group) * packed.group_size for group in range(packed.groups))
-        if found == b"".join(words)[: len(found)]:
+        data = raw.read_bytes(G_IDX)
+        # Comparing bytes shows the usual order without unpacking them.
+        words = [struct.pack("<i", group) * packed.group_size for group in range(packed.groups)]
+        if data == b"".join(words)[: len(data)]:
             return True
-        groups = [group for (group,) in struct.iter_unpack("<i", found)]
-        if (stray := next((g for g in groups if not 0 <= g < packed.groups), None)) is not None:
-            problem = f"tensor '{raw.name}.{G_IDX}' names a group that does not exist"
-            raise raw.make_damage_error(problem, stray, f"0 to {packed.groups - 1}")
+        for (group,) in struct.iter_unpack("<i", data):
+            if not 0 <= group < packed.groups:
+                problem = f"tensor '{raw.name}.{G_IDX}' names a group that does not exist"
+                raise raw.make_damage_error(problem, group, f"0 to {packed.groups - 1}")
         return False
 
     def _zeros(
         self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the zero points [O, G] of some groups."""
+        """Read the zero points [O, G] of some groups."""
         if self.version is None:
             version = 2
         else:
             version = self.version.of(raw)
 
         def unpack(words: torch.Tensor) -> torch.Tensor:
+            # The last word of all outputs may be partly filled; selected words are unpacked whole,
+            # and `read_outputs` picks the outputs.
             if rows is None:
                 count = packed.rows
             else:
@@ -232,7 +239,7 @@ class GptqLinear(GroupedCodec):
         rows: TensorSlice | None,
         start: int,
     ) -> torch.Tensor:
-        """Return the weights of columns from `start` on, computed in float32 and rounded once."""
+        """Dequantize the columns from `start` on, in float32, and round once."""
         stop = start + codes.shape[1]
         group = torch.arange(start, stop) // packed.group_size
         if raw.find(G_IDX) is not None:
@@ -256,8 +263,8 @@ def read_outputs(
     per_word: int = 1,
     unpack: Callable[[torch.Tensor], torch.Tensor] = lambda words: words,
 ) -> torch.Tensor:
-    """Return the transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed
-    into words.
+    """Read the transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into
+    words.
 
     Args:
         rows: some outputs; None for all.
@@ -266,15 +273,16 @@ def read_outputs(
     if rows is None:
         return unpack(raw.read(suffix, TensorSlice(0, (lines,)))).t().contiguous()
     words = tuple((start // per_word, -(-stop // per_word)) for start, stop in rows.ranges)
-    found = unpack(raw.read(suffix, TensorSlice(1, words))[lines[0] : lines[1]])
+    outputs = unpack(raw.read(suffix, TensorSlice(1, words))[lines[0] : lines[1]])
     if per_word == 1:
-        return found.t().contiguous()
-    kept = []
-    before = 0
+        return outputs.t().contiguous()
+    # The words at the ends of a range have outputs outside of it.
+    indices: list[torch.Tensor] = []
+    words_before = 0
     for (start, stop), (first, last) in zip(rows.ranges, words, strict=True):
-        kept.append(torch.arange(start, stop) + (before - first) * per_word)
-        before += last - first
-    return found[:, torch.cat(kept)].t().contiguous()
+        indices.append(torch.arange(start, stop) + (words_before - first) * per_word)
+        words_before += last - first
+    return outputs[:, torch.cat(indices)].t().contiguous()
 
 
 def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
@@ -294,17 +302,18 @@ def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
         raise raw.make_unsupported_error(
             f"'{raw.name}' is no matrix, and has codes", list(expected.shape)
         )
-    if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
+    missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
+    if missing:
         problem = f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing"
         raise raw.make_damage_error(problem, hint=DAMAGED_FILE)
 
 
 def scales_dtype(raw: RawModule) -> DType:
-    """Return the float type of a module's scales; any other raises `UnsupportedError`."""
-    found = raw.find(SCALES)
-    assert found is not None
-    if found.dtype not in FLOATS:
+    """Look up the float type of a module's scales; any other raises `UnsupportedError`."""
+    scales = raw.find(SCALES)
+    assert scales is not None
+    if scales.dtype not in FLOATS:
         raise raw.make_unsupported_error(
-            f"tensor '{found.name}' holds no floats", found.dtype, " or ".join(FLOATS)
+            f"tensor '{scales.name}' holds no floats", scales.dtype, " or ".join(FLOATS)
         )
-    return found.dtype
+    return scales.dtype

@@ -27,17 +27,19 @@ QZEROS = "qzeros"
 SCALES = "scales"
 G_IDX = "g_idx"
 WRITER = "quantkit"
+# How many modules are sampled, evenly spread over the folder.
 _MODULES = 12
-_INPUTS = 512  # of a module; more for longer groups
+# The inputs that are read of each module; more for longer groups.
+_INPUTS = 512
 _MAX_INPUTS = 4096
+# The inputs that are unpacked at a time.
 _AT_ONCE = 128
-# To estimate a standard error.
+# How many offsets it takes to estimate a standard error from their spread.
 _MIN_OFFSETS = 6
-_ERRORS = 4  # standard errors
-_OF_MEDIAN = (
-    # Standard error of a median, times the root of the count, in median absolute deviations.
-    1.86
-)
+# A version is certain if offsets are this many standard errors from the limit between the two.
+_ERRORS = 4
+# Standard error of a median, times the root of the count, in median absolute deviations.
+_OF_MEDIAN = 1.86
 # Of the range of codes: the mean of one module's weights may differ from zero by this.
 _OWN_MEAN = 1 / 512
 _Offset = tuple[float, float]
@@ -73,41 +75,48 @@ def ones(bits: int) -> int:
 
 
 def unpack_zero_points(words: torch.Tensor, bits: int, count: int, version: int) -> torch.Tensor:
-    """Return the zero points [..., count] uint8 that words [..., W] int32 hold."""
-    return qtensor.unpack_int32(words + ones(bits) if version == 1 else words, bits, count)
+    """Unpack zero points [..., count] uint8 from words [..., W] int32."""
+    if version == 1:
+        # Adding to whole words undoes GPTQModel's subtraction, with its borrows.
+        words = words + ones(bits)
+    return qtensor.unpack_int32(words, bits, count)
 
 
 def _find_constant(raw: RawModule, packed: Packed) -> int | None:
-    """Return the value of all stored zero points of a module; None if they differ."""
+    """Find the value of all stored zero points of a module; None if they differ."""
     data = raw.read_bytes(QZEROS)
-    if data:
-        field = data[0] & (2**packed.bits - 1)
-    else:
-        field = 0
+    field = data[0] & (2**packed.bits - 1) if data else 0
     if packed.rows % packed.per_word:
-        return field if bool((_read_stored_zeros(raw, packed) == field).all()) else None
-    word = (field * ones(packed.bits)).to_bytes(4, "little")
-    return field if data == word * (len(data) // 4) else None
+        # The unused fields of the last word may have any value.
+        is_constant = bool((_read_stored_zeros(raw, packed) == field).all())
+    else:
+        word = (field * ones(packed.bits)).to_bytes(4, "little")
+        is_constant = data == word * (len(data) // 4)
+    return field if is_constant else None
 
 
 def _read_stored_zeros(raw: RawModule, packed: Packed) -> torch.Tensor:
-    """Return the stored value for each group and output [G, O], uint8."""
+    """Read the stored value for each group and output [G, O], uint8."""
+    # Version 2 stores zero points as they are.
     return unpack_zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
 
 
 def _has_borrowed_zeros(raw: RawModule, packed: Packed) -> bool:
-    """Return whether a zero point borrows from the next output's; see `Version.require_whole`."""
+    """Check whether a zero point borrows from the next output's; see `Version.require_whole`."""
+    # A zero point of 0 minus 1 has all bits set.
     full = _read_stored_zeros(raw, packed) == 2**packed.bits - 1
     if not full.any():
         return False
     padding = -packed.rows % packed.per_word
-    words = torch.nn.functional.pad(full, (0, padding), value=True).view(
-        len(full), -1, packed.per_word
-    )
+    padded = torch.nn.functional.pad(full, (0, padding), value=True)
+    words = padded.view(len(full), -1, packed.per_word)
+    # In each word, the fields from the first full one on.
     from_first = words.cumsum(-1) > 0
     inside = torch.arange(words.shape[1] * packed.per_word).view(words.shape[1:]) < packed.rows
+    # Words in which an output follows a full field: others show nothing.
     followed = (from_first[..., :-1] & inside[..., 1:]).any(-1)
     destroyed = followed & (words | ~from_first).all(-1)
+    # Only if all such words are full was -1 ORed into them; by chance some may be.
     if destroyed.any() and not (followed & ~destroyed).any():
         group, word = destroyed.nonzero()[0].tolist()
         raise raw.make_unsupported_error(
@@ -152,23 +161,24 @@ class Version:
         self._halfway: set[str] | None = None
 
     def of(self, raw: RawModule) -> int:
-        """1 or 2, from any module of the folder; different ones raise `CheckpointError`."""
+        """Determine the version, 1 or 2, from any module of the folder; different ones raise
+        `CheckpointError`.
+        """
         if self._version is None:
             self._version = self._determine_version(raw)
         return self._version
 
     def symmetric(self, raw: RawModule) -> bool:
-        """Return whether a module's zero points are those of a symmetric scheme, if the settings
-        say so or all modules are symmetric.
+        """Check whether a module's zero points are those of a symmetric scheme, if the settings say
+        so or all modules are symmetric.
         """
         version = self.of(raw)
         if self._halfway is None:
-            halves = {}
-            for name in self._constants:
-                halves[name] = 2 ** (self._modules[name].bits - 1) - (version == 1)
-            self._halfway = {
-                name for name, value in self._constants.items() if value == halves[name]
-            }
+            self._halfway = set()
+            for name, value in self._constants.items():
+                half = 2 ** (self._modules[name].bits - 1)
+                if value == half - (version == 1):
+                    self._halfway.add(name)
         everywhere = len(self._halfway) == len(self._constants)
         return raw.name in self._halfway and (everywhere or self._modules[raw.name].symmetric)
 
@@ -190,23 +200,26 @@ class Version:
         )
 
     def _determine_version(self, raw: RawModule) -> int:
-        there = {}
+        packings: dict[str, Packed] = {}
         for name, module in self._modules.items():
             other = raw.other(name)
-            if (packed := _infer_packing(other, module)) is not None:
-                there[name] = packed
+            packed = _infer_packing(other, module)
+            # Modules whose tensors contradict each other are reported when they are read.
+            if packed is not None:
+                packings[name] = packed
                 self._constants[name] = _find_constant(other, packed)
-        inferred = self._of_constants(
-            raw, [name for name in there if self._modules[name].symmetric]
-        )
+        symmetric_names = [name for name in packings if self._modules[name].symmetric]
+        inferred = self._of_constants(raw, symmetric_names)
         if inferred is None:
             try:
-                inferred = _of_codes(raw, there)
+                inferred = _of_codes(raw, packings)
             except CheckpointError:
+                # The settings that quantkit writes are right, whatever the codes look like.
                 if WRITER not in self._writers:
                     raise
         if self._config_version is None:
-            result = inferred or self._of_constants(raw, list(there)) or 1
+            # If nothing shows the version, it is the first.
+            result = inferred or self._of_constants(raw, list(packings)) or 1
             if result != 1:
                 unknown = "its settings do not say of which of GPTQ's versions zero points are"
                 raw.note(f"{unknown}; they are of version {result}, and are read so")
@@ -225,12 +238,18 @@ class Version:
         return inferred
 
     def _of_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
-        """Return the version of symmetric modules; None if not all are symmetric."""
+        """Infer the version from symmetric modules; None if not all are symmetric."""
+        # The first module of each version, for errors.
         versions: dict[int | None, str] = {}
         for name in names:
             half = 2 ** (self._modules[name].bits - 1)
             value = self._constants[name]
-            versions.setdefault(None if value is None else {half - 1: 1, half: 2}.get(value), name)
+            version = None
+            if value == half - 1:
+                version = 1
+            elif value == half:
+                version = 2
+            versions.setdefault(version, name)
         if len(versions) != 1:
             if versions and None not in versions:
                 raise _disagree(raw, versions[1])
@@ -246,61 +265,76 @@ def _disagree(raw: RawModule, name: str) -> CheckpointError:
 
 
 def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
-    """Return the version that the codes of some modules show together; None if it is too uncertain.
+    """Infer the version that the codes of some modules show together; None if it is too uncertain.
     If most modules show one, and not all the same, it raises `CheckpointError`.
     """
-    sampled = list(modules)[:: math.ceil(len(modules) / _MODULES) or 1]
+    step = math.ceil(len(modules) / _MODULES) or 1
+    sampled = list(modules)[::step]
     offsets = [_measure_offsets(raw.other(name), modules[name]) for name in sampled]
-    own = {
-        name: one
-        for name, offset in zip(sampled, offsets, strict=True)
-        if (one := _nearest(offset)) is not None
-    }
-    if len(set(own.values())) > 1 and 2 * len(own) > len(sampled):
-        raise _disagree(raw, next(name for name, one in own.items() if one == 1))
-    if offsets:
-        return _nearest([_together(offset) for offset in zip(*offsets, strict=True)])
-    return None
+    certain: dict[str, int] = {}
+    for name, module_offsets in zip(sampled, offsets, strict=True):
+        version = _nearest(module_offsets)
+        if version is not None:
+            certain[name] = version
+    if len(set(certain.values())) > 1 and 2 * len(certain) > len(sampled):
+        for name, version in certain.items():
+            if version == 1:
+                raise _disagree(raw, name)
+    if not offsets:
+        return None
+    # Modules that are too uncertain one by one may be certain together.
+    combined: list[_Offset] = []
+    for version_offsets in zip(*offsets, strict=True):
+        combined.append(_together(version_offsets))
+    return _nearest(combined)
 
 
 def _together(offsets: Sequence[_Offset]) -> _Offset:
-    """Return the median of mean offsets, which single unusual modules do not change, and its
+    """Compute the median of mean offsets, which single unusual modules do not change, and its
     error.
     """
-    means = [mean for mean, _ in offsets]
+    means: list[float] = []
+    errors: list[float] = []
+    for mean, error in offsets:
+        means.append(mean)
+        errors.append(error)
     middle = statistics.median(means)
     if len(means) < _MIN_OFFSETS:
-        return middle, math.hypot(*(error for _, error in offsets)) / len(means)
+        # Too few for their spread to be known: use the error of a mean of independent values.
+        return middle, math.hypot(*errors) / len(means)
     deviation = statistics.median(abs(mean - middle) for mean in means)
     return middle, _OF_MEDIAN * deviation / math.sqrt(len(means))
 
 
 def _nearest(offsets: Sequence[_Offset]) -> int | None:
-    """Return the version for which codes are near zero points, if they are not for the other; None
+    """Choose the version for which codes are near zero points, if they are not for the other; None
     if it is too uncertain, by the mean offset of codes from zero points with version 1, and with
     version 2.
     """
-    (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
-    sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
-    if sure:
-        if offsets[0] == (near, error):
-            return 1
-        return 2
-    return None
+    (near, near_error), (far, far_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
+    # The offsets of the versions differ by 1, so the limit between them is one half.
+    if not abs(near) + _ERRORS * near_error < 0.5 < abs(far) - _ERRORS * far_error:
+        return None
+    if offsets[0] == (near, near_error):
+        return 1
+    return 2
 
 
 def _infer_packing(raw: RawModule, module_settings: Stated) -> Packed | None:
-    """Return the packing of a module, from its headers; None if they contradict each other."""
-    found = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)]
+    """Infer the packing of a module from its headers; None if they contradict each other."""
     g_idx = raw.find(G_IDX)
-    shapes = []
-    for one in found:
-        if one is not None and len(one.shape) == 2 and 0 not in one.shape:
-            shapes.append(one.shape)
-    words_of = [one for one in (found[0], found[1], g_idx) if one is not None]
-    if len(shapes) < 3 or any(one.dtype != DType.INT32 for one in words_of):
+    shapes: list[tuple[int, ...]] = []
+    for suffix in (QWEIGHT, QZEROS, SCALES):
+        tensor = raw.find(suffix)
+        if tensor is None or len(tensor.shape) != 2 or 0 in tensor.shape:
+            return None
+        if suffix != SCALES and tensor.dtype != DType.INT32:
+            return None
+        shapes.append(tensor.shape)
+    if g_idx is not None and g_idx.dtype != DType.INT32:
         return None
     (words, rows), zeros, scales = shapes
+    # The last word may be partly filled; the group of each input, or the groups, tell how far.
     columns = words * 32 // module_settings.bits
     if g_idx is not None:
         if len(g_idx.shape) != 1:
@@ -308,23 +342,18 @@ def _infer_packing(raw: RawModule, module_settings: Stated) -> Packed | None:
         columns = g_idx.shape[0]
     elif module_settings.group_size is not None:
         columns = min(columns, scales[0] * module_settings.group_size)
-    packed = Packed(
-        module_settings.bits,
-        rows,
-        columns,
-        min(module_settings.group_size or columns, columns) or 1,
-    )
-    fits = scales == (packed.groups, rows) and zeros == (
-        packed.groups,
-        math.ceil(rows / packed.per_word),
-    )
-    if fits and words == math.ceil(columns / packed.per_word):
-        return packed
-    return None
+    group_size = min(module_settings.group_size or columns, columns) or 1
+    packed = Packed(module_settings.bits, rows, columns, group_size)
+    expected_zeros = (packed.groups, math.ceil(rows / packed.per_word))
+    if scales != (packed.groups, rows) or zeros != expected_zeros:
+        return None
+    if words != math.ceil(columns / packed.per_word):
+        return None
+    return packed
 
 
 def _measure_offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
-    """Return the mean of codes minus zero points for some inputs, with version 1 and with 2, and
+    """Measure the mean of codes minus zero points for some inputs, with version 1 and with 2, and
     its standard error.
     """
     from quantkit.tensors.tensor_slice import TensorSlice
@@ -340,29 +369,30 @@ def _measure_offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     counts = torch.zeros(packed.groups)
     for start in range(0, inputs, _AT_ONCE):
         stop = min(start + _AT_ONCE, inputs)
-        words = raw.read(
-            QWEIGHT, TensorSlice(0, ((start // packed.per_word, -(-stop // packed.per_word)),))
-        )
+        bounds = (start // packed.per_word, -(-stop // packed.per_word))
+        words = raw.read(QWEIGHT, TensorSlice(0, (bounds,)))
         codes = qtensor.unpack_int32(words.t(), packed.bits, stop - start)
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
-    there = counts > 0
-    stored = _read_stored_zeros(raw, packed).t()[:, there]
-    # Other groups may have weights of one sign.
+    # Groups of which an input was read.
+    sampled = counts > 0
+    stored = _read_stored_zeros(raw, packed).t()[:, sampled]
+    # Groups with a zero point at either end may have weights of one sign, whose mean is not zero.
     inner = (stored > 0) & (stored < 2**packed.bits - 1)
-    means = totals[:, there] / counts[there]
-    weights = (counts[there] * inner).flatten().double()
+    means = totals[:, sampled] / counts[sampled]
+    weights = (counts[sampled] * inner).flatten().double()
     if not inner.any():
         return [(math.inf, math.inf)] * 2
     result = []
     for version in (1, 2):
         zeros = unpack_zero_points(raw.read(QZEROS), packed.bits, packed.rows, version).t().float()
-        offsets = (means - zeros[:, there]).flatten().double()
+        offsets = (means - zeros[:, sampled]).flatten().double()
         mean = float((offsets * weights).sum() / weights.sum())
         spread = float(((offsets - mean).square() * weights).sum() / weights.sum())
         if len(offsets) >= _MIN_OFFSETS:
             error = math.sqrt(spread / (len(offsets) - 1))
         else:
             error = math.inf
+        # However many weights were read, their true mean need not be zero.
         result.append((mean, max(error, 2**packed.bits * _OWN_MEAN)))
     return result

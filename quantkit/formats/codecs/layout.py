@@ -1,5 +1,5 @@
-"""The layouts of weights: the tensors of a module and their shapes; and what was found of a
-module.
+"""The layouts of weights: the tensors of a module and their shapes; and descriptions of modules on
+disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shapes = Mapping[str, list[Shape]]
 written.
 """
 
-# Bytes may be exponents.
+# Types that never hold floats. UINT8 is not among them: bytes may be the exponents of scales.
 _INTEGERS = (
     DType.INT8,
     DType.INT16,
@@ -32,9 +32,11 @@ _INTEGERS = (
     DType.INT64,
     DType.UINT32,
 )
-_MAX_SHAPED_BITS = 8  # of codes whose shapes are known
+# Shapes are checked for codes of up to these bits.
+_MAX_SHAPED_BITS = 8
 MAX_BITS = 16
 """Bits of a code that settings may state."""
+# A generous limit of the sizes in settings, which bounds what is computed from them.
 MAX_COLUMNS = 2**24
 
 
@@ -88,32 +90,34 @@ class Layout:
 
     @functools.cached_property
     def suffixes(self) -> set[str]:
-        """Return all that its tensors may have."""
-        also = (name for names in self.also for name in names)
-        return {
+        """Collect the suffixes that its tensors may have."""
+        suffixes = {
             self.codes,
             *self.scales,
             *self.floats,
             *self.integers,
             *self.optional_suffixes,
-            *also,
         }
+        for alternatives in self.also:
+            suffixes.update(alternatives)
+        return suffixes
 
     def matches(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Return whether tensors, by suffix, have its codes; scales are enough if no other layout
-        has scales of that name.
+        """Check that tensors, by suffix, have its codes; scales are enough if no other layout has
+        scales of that name.
         """
         codes = tensors.get(self.codes)
         if codes is None:
+            # Only layouts that append suffixes without a dot have names that no other layout has.
             return not self.joint and any(suffix in tensors for suffix in self.scales)
-        return self.excluded not in tensors and (
-            not self.code_types or codes.dtype in self.code_types
-        )
+        if self.excluded in tensors:
+            return False
+        return not self.code_types or codes.dtype in self.code_types
 
     def list_stored_tensors(
         self, spec: TensorSpec, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
     ) -> list[StoredTensor]:
-        """Return the tensors of a weight [O, I] as they are written, in the order of their suffixes
+        """List the tensors of a weight [O, I] as they are written, in the order of their suffixes
         in `dtypes`.
         """
         rows, columns = spec.shape
@@ -121,6 +125,7 @@ class Layout:
         shapes = self.shapes(rows, columns, bits, group_size, None)
         result: list[StoredTensor] = []
         for suffix, dtype in dtypes.items():
+            # The first shape is the one that is written; the others are only read.
             result.append(StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0]))
         return result
 
@@ -150,20 +155,22 @@ class Claim:
     def apply_settings(
         self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size"
     ) -> Claim:
-        """This claim with the bits and the group size that settings state, if they do; -1 and 0
+        """Replace the bits and the group size by those that settings state, if they do; -1 and 0
         stand for a row.
         """
-        bits = settings.integer(bits_key, 1, MAX_BITS) if settings.has(bits_key) else self.bits
-        size = (
-            settings.integer(size_key, -1, MAX_COLUMNS)
-            if settings.has(size_key)
-            else self.group_size
-        )
-        return replace(self, bits=bits, group_size=size if size is not None and size > 0 else None)
+        bits = self.bits
+        if settings.has(bits_key):
+            bits = settings.integer(bits_key, 1, MAX_BITS)
+        size = self.group_size
+        if settings.has(size_key):
+            size = settings.integer(size_key, -1, MAX_COLUMNS)
+        if size is not None and size <= 0:
+            size = None
+        return replace(self, bits=bits, group_size=size)
 
 
 def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale, as settings state them; None if they do not.
+    """Read the rows and columns that share a scale from settings; None if they do not state them.
     Anything but a list of two positive integers raises `CheckpointError`.
     """
     if not settings.has(key):
@@ -172,7 +179,9 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
         sizes = settings.values[key]
     else:
         sizes = []
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_COLUMNS for size in sizes):
+    # JSON's true and false are ints in Python, hence `type`.
+    is_pair = len(sizes) == 2 and all(type(size) is int for size in sizes)
+    if not is_pair or min(sizes) <= 0 or max(sizes) > MAX_COLUMNS:
         settings.wrong_type(key, "rows and columns of a block")
     return sizes[0], sizes[1]
 
@@ -198,7 +207,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Description:
-    """What lies on disk for one quantized module, from headers.
+    """The tensors on disk of one quantized module, from headers.
 
     Attributes:
         layout: of its codes; None if only scales are there.
@@ -219,8 +228,12 @@ class Description:
     @property
     def scale(self) -> StoredTensor | None:
         """Return the tensor of its scales."""
-        suffixes = () if self.layout is None else self.layout.scales
-        return next((self.tensors[suffix] for suffix in suffixes if suffix in self.tensors), None)
+        if self.layout is None:
+            return None
+        for suffix in self.layout.scales:
+            if suffix in self.tensors:
+                return self.tensors[suffix]
+        return None
 
     @property
     def codes(self) -> StoredTensor | None:
@@ -239,27 +252,30 @@ class Description:
 
     @property
     def bits(self) -> int | None:
-        """Bits of a code, if the tensors show them."""
-        if self.layout is None or not self.layout.packed_outputs:
-            if self.layout is None:
-                return None
-            return self.layout.bits
-        parts = [self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)]
-        shapes = [part.shape for part in parts if part is not None and len(part.shape) > 1]
-        if len(shapes) < len(parts):
+        """Derive the bits of a code, if the tensors show them."""
+        if self.layout is None:
             return None
+        if not self.layout.packed_outputs:
+            return self.layout.bits
+        shapes: list[Shape] = []
+        for part in (self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)):
+            if part is None or len(part.shape) < 2:
+                return None
+            shapes.append(part.shape)
+        # Scales have a column for each output, and the words of 32 bits pack these.
         outputs = shapes[1][-1]
-        packed = 32 * shapes[2][-1]
-        if outputs and packed and packed % outputs == 0:
-            return packed // outputs
+        packed_bits = 32 * shapes[2][-1]
+        if outputs and packed_bits and packed_bits % outputs == 0:
+            return packed_bits // outputs
         return None
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Return what must be equal where modules are fused: layout, bits, number of groups, zero
+        """Derive what must be equal where modules are fused: layout, bits, number of groups, zero
         points.
         """
         scale = self.scale
+        # Layouts that pack the outputs (GPTQ, AWQ) have scales [G, O], others [O, G].
         by_inputs = self.layout is not None and bool(self.layout.packed_outputs)
         if scale is None or len(scale.shape) < 2:
             groups = 0
@@ -271,51 +287,60 @@ class Description:
     def scheme(self) -> str:
         """Return its signature for messages."""
         bits, groups = self.signature[1:3]
-        of_bits = f", {bits} bits" if bits else ""
+        text = self.title
+        if bits:
+            text += f", {bits} bits"
         if groups:
-            of_groups = f", {groups} scale{'s' if groups != 1 else ''} a row"
-        else:
-            of_groups = ""
-        return self.title + of_bits + of_groups
+            text += f", {groups} scale{'s' if groups != 1 else ''} a row"
+        return text
 
     @property
     def foreign(self) -> list[str]:
-        """Return the suffixes of tensors that other layouts have, and its own does not."""
+        """List the suffixes of tensors that other layouts have, and its own does not."""
         if self.layout is None:
             return []
-        known = self.layout.suffixes
+        layout_suffixes = self.layout.suffixes
         prefixes = self.layout.prefixes
         result: list[str] = []
         for suffix in self.tensors:
-            if suffix not in known and not suffix.startswith(prefixes):
+            if suffix not in layout_suffixes and not suffix.startswith(prefixes):
                 result.append(suffix)
         return result
 
     def tensor_name(self, suffix: str) -> str:
-        """Return the whole name of a tensor, whether or not it is there."""
-        return f"{self.module}{'.' if self.layout is None else self.layout.joint}{suffix}"
+        """Return the whole name of a tensor, whether or not it exists."""
+        if self.layout is None:
+            return f"{self.module}.{suffix}"
+        return f"{self.module}{self.layout.joint}{suffix}"
 
     def missing(self, claim: Claim | None) -> list[str]:
-        """Return the suffixes of tensors that the layout needs and the module lacks."""
+        """List the suffixes of tensors that the layout needs and the module lacks."""
         if self.layout is None:
-            return ["weight" if claim is None or claim.layout is None else claim.layout.codes]
-        asymmetric = claim is not None and claim.symmetric is False
-        needed = [(self.layout.codes,), self.layout.scales, *self.layout.also]
-        needed += [(name,) for name in self.layout.if_asymmetric if asymmetric]
+            # Scales are there and codes are not: the config may say under which suffix to expect
+            # them.
+            if claim is None or claim.layout is None:
+                return ["weight"]
+            return [claim.layout.codes]
+        required = [(self.layout.codes,), self.layout.scales, *self.layout.also]
+        if claim is not None and claim.symmetric is False:
+            required += [(name,) for name in self.layout.if_asymmetric]
         result: list[str] = []
-        for names in needed:
-            if names and not any(name in self.tensors for name in names):
-                result.append(names[0])
+        for alternatives in required:
+            if alternatives and not any(name in self.tensors for name in alternatives):
+                result.append(alternatives[0])
         return result
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
-        """Yield the suffixes of tensors that hold integers instead of floats, or the reverse, and
-        what they should hold, in any of the layouts that are known.
+        """Yield the suffixes of tensors of integers that should be floats, or the reverse, and
+        what they should be, in any of the layouts that are known.
         """
         if self.layout is None or not self.layout.floats:
             return
-        integers = {suffix for layout in layouts for suffix in layout.integers}
-        floats = {suffix for layout in layouts for suffix in layout.floats}
+        integers: set[str] = set()
+        floats: set[str] = set()
+        for layout in layouts:
+            integers.update(layout.integers)
+            floats.update(layout.floats)
         for suffix, tensor in self.tensors.items():
             if suffix in integers and tensor.dtype in FLOATS:
                 yield suffix, "integers"
@@ -336,5 +361,5 @@ class Description:
 
 
 def words(count: int, bits: int) -> int:
-    """Return the words of 32 bits that codes fill."""
+    """Count the words of 32 bits that codes fill."""
     return math.ceil(count * bits / 32)

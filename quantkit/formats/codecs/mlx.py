@@ -43,12 +43,15 @@ _SCALES = "scales"
 _BIASES = "biases"
 _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
-_CHUNK = 1 << 17  # scales at a time
+# Scales that are checked at a time.
+_CHUNK = 1 << 17
 _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize_activations"}
 """Of the settings that are not names of modules."""
-_GROUP_SIZES = (128, 64, 32)  # that MLX supports
+# What MLX supports.
+_GROUP_SIZES = (128, 64, 32)
 _BITS = (2, 3, 4, 5, 6, 8)
-_READ_BITS = (4, 8)  # as codes
+# Weights in other bits are read as floats.
+_READ_BITS = (4, 8)
 _EXACT_OFFSETS = {
     DType.FLOAT16: (DType.FLOAT32,),
     DType.BFLOAT16: (DType.FLOAT32,),
@@ -99,12 +102,11 @@ class Affine(GroupedCodec):
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         bits, group_size = self._layout(raw, expected.shape)
+        scheme = None
         if bits in _READ_BITS:
             scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size)
-        else:
-            scheme = None
-        if scheme is None and self.minima and bits in _READ_BITS:
-            scheme = QuantScheme(bits, group_size, False, Scales.BLOCKS)
+            if scheme is None and self.minima:
+                scheme = QuantScheme(bits, group_size, False, Scales.BLOCKS)
         scales = raw.find(_SCALES)
         if scheme is not None and scales is not None:
             return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
@@ -129,24 +131,31 @@ class Affine(GroupedCodec):
         ]
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return [found for leaf in _LEAVES if (found := raw.find(leaf)) is not None]
+        tensors: list[StoredTensor] = []
+        for leaf in _LEAVES:
+            tensor = raw.find(leaf)
+            if tensor is not None:
+                tensors.append(tensor)
+        return tensors
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         scheme = spec.scheme
         group_size = self._layout(raw, spec.shape)[1]
-        # Of whole words and groups.
-        return math.lcm(32, group_size if scheme is None else scheme.group_size or 32)
+        if scheme is not None:
+            group_size = scheme.group_size or 32
+        # 32 codes of any bits fill whole words.
+        return math.lcm(32, group_size)
 
     def read(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
-        """Codes are [O, I], also those of one of several experts."""
-        (first, last), count, scheme = columns, spec.shape[-1], spec.scheme
+        """Read codes as [O, I], also those of one of several experts."""
+        first, last = columns
+        count = spec.shape[-1]
+        scheme = spec.scheme
         bits, size = self._layout(raw, spec.shape)
-        packed = raw.read(
-            _CODES,
-            self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)),
-        )
+        part = self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits))
+        packed = raw.read(_CODES, part)
         groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
         scale = raw.read(_SCALES, groups).flatten(0, -2)
         codes = _unpack_codes(packed.flatten(0, -2), bits, last - first)
@@ -156,6 +165,7 @@ class Affine(GroupedCodec):
         if scheme.scales is Scales.BLOCKS:
             minimum = raw.read(_BIASES, groups).flatten(0, -2).neg()
             return qtensor.QuantTensor(codes, scale, None, scheme, minimum)
+        # A scheme per row, or with longer groups, is stored in groups with equal scales.
         if scheme.group_size is None:
             repeats = scale.shape[1]
         else:
@@ -190,51 +200,64 @@ class Affine(GroupedCodec):
             offset = value.minimum.neg()
         if isinstance(offset, Reason):
             return offset
+        # MLX has no groups longer than 128: the scale of a longer one is repeated.
         repeats = columns // group_size // scale.shape[1]
         groups = []
-        for one in (scale, offset):
-            groups.append(one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous())
+        for values in (scale, offset):
+            if repeats > 1:
+                groups.append(values.repeat_interleave(repeats, 1))
+            else:
+                groups.append(values.contiguous())
         return [qtensor.pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Bits and group size of a module with a weight of a shape, from its tensors, which are
-        checked.
+        """Derive bits and group size of a module with a weight of a shape from its tensors, which
+        are checked.
         """
-        found = {leaf: raw.find(leaf) for leaf in _LEAVES}
-        if missing := [leaf for leaf, tensor in found.items() if tensor is None]:
-            expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
-            raise raw.make_damage_error(
-                f"tensor '{raw.name}.{missing[0]}' is missing", expected=expected
-            )
-        codes, scales, biases = (tensor for tensor in found.values() if tensor is not None)
+        tensors: list[StoredTensor] = []
+        for leaf in _LEAVES:
+            tensor = raw.find(leaf)
+            if tensor is None:
+                expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
+                raise raw.make_damage_error(
+                    f"tensor '{raw.name}.{leaf}' is missing", expected=expected
+                )
+            tensors.append(tensor)
+        codes, scales, biases = tensors
         *rows, columns = shape
-        groups, width = ((one.shape or (0,))[-1] for one in (scales, codes))
-        fitting = (
-            codes.shape == (*rows, width)
-            and scales.shape == biases.shape == (*rows, groups)
-            and codes.dtype == DType.UINT32
-            and scales.dtype in FLOATS
-            and biases.dtype == scales.dtype
-            and groups > 0
+        groups = scales.shape[-1] if scales.shape else 0
+        width = codes.shape[-1] if codes.shape else 0
+        shapes_fit = codes.shape == (*rows, width) and scales.shape == biases.shape == (
+            *rows,
+            groups,
+        )
+        dtypes_fit = (
+            codes.dtype == DType.UINT32 and scales.dtype in FLOATS and biases.dtype == scales.dtype
+        )
+        # Group sizes are multiples of 8, as in all schemes.
+        sizes_fit = (
+            groups > 0
             and not columns % (8 * groups)
             and width * 32 in [columns * bits for bits in _BITS]
         )
-        if not fitting:
+        if not (shapes_fit and dtypes_fit and sizes_fit):
+            descriptions = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
             raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' do not fit together as MLX's",
-                ", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
+                ", ".join(descriptions),
                 f"codes, scales and biases of {list(shape)}",
             )
-        layout = width * 32 // columns, columns // groups
-        stated = self.bits or layout[0], self.group_size or layout[1]
-        if layout != stated:
-            found_layout, stated_layout = (
-                f"{bits} bits in groups of {size}" for bits, size in (layout, stated)
-            )
+        bits = width * 32 // columns
+        group_size = columns // groups
+        expected_bits = self.bits or bits
+        expected_size = self.group_size or group_size
+        if (bits, group_size) != (expected_bits, expected_size):
             raise raw.make_damage_error(
-                f"the tensors of '{raw.name}' disagree with the config", found_layout, stated_layout
+                f"the tensors of '{raw.name}' disagree with the config",
+                f"{bits} bits in groups of {group_size}",
+                f"{expected_bits} bits in groups of {expected_size}",
             )
-        return layout
+        return bits, group_size
 
 
 class Mlx(QuantMethod):
@@ -250,24 +273,26 @@ class Mlx(QuantMethod):
     schemes = tuple(QuantScheme(bits, size) for bits in _READ_BITS for size in (32, 64, 128))
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        """Return the tensors decide; settings give some modules a scheme by their names."""
-        own = {key: value for key, value in settings.values.items() if key not in _KEYS}
-        found = {}
+        """Do as `QuantMethod.claims`: tensors decide which modules are quantized; settings give
+        some modules a scheme by their names.
+        """
+        by_module = {key: value for key, value in settings.values.items() if key not in _KEYS}
+        claims: dict[str, Claim] = {}
         for module in coded:
-            if isinstance(own.get(module, {}), Mapping):
-                if module in own:
-                    stated = settings.inside(module)
-                else:
-                    stated = settings
-                if stated.values.get("mode", _AFFINE) == _AFFINE:
-                    layout = MLX
-                else:
-                    layout = None
-                found[module] = Claim(layout, symmetric=False).apply_settings(stated)
-        missing = (
-            key for key, value in own.items() if isinstance(value, Mapping) and key not in coded
-        )
-        return Claims(found, certain=True, unmatched=tuple(missing))
+            # A boolean says whether a module is quantized, which its tensors decide.
+            if not isinstance(by_module.get(module, {}), Mapping):
+                continue
+            module_settings = settings.inside(module) if module in by_module else settings
+            if module_settings.values.get("mode", _AFFINE) == _AFFINE:
+                layout = MLX
+            else:
+                layout = None
+            claims[module] = Claim(layout, symmetric=False).apply_settings(module_settings)
+        unmatched: list[str] = []
+        for key, value in by_module.items():
+            if isinstance(value, Mapping) and key not in coded:
+                unmatched.append(key)
+        return Claims(claims, certain=True, unmatched=tuple(unmatched))
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
@@ -277,32 +302,23 @@ class Mlx(QuantMethod):
         settings.integer("group_size", 1, MAX_COLUMNS)
         result: dict[str, Affine] = {}
         for module in modules:
-            own = settings.values.get(module)
+            value = settings.values.get(module)
             quantized = f"{module}.{_SCALES}" in stored
-            if isinstance(own, dict):
-                named = settings.inside(module)
-                _require_affine(named)
-                if named.has("bits"):
-                    bits = named.integer("bits", 1, 32)
-                else:
-                    bits = None
-                if named.has("group_size"):
-                    size = named.integer("group_size", 1, MAX_COLUMNS)
-                else:
-                    size = None
-                codec = Affine(None, bits, size)
-            elif own is None or isinstance(own, bool):
+            if isinstance(value, dict):
+                codec = _read_module_codec(settings.inside(module))
+            elif value is None or isinstance(value, bool):
                 codec = Affine()
             else:
                 settings.wrong_type(module, "an object, true or false")
-            if own is not None and stored and quantized != bool(own):
+            if value is not None and stored and quantized != bool(value):
                 raise CheckpointError(
-                    f"{settings.name} says that '{module}' is {'' if own else 'not '}quantized",
+                    f"{settings.name} says that '{module}' is {'' if value else 'not '}quantized",
                     path=settings.path,
                     found=f"a tensor '{module}.{_SCALES}'" if quantized else "no scales",
                 )
             if quantized:
                 result[module] = codec
+        # Codes of modules that the architecture does not have would be left unread.
         for name in stored:
             module, _, leaf = name.rpartition(".")
             if leaf == _SCALES and module not in result and f"{module}.{_BIASES}" in stored:
@@ -316,28 +332,28 @@ class Mlx(QuantMethod):
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """Return the layout of most modules comes first; other modules are listed by name."""
-        layouts = {}
+        """Build settings with the layout of most modules; other modules are listed by name."""
+        layouts: dict[str, dict[str, Any]] = {}
         for module, scheme in schemes.items():
             group_size = _choose_group_size(scheme, modules[module])
             if isinstance(group_size, Reason):
                 raise group_size.error(f"{module}.weight", self.name)
             layouts[module] = {"group_size": group_size, "bits": scheme.bits, "mode": _AFFINE}
-        counted = Counter(tuple(layout.items()) for layout in layouts.values())
-        usual = dict(counted.most_common(1)[0][0])
-        return usual | {module: layout for module, layout in layouts.items() if layout != usual}
+        # Tuples, because dicts cannot be counted.
+        counts = Counter(tuple(layout.items()) for layout in layouts.values())
+        usual = dict(counts.most_common(1)[0][0])
+        exceptions = {module: layout for module, layout in layouts.items() if layout != usual}
+        return usual | exceptions
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
-        if scheme.group_size is not None and isinstance(
-            none := _choose_group_size(scheme, 0), Reason
-        ):
-            return none
-        minima = scheme.scales is Scales.BLOCKS and not scheme.symmetric
-        if (
-            scheme.bits not in _READ_BITS
-            or not (minima or scheme.scales is Scales.FLOATS)
-            or scheme.of_small_floats
-        ):
+        # Whether whole rows can be divided into groups depends on the row; see `misfit`.
+        if scheme.group_size is not None:
+            group_size = _choose_group_size(scheme, 0)
+            if isinstance(group_size, Reason):
+                return group_size
+        has_minima = scheme.scales is Scales.BLOCKS and not scheme.symmetric
+        has_scales = has_minima or scheme.scales is Scales.FLOATS
+        if scheme.bits not in _READ_BITS or not has_scales or scheme.of_small_floats:
             return Reason(
                 "MLX has no such codes and scales",
                 found=scheme,
@@ -351,11 +367,18 @@ class Mlx(QuantMethod):
         return "mlx-lm"
 
 
+def _read_module_codec(settings: Settings) -> Affine:
+    """Read what settings state of one module by its name; the tensors decide the rest."""
+    _require_affine(settings)
+    bits = settings.integer("bits", 1, 32) if settings.has("bits") else None
+    size = None
+    if settings.has("group_size"):
+        size = settings.integer("group_size", 1, MAX_COLUMNS)
+    return Affine(None, bits, size)
+
+
 def _require_affine(settings: Settings) -> None:
-    if settings.has("mode"):
-        mode = settings.string("mode")
-    else:
-        mode = _AFFINE
+    mode = settings.string("mode") if settings.has("mode") else _AFFINE
     if mode != _AFFINE:
         problem = f"{settings.name} names a mode of MLX that is not read"
         raise make_unread_settings_error(
@@ -364,7 +387,7 @@ def _require_affine(settings: Settings) -> None:
 
 
 def _choose_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
-    """Return the largest group size of MLX that divides a scheme's groups, or its rows."""
+    """Choose the largest group size of MLX that divides a scheme's groups, or its rows."""
     size = scheme.group_size or columns
     for group_size in _GROUP_SIZES:
         if not size % group_size:
@@ -377,35 +400,45 @@ def _choose_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
 
 
 def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
-    """Return the offsets [O, G] of a weight with zero points, in the type of its scales, which must
-    hold them exactly.
+    """Compute the offsets [O, G] of a weight with zero points, in the type of its scales, which
+    must represent them exactly.
     """
     scale = value.scale
     if value.zero is None:
         zero = torch.tensor(value.scheme.levels // 2)
     else:
         zero = value.zero
-    offset = (scale.double() * -zero.double()).to(scale.dtype)
-    rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-    # Which an offset cannot express.
+    # float64 has every product of a scale and a zero point.
+    exact = scale.double() * -zero.double()
+    offset = exact.to(scale.dtype)
+    rounded = (offset.double() != exact) | ~offset.isfinite()
+    # An offset cannot express these zero points in any type: scales of 0 leave no trace of them.
     lost = ~scale.isfinite() | ((scale == 0) & (zero != value.scheme.levels // 2))
-    if (wrong := rounded | lost).any():
-        step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
-        dtype = DType.of(scale.dtype)
-        expected = "an offset that is exact in the type of the scales"
-        problem = f"{dtype} does not hold the offset of a group"
-        found = f"-{point} steps of {step:g}"
-        return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
-    return offset
+    wrong = rounded | lost
+    if not wrong.any():
+        return offset
+    step = scale[wrong][0].item()
+    point = zero.expand(scale.shape)[wrong][0].item()
+    dtype = DType.of(scale.dtype)
+    return Reason(
+        f"{dtype} does not hold the offset of a group",
+        f"-{point} steps of {step:g}",
+        "an offset that is exact in the type of the scales",
+        () if lost.any() else _EXACT_OFFSETS[dtype],
+    )
 
 
 def _unpack_codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Codes [R, C] uint8 of words [R, W] uint32: a stream of bits, the least significant first."""
+    """Unpack words [R, W] uint32, a stream of bits, the least significant first, to codes [R, C]
+    uint8.
+    """
     words = words.view(torch.int32)
     if bits in (4, 8):
         return qtensor.unpack_int32(words, bits, count)
     codes = torch.empty(len(words), count, dtype=torch.uint8)
     weights = (1 << torch.arange(bits)).to(torch.uint8)
+    # Codes of other bits cross the ends of words. A byte for each bit takes much memory, hence a
+    # few rows at a time.
     for start, stop in qtensor.row_chunks(len(words), count):
         data = words[start:stop].contiguous().view(torch.uint8)
         stream = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
@@ -417,7 +450,7 @@ def _unpack_codes(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def zero_points(
     scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: int = 0
 ) -> torch.Tensor | None:
-    """Return the zero points, uint8 in the shape of the scales; None if a group has none.
+    """Compute the zero points, uint8 in the shape of the scales; None if a group has none.
 
     A group whose scale and offset are zero gets the middle code.
 
@@ -428,11 +461,10 @@ def zero_points(
     steps = scale.double()
     offset = offset.double()
     zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
-    whole = (
-        (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
-    )
-    whole |= (steps == 0) & (offset == 0)
-    if bool(whole.all()):
+    in_range = (zero >= 0) & (zero < 1 << bits)
+    is_exact = (steps * (origin - zero) == offset) & steps.isfinite()
+    has_zero_point = (in_range & is_exact) | ((steps == 0) & (offset == 0))
+    if bool(has_zero_point.all()):
         return zero.to(torch.uint8)
     return None
 
@@ -440,8 +472,8 @@ def zero_points(
 def scheme_of(
     raw: RawModule, scales: str, offsets: str, bits: int, group_size: int, origin: int = 0
 ) -> QuantScheme | None:
-    """Return the scheme of codes with such groups; None if some offset is not an integer multiple
-    of its scale.
+    """Find the scheme of codes with such groups; None if some offset is not an integer multiple of
+    its scale.
 
     Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in
     groups.
@@ -455,19 +487,25 @@ def scheme_of(
     symmetric = True
     by_row = bits == 8
     for rows in qtensor.row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
-        scale, offset = (raw.read(suffix, TensorSlice(0, (rows,))) for suffix in (scales, offsets))
+        part = TensorSlice(0, (rows,))
+        scale = raw.read(scales, part)
+        offset = raw.read(offsets, part)
         zero = zero_points(scale, offset, bits, origin)
         if zero is None:
             return None
         symmetric = symmetric and bool((zero == 1 << (bits - 1)).all())
-        by_row = by_row and all(bool((one == one[..., :1]).all()) for one in (scale, zero))
+        by_row = by_row and _has_equal_columns(scale) and _has_equal_columns(zero)
     return QuantScheme(bits, None if by_row else group_size, symmetric)
+
+
+def _has_equal_columns(values: torch.Tensor) -> bool:
+    return bool((values == values[..., :1]).all())
 
 
 def affine(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: DType, origin: int = 0
 ) -> torch.Tensor:
-    """Return the weights [R, C] of such groups, in float32 and then rounded once.
+    """Dequantize weights [R, C] of such groups, in float32, and round once.
 
     Args:
         codes: [R, C] uint8.
@@ -477,7 +515,8 @@ def affine(
     """
     out = dtype.empty(codes.shape)
     for start, stop in qtensor.row_chunks(*codes.shape):
-        steps, base = (groups[start:stop].float().unsqueeze(-1) for groups in (scale, offset))
+        steps = scale[start:stop].float().unsqueeze(-1)
+        base = offset[start:stop].float().unsqueeze(-1)
         values = codes[start:stop].reshape(stop - start, scale.shape[1], -1).float().sub_(origin)
         out[start:stop] = values.mul_(steps).add_(base).flatten(1)
     return out

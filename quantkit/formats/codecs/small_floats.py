@@ -30,22 +30,25 @@ SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
 BLOCKS = "_blocks"
 EXPONENTS = "_scales"
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes
+# The positive values of e2m1, MXFP4's codes.
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_BIAS = 127
-_BYTES = 16  # of the codes of MXFP4 that share a scale
+# The bytes of the codes of MXFP4 that share a scale, two codes in each.
+_BYTES = 16
+# The groups of MXFP4 that are dequantized at a time.
 _SCALES_AT_ONCE = 1 << 14
 
 
 def _shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
-    if group_size is None:
-        one_scale = [(1,), ()]
-    else:
-        one_scale = []
-    scales: list[Shape] = [(rows, 1), (rows,), *one_scale]
+    scales: list[Shape]
     if block is not None:
         scales = [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
+    else:
+        scales = [(rows, 1), (rows,)]
+        if group_size is None:
+            scales += [(1,), ()]
     return {"weight": [(rows, columns)], "weight_scale_inv": scales, "weight_scale": scales}
 
 
@@ -62,7 +65,7 @@ MXFP4 = Layout("MXFP4", BLOCKS, (EXPONENTS,), bits=4, joint="")
 
 
 class DequantizedTensor(TensorFile):
-    """A tensor that is read as floats: a file with nothing else.
+    """A tensor that is read as floats, in the form of a file with nothing else.
 
     Attributes:
         kind: of its codes, for messages.
@@ -93,7 +96,7 @@ class DequantizedTensor(TensorFile):
         return sum(part.nbytes for part in self.parts)
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
-        """Return the floats, or a part of them."""
+        """Dequantize the tensor, or a part of it."""
         raise NotImplementedError
 
     def _read(self, stored: StoredTensor, part: TensorSlice | None = None) -> torch.Tensor:
@@ -103,7 +106,7 @@ class DequantizedTensor(TensorFile):
         return self.floats(part)
 
     def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> torch.Tensor:
-        """`read` with the arguments of a codec."""
+        """Do as `read`, with the arguments of a codec."""
         return self.floats(part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
@@ -146,24 +149,27 @@ class Float8Weight(DequantizedTensor):
         weight, scale = self.parts
         codes = self._read(weight, part)
         stored = self._read(scale)
-        scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(
-            self._grid
-        )
+        # Bytes are biased exponents, as float8_e8m0fnu is, which torch converts itself.
+        scales = _powers(stored) if scale.dtype == DType.UINT8 else stored.float()
+        scales = scales.reshape(self._grid)
         if len(weight.shape) > 2 and part is not None and part.axis == 0:
+            # A part of stacked matrices selects the scales of these, with all rows and columns.
             scales = part.of(scales)
             part = None
-        rows, columns = (
-            torch.div(_indices(weight.shape, axis, part), size, rounding_mode="floor")
-            for axis, size in ((-2, self._block[0]), (-1, self._block[1]))
-        )
+        # The row and the column of the grid in which the scale of each row and column is.
+        row_indices = _indices(weight.shape, -2, part)
+        column_indices = _indices(weight.shape, -1, part)
+        rows = torch.div(row_indices, self._block[0], rounding_mode="floor")
+        columns = torch.div(column_indices, self._block[1], rounding_mode="floor")
         out = self.tensor.dtype.empty(codes.shape)
-        matrices = zip(
-            codes.view(-1, *codes.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True
-        )
-        for index, (matrix, target) in enumerate(matrices):
-            own = scales.view(-1, *scales.shape[-2:])[index][:, columns]
+        code_matrices = codes.view(-1, *codes.shape[-2:])
+        targets = out.view(-1, *out.shape[-2:])
+        grids = scales.view(-1, *scales.shape[-2:])
+        for index, (matrix, target) in enumerate(zip(code_matrices, targets, strict=True)):
+            column_scales = grids[index][:, columns]
+            # A few rows at a time in float32 bound the memory; each weight is rounded once.
             for start, stop in qtensor.row_chunks(*matrix.shape):
-                target[start:stop] = matrix[start:stop].float() * own[rows[start:stop]]
+                target[start:stop] = matrix[start:stop].float() * column_scales[rows[start:stop]]
         return out
 
 
@@ -175,30 +181,26 @@ def _grid(
     *,
     by_columns: bool,
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the shape [..., R, C] of the scales, and the rows and columns that share one."""
+    """Derive the shape [..., R, C] of the scales, and the rows and columns that share one."""
     *lead, rows, columns = weight.shape
     if by_columns:
         if scale.dtype in _SCALES and scale.shape in ((*lead, 1, columns), (*lead, columns, 1)):
             return (*lead, 1, columns), (rows, 1)
     elif scale.dtype in _SCALES:
-        one = math.prod(scale.shape) == 1 and math.prod(lead) == 1
-        if one or (lead and scale.shape in ((*lead, 1, 1), tuple(lead))):
+        has_one_scale = math.prod(scale.shape) == 1 and math.prod(lead) == 1
+        if has_one_scale or (lead and scale.shape in ((*lead, 1, 1), tuple(lead))):
             return (*lead, 1, 1), (rows, columns)
         if scale.shape in ((*lead, rows, 1), (*lead, rows)):
             return (*lead, rows, 1), (1, columns)
-        if (
-            scale.shape[:-2] == tuple(lead)
-            and len(scale.shape) == len(weight.shape)
-            and 0 not in scale.shape
-        ):
-            high, wide = scale.shape[-2:]
-            if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (
-                high,
-                wide,
-            ):
+        is_grid = scale.shape[:-2] == tuple(lead) and len(scale.shape) == len(weight.shape)
+        if is_grid and 0 not in scale.shape:
+            grid_rows, grid_columns = scale.shape[-2:]
+            if block is None:
+                # Without a statement, blocks must fill the weight: only then their size is certain.
+                if not rows % grid_rows and not columns % grid_columns:
+                    return scale.shape, (rows // grid_rows, columns // grid_columns)
+            elif (-(-rows // block[0]), -(-columns // block[1])) == (grid_rows, grid_columns):
                 return scale.shape, block
-            if block is None and not rows % high and not columns % wide:
-                return scale.shape, (rows // high, columns // wide)
     if block is None:
         size = ""
     else:
@@ -212,14 +214,14 @@ def _grid(
 
 
 def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> torch.Tensor:
-    """Return the indices of a part of a tensor along an axis."""
+    """List the indices of a part of a tensor along an axis."""
     if part is None or part.axis != len(shape) + axis:
         return torch.arange(shape[axis])
     return torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Powers of two by their biased exponents, uint8."""
+    """Compute powers of two from their biased exponents, uint8."""
     return (exponents.float() - EXPONENT_BIAS).exp2()
 
 
@@ -236,11 +238,8 @@ class Mxfp4Weight(DequantizedTensor):
         dtype: DType,
     ) -> None:
         """Raises `UnsupportedError` if codes and scales do not fit together."""
-        if (
-            len(blocks.shape) != 4
-            or blocks.shape[-1] != _BYTES
-            or scales.shape != blocks.shape[:-1]
-        ):
+        is_stack = len(blocks.shape) == 4 and blocks.shape[-1] == _BYTES
+        if not is_stack or scales.shape != blocks.shape[:-1]:
             raise UnsupportedError(
                 f"the scales of '{blocks.name}' do not fit it",
                 path=homes[blocks.name].path,
@@ -256,13 +255,12 @@ class Mxfp4Weight(DequantizedTensor):
         )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
-        """Only the experts of the part are read."""
-        if part is not None and part.axis == 0:
-            of_experts = part
-        else:
-            of_experts = None
-        blocks, scales = (self._read(stored, of_experts) for stored in self.parts)
+        """Dequantize the experts of the part; no others are read."""
+        of_experts = part if part is not None and part.axis == 0 else None
+        blocks = self._read(self.parts[0], of_experts)
+        scales = self._read(self.parts[1], of_experts)
         out = self.tensor.dtype.empty((len(blocks), *self.tensor.shape[1:]))
+        # In float folders of these models, inputs come before outputs.
         for expert, target in enumerate(out):
             target.copy_(dequantize(blocks[expert], scales[expert], self.tensor.dtype).t())
         if part is of_experts or part is None:
@@ -271,7 +269,10 @@ class Mxfp4Weight(DequantizedTensor):
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Codes [..., O, I / 32, 16] and exponents [..., O, I / 32] of MXFP4 as floats [..., O, I]."""
+    """Dequantize codes [..., O, I / 32, 16] and exponents [..., O, I / 32] of MXFP4 to floats
+    [..., O, I].
+    """
+    # The highest bit of a code is its sign.
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     codes = blocks.reshape(-1, _BYTES)
     exponents = scales.reshape(-1)

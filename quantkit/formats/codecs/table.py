@@ -1,10 +1,10 @@
-"""The table of codecs: every method of quantization that folders name in config.json, and what
-it leaves on disk.
+"""The table of codecs: every method of quantization that folders name in config.json, and its
+tensors on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import Awq
@@ -12,7 +12,7 @@ from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.gptq import AutoRound, Gptq
-from quantkit.formats.codecs.layout import Description
+from quantkit.formats.codecs.layout import Description, Layout
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
 from quantkit.formats.codecs.torchao import TorchAo
@@ -21,39 +21,83 @@ from quantkit.tensors.dtypes import DType
 NATIVE = CompressedTensors()
 """The method that is written where none is requested."""
 
-METHODS: dict[str, QuantMethod] = {
-    method.name: method
-    for method in (
-        NATIVE,
-        Int8Activations(),
-        Gptq(),
-        Awq(),
-        Mlx(),
-        TorchAo(),
-        AutoRound(),
-        *READ_AS_FLOATS,
-    )
-}
+
+def _index_by_name(*methods: QuantMethod) -> dict[str, QuantMethod]:
+    result: dict[str, QuantMethod] = {}
+    for method in methods:
+        result[method.name] = method
+    return result
+
+
+METHODS = _index_by_name(
+    NATIVE,
+    Int8Activations(),
+    Gptq(),
+    Awq(),
+    Mlx(),
+    TorchAo(),
+    AutoRound(),
+    *READ_AS_FLOATS,
+)
 """By ``quant_method`` in config.json."""
 
-SETTINGS_FILES = {
-    method.settings_file: method.name for method in METHODS.values() if method.settings_file
-}
+
+def _index_settings_files(methods: Iterable[QuantMethod]) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for method in methods:
+        if method.settings_file:
+            result[method.settings_file] = method.name
+    return result
+
+
+SETTINGS_FILES = _index_settings_files(METHODS.values())
 """The files that hold settings if config.json does not, and the method that they mean unless
 they name one.
 """
 
 _WEIGHT = "weight"
-LAYOUTS = tuple(dict.fromkeys(layout for method in METHODS.values() for layout in method.layouts))
-_SUFFIXES = {suffix for layout in LAYOUTS for suffix in layout.suffixes}
+
+
+def _collect_layouts(methods: Iterable[QuantMethod]) -> tuple[Layout, ...]:
+    # Several methods share layouts; each occurs once, in the order of the methods.
+    layouts: dict[Layout, None] = {}
+    for method in methods:
+        layouts |= dict.fromkeys(method.layouts)
+    return tuple(layouts)
+
+
+def _collect_suffixes(layouts: Iterable[Layout]) -> set[str]:
+    suffixes: set[str] = set()
+    for layout in layouts:
+        suffixes |= layout.suffixes
+    return suffixes
+
+
+def _collect_prefixes(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    prefixes: list[str] = []
+    for layout in layouts:
+        prefixes += layout.prefixes
+    return tuple(prefixes)
+
+
+def _collect_code_types(layouts: Iterable[Layout]) -> set[DType]:
+    dtypes: set[DType] = set()
+    for layout in layouts:
+        if layout.codes == _WEIGHT:
+            dtypes.update(layout.code_types)
+    return dtypes
+
+
+LAYOUTS = _collect_layouts(METHODS.values())
+_SUFFIXES = _collect_suffixes(LAYOUTS)
 _MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
-_GLUED = tuple(suffix for layout in LAYOUTS if not layout.joint for suffix in layout.suffixes)
-_PREFIXES = tuple(prefix for layout in LAYOUTS for prefix in layout.prefixes)
-# What tensors with these suffixes hold.
+# Suffixes that follow the name of a module without a dot.
+_GLUED = tuple(_collect_suffixes(layout for layout in LAYOUTS if not layout.joint))
+_PREFIXES = _collect_prefixes(LAYOUTS)
+# The types of tensors with such suffixes; others with names that end so are no codes.
 _IN_BYTES = (DType.UINT8, DType.INT8)
-_CODE_TYPES = {
-    dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types
-}
+# The types of codes that have the name of a weight in floats.
+_CODE_TYPES = _collect_code_types(LAYOUTS)
 _AMBIGUOUS = {
     "weight",
     "scales",
@@ -72,12 +116,12 @@ _NOT_READ = {"W_q": "HQQ"}
 def describe_modules(
     stored: Mapping[str, StoredTensor], method: QuantMethod | None, *, has_method: bool
 ) -> dict[str, Description]:
-    """Return what lies on disk for each module whose weight is stored as codes.
+    """Describe the tensors on disk of each module whose weight is stored as codes.
 
     Args:
         stored: the tensors of a folder.
         method: by which the folder is quantized, if it is one of `METHODS`.
-        named: whether the folder names any method: only then scales without codes belong to a
+        has_method: whether the folder names any method: only then scales without codes belong to a
             quantized weight.
     """
     tensors: dict[str, dict[str, StoredTensor]] = {}
@@ -89,37 +133,50 @@ def describe_modules(
             tensors.setdefault(module, {})[suffix] = tensor
         elif suffix == _WEIGHT and tensor.dtype in _CODE_TYPES and len(tensor.shape) > 1:
             tensors.setdefault(module, {})
-        elif tensor.dtype in FLOAT8 and len(tensor.shape) > 2:  # of all experts
+        elif tensor.dtype in FLOAT8 and len(tensor.shape) > 2:
+            # The experts of a layer in one tensor, which has the name of the module.
             tensors.setdefault(name, {})[_WEIGHT] = tensor
-    stated = () if method is None else method.layouts
-    candidates = sorted(LAYOUTS, key=lambda layout: (layout not in stated, layout.codes == _WEIGHT))
-    result = {}
-    for module, own in tensors.items():
-        if (
-            weight := stored.get(f"{module}.{_WEIGHT}")
-        ) is not None and weight.dtype in _CODE_TYPES:
-            own[_WEIGHT] = weight
-        layout = next(
-            (
-                candidate
-                for candidate in candidates
-                if candidate.matches(own) and (candidate in stated or candidate.is_evident(own))
-            ),
-            None,
-        )
-        if layout is None and len(stated) == 1 and stated[0].suffixes & set(own):
-            layout = stated[0]
+    method_layouts = () if method is None else method.layouts
+    # Layouts of the folder's method come first, and codes with a name of their own before those
+    # that are named like floats.
+    candidates = sorted(
+        LAYOUTS, key=lambda layout: (layout not in method_layouts, layout.codes == _WEIGHT)
+    )
+    result: dict[str, Description] = {}
+    for module, module_tensors in tensors.items():
+        weight = stored.get(f"{module}.{_WEIGHT}")
+        if weight is not None and weight.dtype in _CODE_TYPES:
+            module_tensors[_WEIGHT] = weight
+        layout = _find_layout(module_tensors, candidates, method_layouts)
         if layout is not None or has_method:
-            result[module] = Description(module, layout, own)
+            result[module] = Description(module, layout, module_tensors)
     return result
 
 
+def _find_layout(
+    tensors: Mapping[str, StoredTensor],
+    candidates: Sequence[Layout],
+    method_layouts: Sequence[Layout],
+) -> Layout | None:
+    """Find the first candidate that matches the tensors of a module; None if none does."""
+    for candidate in candidates:
+        # Other methods use the suffixes of some layouts too: unless the config names the method,
+        # the tensors must show the layout.
+        is_possible = candidate.matches(tensors)
+        if is_possible and (candidate in method_layouts or candidate.is_evident(tensors)):
+            return candidate
+    # Codes are missing; the method leaves no doubt which they would be.
+    if len(method_layouts) == 1 and method_layouts[0].suffixes & set(tensors):
+        return method_layouts[0]
+    return None
+
+
 def describe_tensor_methods(name: str) -> str | None:
-    """Return the methods of quantization to which a tensor of such a name belongs, for messages;
+    """Name the methods of quantization to which a tensor of such a name belongs, for messages;
     None if to none.
     """
     _, suffix = _split(name)
-    methods = []
+    methods: list[str] = []
     for method in METHODS.values():
         if any(suffix in layout.suffixes for layout in method.layouts):
             methods.append(method.name)
@@ -129,14 +186,17 @@ def describe_tensor_methods(name: str) -> str | None:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the module of a tensor, and the suffix of its layout; an empty suffix if no layout has
-    such a tensor.
+    """Split the name of a tensor into its module and the suffix of its layout; an empty suffix if
+    no layout has such a tensor.
     """
     parts = name.split(".")
+    # Suffixes may have dots; the longest one that is known decides.
     for count in range(_MAX_PARTS, 0, -1):
         suffix = ".".join(parts[-count:])
-        known = (suffix in _SUFFIXES and suffix not in _GLUED) or suffix.startswith(_PREFIXES)
-        if known and len(parts) > count:
+        has_layout = (suffix in _SUFFIXES and suffix not in _GLUED) or suffix.startswith(_PREFIXES)
+        if has_layout and len(parts) > count:
             return ".".join(parts[:-count]), suffix
-    glued = next((suffix for suffix in _GLUED if name.endswith(suffix)), "")
-    return name.removesuffix(glued), glued
+    for suffix in _GLUED:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    return name, ""

@@ -1,4 +1,4 @@
-"""Which modules are meant by the names, patterns and classes in a config."""
+"""Find the modules that the names, patterns and classes in a config mean."""
 
 from __future__ import annotations
 
@@ -30,33 +30,38 @@ class Targets:
         """Compile the patterns of a list, which is the value of `key`; raises `CheckpointError`
         as `Pattern` does.
         """
-        self._names = {target for target in targets if not target.startswith(_PATTERN)}
-        spelled = dict.fromkeys(target for target in targets if target.startswith(_PATTERN))
-        self._patterns = [
-            Pattern(target.removeprefix(_PATTERN), key=key, match_time=match_time)
-            for target in spelled
-        ]
+        self._names: set[str] = set()
+        self._patterns: list[Pattern] = []
+        # Repeated patterns would be compared with each module several times.
+        for target in dict.fromkeys(targets):
+            if target.startswith(_PATTERN):
+                pattern = target.removeprefix(_PATTERN)
+                self._patterns.append(Pattern(pattern, key=key, match_time=match_time))
+            else:
+                self._names.add(target)
 
     def closeness(self, module: str) -> int:
-        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`; raises `CheckpointError` as
-        `Pattern.match` does.
+        """Compare a module with the targets: `BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`;
+        raises `CheckpointError` as `Pattern.match` does.
         """
+        # A lookup of the name comes first: patterns are slow.
         if module in self._names:
             return BY_NAME
         if any(pattern.match(module) for pattern in self._patterns):
             return BY_PATTERN
-        if ("Embedding" if is_embedding(module) else "Linear") in self._names:
+        class_name = "Embedding" if is_embedding(module) else "Linear"
+        if class_name in self._names:
             return BY_CLASS
         return NO_MATCH
 
 
 def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
-    """Return the modules that settings do not leave in floats, by names or parts of them."""
-    skipped = []
+    """Select the modules that settings do not leave in floats, by names or parts of them."""
+    skipped: list[str] = []
+    # Each method has a key of its own.
     for key in _SKIPPED:
         if settings.has(key):
-            for string in settings.strings(key):
-                skipped.append(string)
+            skipped += settings.strings(key)
     result: list[str] = []
     for module in modules:
         if not any(name in module for name in skipped):
@@ -70,9 +75,10 @@ def is_head(module: str) -> bool:
 
 
 def spellings(module: str) -> list[str]:
-    """Return a module's name as configs may spell it: with and without the prefix before the
+    """List the spellings of a module's name in configs: with and without the prefix before the
     layers.
     """
+    # Multimodal models name their language model in either order.
     nested = "language_model.model."
     inner = "model.language_model."
     prefixes = (("", ""), ("model.", ""), (nested, inner), ("", "model."), (inner, nested))

@@ -1,8 +1,8 @@
 """torchao's plain int8 and int4 tensors in safetensors: read only.
 
-A weight ``M.weight`` lies as ``M._weight_qdata``, ``M._weight_scale`` and mostly
-``M._weight_zero_point``. Which class of tensor they make, and how large its blocks are, stands as
-JSON in the file's header, under ``M.weight``:
+A weight ``M.weight`` is stored as ``M._weight_qdata``, ``M._weight_scale`` and mostly
+``M._weight_zero_point``. JSON in the file's header, under ``M.weight``, states the class of tensor
+that they make, and the size of its blocks:
 
 - ``Int8Tensor``: int8 [O, I], scale [O, G], zero point int8 [O, G]; ``w = scale * (q - zero)``.
 - ``IntxUnpackedToInt8Tensor``: the same with fewer bits; the zero point may be of floats.
@@ -74,7 +74,8 @@ TORCHAO = Layout(
 class Plain(GroupedCodec):
     """Codes in the order of the weights, in the class that the header states."""
 
-    scheme: QuantScheme | None = None  # the tensors decide
+    # The tensors decide.
+    scheme: QuantScheme | None = None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         weight = _Weight.of(raw, expected.shape)
@@ -86,10 +87,16 @@ class Plain(GroupedCodec):
         return TensorSpec(expected.name, expected.shape, weight.dtype, scheme)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return [found for leaf in (_CODES, _SCALE, _ZERO) if (found := raw.find(leaf)) is not None]
+        tensors: list[StoredTensor] = []
+        for leaf in (_CODES, _SCALE, _ZERO):
+            tensor = raw.find(leaf)
+            if tensor is not None:
+                tensors.append(tensor)
+        return tensors
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         weight = _Weight.of(raw, spec.shape)
+        # One scale a row applies to any columns; two codes may share a byte.
         if weight.group_size == weight.columns:
             return 2
         return weight.group_size
@@ -98,10 +105,11 @@ class Plain(GroupedCodec):
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
     ) -> Weight:
         weight = _Weight.of(raw, spec.shape)
-        (first, last) = columns
+        first, last = columns
         codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
-        scale, zero = (weight.groups(suffix, rows)[:, groups] for suffix in (_SCALE, _ZERO))
+        scale = weight.groups(_SCALE, rows)[:, groups]
+        zero = weight.groups(_ZERO, rows)[:, groups]
         if spec.scheme is None:
             return affine(codes, scale, zero, spec.dtype, weight.middle)
         if spec.scheme.symmetric:
@@ -116,9 +124,11 @@ class _Weight:
     """A weight as the header describes it; its tensors were checked."""
 
     raw: RawModule
-    kind: str  # the class of tensor
+    # The class of tensor.
+    kind: str
     bits: int
-    dtype: DType  # of its scales
+    # Of its scales.
+    dtype: DType
     rows: int
     columns: int
     group_size: int
@@ -131,7 +141,8 @@ class _Weight:
 
     @classmethod
     def of(cls, raw: RawModule, shape: tuple[int, ...]) -> _Weight:
-        """
+        """Describe the weight of a module from the header, and check its tensors.
+
         Args:
             shape: [O, I].
 
@@ -162,69 +173,85 @@ class _Weight:
         data = described.inside("_data")
         rows, columns = shape
         block = data.numbers("block_size", 1, MAX_COLUMNS)
-        whole = len(block) == 2 and all(one.is_integer() for one in block)
-        high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
+        # Sizes of 0 fit no tensors.
+        block_rows = 0
+        size = 0
+        if len(block) == 2 and all(length.is_integer() for length in block):
+            block_rows = int(block[0])
+            size = int(block[1])
         codes = raw.find(_CODES)
         scale = raw.find(_SCALE)
         zero = raw.find(_ZERO)
         of_int4 = kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4
         bits = 4 if kind == _INT4 or of_int4 else 8
-        groups = (rows if high == 1 else 1, columns // size if size else 0)
+        # Blocks of one row have scales for each row; blocks of all rows share them.
+        scale_rows = rows if block_rows == 1 else 1
+        groups = (scale_rows, columns // size if size else 0)
         if kind == _INTX:
             zeros: tuple[DType, ...] = (DType.INT8, *FLOATS)
         else:
             zeros = (DType.INT8,)
         packed = 1
         if kind == _INT4 and scale is not None:
+            # Scales and offsets are transposed, and two codes share a byte.
             groups = groups[::-1]
             zeros = (scale.dtype,)
             packed = 2
-        fitting = (
-            (high == 1 or (high == rows and kind != _INT4))
-            and size > 0
+        block_fits = block_rows == 1 or (block_rows == rows and kind != _INT4)
+        # Groups are rows, or multiples of 8 as in all schemes.
+        size_fits = (
+            size > 0
             and not columns % size
             and not (size % 8 and size != columns)
             and not columns % packed
-            and codes is not None
-            and scale is not None
+        )
+        # Only bytes of two codes may be unsigned.
+        codes_fit = (
+            codes is not None
             and codes.shape == (rows, columns // packed)
             and codes.dtype in (DType.INT8, DType.UINT8)[:packed]
-            and scale.shape == groups
-            and scale.dtype in FLOATS
-            and (kind == _INT8 if zero is None else zero.shape == groups and zero.dtype in zeros)
         )
+        scale_fits = scale is not None and scale.shape == groups and scale.dtype in FLOATS
+        if zero is None:
+            zero_fits = kind == _INT8
+        else:
+            zero_fits = zero.shape == groups and zero.dtype in zeros
+        fitting = block_fits and size_fits and codes_fit and scale_fits and zero_fits
         if not fitting or scale is None:
-            found = (one for one in (codes, scale, zero) if one is not None)
+            descriptions: list[str] = []
+            for tensor in (codes, scale, zero):
+                if tensor is not None:
+                    descriptions.append(f"{tensor.dtype} {list(tensor.shape)}")
             raise raw.make_damage_error(
                 f"the tensors of '{raw.name}' do not fit together as an {kind}",
-                ", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
+                ", ".join(descriptions),
                 f"codes, scales and zero points of {list(shape)} in blocks of"
                 f" {format_value(list(block))}",
             )
-        return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
+        return cls(raw, kind, bits, scale.dtype, rows, columns, size, block_rows == 1)
 
     def scheme(self) -> QuantScheme | None:
-        """Return the scheme of its codes; None if offsets are not multiples of scales."""
+        """Find the scheme of its codes; None if offsets are not multiples of scales."""
         if self.kind == _INT4:
             return scheme_of(self.raw, _SCALE, _ZERO, self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
         symmetric = not zero.any()
         if not symmetric:
+            # Raises an error for zero points that are no codes; these classes need no scales.
             self.points(zero, zero)
-        return QuantScheme(
-            self.bits, None if self.group_size == self.columns else self.group_size, symmetric
-        )
+        group_size = None if self.group_size == self.columns else self.group_size
+        return QuantScheme(self.bits, group_size, symmetric)
 
     def codes(self, part: TensorSlice | None) -> torch.Tensor:
-        """Unsigned ones [R, C] uint8; codes beyond the bits raise `CheckpointError`."""
+        """Read unsigned codes [R, C] uint8; codes beyond the bits raise `CheckpointError`."""
         if self.kind == _INT4:
             if part is not None and part.axis == 1:
-                part = TensorSlice(
-                    1, tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges)
-                )
+                byte_ranges = tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges)
+                part = TensorSlice(1, byte_ranges)
             data = self.raw.read(_CODES, part).view(torch.uint8)
             return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
-        codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle  # modulo 256
+        # Addition modulo 256 turns two's complement into unsigned codes.
+        codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle
         if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
             raise self.raw.make_damage_error(
                 f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4"
@@ -232,33 +259,35 @@ class _Weight:
         return codes
 
     def groups(self, leaf: str, rows: TensorSlice | None) -> torch.Tensor:
-        """Scales or zero points [R, G] of some rows; zeros where there are none."""
+        """Read scales or zero points [R, G] of some rows; zeros where there are none."""
+        count = self.rows if rows is None else rows.size
         if self.raw.find(leaf) is None:
-            count = self.rows if rows is None else rows.size
             return torch.zeros(count, self.columns // self.group_size, dtype=torch.int8)
         if self.kind == _INT4:
             ranges = ((0, self.rows),) if rows is None else rows.ranges
-            pieces = [self.raw.read(leaf, TensorSlice(1, (range_,))) for range_ in ranges]
+            pieces = [self.raw.read(leaf, TensorSlice(1, (bounds,))) for bounds in ranges]
             return torch.cat(pieces, 1).t().contiguous()
         if self.by_row:
             return self.raw.read(leaf, rows)
-        return self.raw.read(leaf).expand(self.rows if rows is None else rows.size, -1)
+        return self.raw.read(leaf).expand(count, -1)
 
     def points(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Zero points as codes, uint8; values that are not codes raise `UnsupportedError`."""
+        """Convert zero points to codes, uint8; others raise `UnsupportedError`."""
         if self.kind == _INT4:
             points = zero_points(scale, zero, self.bits, self.middle)
             if points is not None:
                 return points
         else:
-            wide = zero.double() + self.middle
-            if bool(((wide == wide.round()) & (wide >= 0) & (wide < 1 << self.bits)).all()):
-                return wide.to(torch.uint8)
+            # Float zero points may have fractions, which no scheme has.
+            shifted = zero.double() + self.middle
+            in_range = (shifted >= 0) & (shifted < 1 << self.bits)
+            if bool(((shifted == shifted.round()) & in_range).all()):
+                return shifted.to(torch.uint8)
         raise self.raw.make_unsupported_error(f"zero points of '{self.raw.name}' are not codes")
 
 
 class TorchAo(QuantMethod):
-    """``quant_method: torchao``: the weights that lie as its tensors do."""
+    """``quant_method: torchao``: the weights that are stored as its tensors."""
 
     name = "torchao"
     layouts = (TORCHAO,)
@@ -266,7 +295,11 @@ class TorchAo(QuantMethod):
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, Plain]:
-        return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
+        codecs: dict[str, Plain] = {}
+        for module in modules:
+            if f"{module}.{_CODES}" in stored:
+                codecs[module] = Plain()
+        return codecs
 
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()

@@ -35,8 +35,8 @@ from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
 from quantkit.formats.codecs.vllm_settings import iter_refused_settings
 
 Shape = tuple[int, ...]
-# to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are
-# columns
+# vLLM pads the vocabulary to a multiple of this. It adds rows, but the outputs of GPTQ and AWQ are
+# columns.
 _HEAD_ROWS = 64
 _UNREAD = {
     "bloom": ("query_key_value", "codes, and vLLM's BLOOM reorders its rows when it loads it"),
@@ -122,14 +122,17 @@ class Linears:
         coded: Collection[str],
         raw: Mapping[str, Any],
     ) -> Linears:
-        """Return the linears of a model with the config.json `raw`; embeddings are left out."""
+        """Describe the linears of a model with the config.json `raw`; embeddings are left out."""
         if not isinstance(settings, Settings):
             settings = Settings(settings, "config.json", "quantization_config")
-        shapes = {module: shape for module, shape in shapes.items() if not is_embedding(module)}
+        linear_shapes: dict[str, Shape | None] = {}
+        for module, shape in shapes.items():
+            if not is_embedding(module):
+                linear_shapes[module] = shape
         return cls(
             method=method,
             settings=settings,
-            shapes=shapes,
+            shapes=linear_shapes,
             coded=coded,
             names=VllmNames.of(raw),
             model_type=str(raw.get("model_type")),
@@ -142,23 +145,17 @@ class Linears:
         lookup = _lookup(self)
         if lookup is None:
             return
-        claims = self.method.claims(self.settings, self.shapes, self.coded).modules
-        # Whose settings need not name what is stored as floats.
-        if isinstance(self.method, Gptq | Awq):
-            claims = {part: claim for part, claim in claims.items() if part in self.coded}
-        else:
-            # No reader but vLLM quantizes routers: whatever the settings state, they mean floats.
-            claims = {
-                part: claim
-                for part, claim in claims.items()
-                if part in self.coded or not _is_router(part)
-            }
+        # Settings of GPTQ and AWQ need not name what is stored as floats. In others, no reader but
+        # vLLM quantizes routers: whatever the settings state, they mean floats.
+        only_coded = isinstance(self.method, Gptq | Awq)
+        claims: dict[str, Claim] = {}
+        all_claims = self.method.claims(self.settings, self.shapes, self.coded).modules
+        for part, claim in all_claims.items():
+            if part in self.coded or not (only_coded or _is_router(part)):
+                claims[part] = claim
         for module in self.names.group(self.shapes):
-            if module.is_float:
-                found = None
-            else:
-                found = lookup.find(module)
-            yield module, [claims.get(part) for part in module.parts], found
+            vllm_claim = None if module.is_float else lookup.find(module)
+            yield module, [claims.get(part) for part in module.parts], vllm_claim
 
 
 def vllm_problems(linears: Linears) -> list[VllmProblem]:
@@ -168,18 +165,18 @@ def vllm_problems(linears: Linears) -> list[VllmProblem]:
     Other checks report settings that cannot be read.
     """
     settings = linears.settings
-    problems = []
-    for rule, what in iter_refused_settings(settings.values):
-        problems.append(VllmProblem(rule, settings.name, what))
-    of_modules = []
+    problems: list[VllmProblem] = []
+    for rule, description in iter_refused_settings(settings.values):
+        problems.append(VllmProblem(rule, settings.name, description))
+    module_problems: list[VllmProblem] = []
     try:
-        for module, stated, found in linears.compare():
-            problem = _find_problem(linears, module, stated, found)
+        for module, part_claims, vllm_claim in linears.compare():
+            problem = _find_problem(linears, module, part_claims, vllm_claim)
             if problem is not None:
-                of_modules.append(problem)
+                module_problems.append(problem)
     except CheckpointError:
         return problems
-    return problems + of_modules
+    return problems + module_problems
 
 
 def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
@@ -187,15 +184,17 @@ def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
     if not problems:
         return None
     first = problems[0]
-    more = len(problems) - 1
-    others = f", and {more} more" if more else ""
-    return f"vLLM 0.32 does not load it: '{first.location}' has {first.description}{others}"
+    text = f"vLLM 0.32 does not load it: '{first.location}' has {first.description}"
+    further_count = len(problems) - 1
+    if further_count:
+        text += f", and {further_count} more"
+    return text
 
 
 def find_linear_shapes(
     stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None], model_type: str
 ) -> dict[str, Shape | None]:
-    """Return the shapes of all modules of a folder that vLLM may build as quantized linears.
+    """Find the shapes of all modules of a folder that vLLM may build as quantized linears.
 
     Tables are not among them, nor most routers: settings need not name them, and vLLM does not
     quantize them.
@@ -212,8 +211,9 @@ def find_linear_shapes(
         if is_table(name) or (has_float_routers and _is_router(name)):
             continue
         modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
-        is_stack = len(tensor.shape) > 2
-        shapes |= dict.fromkeys(modules, None if is_stack else tensor.shape)
+        # Stacked experts may be stored with inputs or outputs first.
+        shape = tensor.shape if len(tensor.shape) <= 2 else None
+        shapes |= dict.fromkeys(modules, shape)
     return {**shapes, **coded}
 
 
@@ -225,44 +225,41 @@ def _is_router(name: str) -> bool:
 def _find_problem(
     linears: Linears, module: VllmModule, part_claims: Sequence[Claim | None], vllm_claim: _Found
 ) -> VllmProblem | None:
-    other = next(
-        (index for index, claim in enumerate(part_claims) if claim != part_claims[0]), None
-    )
-    if other is not None:
-        first, second = (
-            f"{_last(module.parts[index])}: {_describe(part_claims[index])}" for index in (0, other)
-        )
-        if module.is_experts:
-            rule = "expert-schemes"
-        else:
-            rule = "fused-schemes"
-        return VllmProblem(rule, module.name, f"{first}; {second}")
     claim = part_claims[0]
+    for part, part_claim in zip(module.parts, part_claims, strict=True):
+        if part_claim != claim:
+            rule = "expert-schemes" if module.is_experts else "fused-schemes"
+            first = f"{_last(module.parts[0])}: {_describe(claim)}"
+            second = f"{_last(part)}: {_describe(part_claim)}"
+            return VllmProblem(rule, module.name, f"{first}; {second}")
     if vllm_claim != claim:
         if isinstance(vllm_claim, _Split):
             by_settings = "different things"
         else:
             by_settings = _describe(vllm_claim)
-        what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
-        return VllmProblem("vllm-names", module.name, what)
-    unread = _UNREAD.get(linears.model_type)
-    if (
-        unread is not None
-        and unread[0] == _last(module.name)
-        and (claim is not None or module.is_experts)
-    ):
-        return VllmProblem("vllm-loader", module.name, unread[1])
-    shapes = [linears.shapes.get(part) for part in sorted(module.parts, key=_place)]
-    rows = [shape[0] for shape in shapes if shape is not None and len(shape) == 2]
-    if claim is None or len(rows) < len(shapes):
+        description = (
+            f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
+        )
+        return VllmProblem("vllm-names", module.name, description)
+    # vLLM's gpt-oss refuses experts of floats too, next to quantized linears.
+    unread_name, reason = _UNREAD.get(linears.model_type, (None, ""))
+    if unread_name == _last(module.name) and (claim is not None or module.is_experts):
+        return VllmProblem("vllm-loader", module.name, reason)
+    if claim is None:
         return None
-    if (
-        claim.block is not None
-        and not module.is_experts
-        and any(count % claim.block[0] for count in rows[:-1])
-    ):
-        sizes = " and ".join(map(str, rows))
-        return VllmProblem("vllm-tiles", module.name, f"{sizes} rows, in tiles of {claim.block[0]}")
+    # In the order in which vLLM joins the parts.
+    rows: list[int] = []
+    for part in sorted(module.parts, key=_place):
+        shape = linears.shapes.get(part)
+        if shape is None or len(shape) != 2:
+            return None
+        rows.append(shape[0])
+    if claim.block is not None and not module.is_experts:
+        # Tiles of a fused weight run across its parts: all but the last must end with a tile.
+        tile_rows = claim.block[0]
+        if any(count % tile_rows for count in rows[:-1]):
+            sizes = " and ".join(map(str, rows))
+            return VllmProblem("vllm-tiles", module.name, f"{sizes} rows, in tiles of {tile_rows}")
     if is_head(module.name) and claim.layout in (GPTQ, AWQ) and rows[0] % _HEAD_ROWS:
         return VllmProblem("vllm-head", module.name, f"{rows[0]} rows")
     return None
@@ -273,38 +270,41 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
     say of their parts.
     """
     modules: list[str] = []
-    lacking: dict[Claim | None, list[str]] = {}
-    for module, stated, found in linears.compare():
+    unnamed_modules: dict[Claim | None, list[str]] = {}
+    for module, part_claims, vllm_claim in linears.compare():
         modules.append(module.name)
-        is_uniform = all(claim == stated[0] for claim in stated)
-        can_be_named = not module.is_float and not (
-            isinstance(linears.method, Gptq) and found in (None, _SPLIT)
-        )
-        if is_uniform and found != stated[0] and can_be_named:
-            lacking.setdefault(stated[0], []).append(module.name)
-    for claim, names in lacking.items():
+        part_claim = part_claims[0]
+        is_uniform = all(claim == part_claim for claim in part_claims)
+        # In GPTQ, patterns say how modules are quantized, not whether; see `_GptqLookup`.
+        is_float_in_gptq = isinstance(linears.method, Gptq) and vllm_claim in (None, _SPLIT)
+        can_be_named = not module.is_float and not is_float_in_gptq
+        if is_uniform and vllm_claim != part_claim and can_be_named:
+            unnamed_modules.setdefault(part_claim, []).append(module.name)
+    for claim, names in unnamed_modules.items():
         patterns = _patterns(names, modules)
         if isinstance(linears.method, CompressedTensors):
-            # Not looked up as a whole.
-            patterns = [pattern.replace("experts$", r"experts\..*") for pattern in patterns]
-            _add_to_groups(
-                settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns]
-            )
+            # vLLM looks for the linears of an expert, not for all experts as a whole.
+            targets: list[str] = []
+            for pattern in patterns:
+                expert_pattern = pattern.replace("experts$", r"experts\..*")
+                targets.append(f"re:{expert_pattern}")
+            _add_to_groups(settings, linears.settings, claim, targets)
         elif isinstance(linears.method, Gptq):
             sign = "-"
             values = {}
             if claim is not None:
                 sign = "+"
                 values = {"bits": claim.bits, "group_size": claim.group_size or -1}
-            settings["dynamic"] = settings.get("dynamic", {}) | {
-                f"{sign}:{pattern}": values for pattern in patterns
-            }
+            keys = [f"{sign}:{pattern}" for pattern in patterns]
+            settings["dynamic"] = settings.get("dynamic", {}) | dict.fromkeys(keys, values)
         elif claim is None and settings.get("modules_to_not_convert") is not None:
-            others = []
+            # AWQ's readers look for parts of names, so a name must not occur in that of a
+            # quantized linear.
+            float_names: list[str] = []
             for name in names:
                 if not any(name in coded for coded in linears.coded):
-                    others.append(name)
-            settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *others]
+                    float_names.append(name)
+            settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *float_names]
 
 
 def _add_to_groups(
@@ -323,23 +323,23 @@ def _add_to_groups(
 
 
 def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
-    """Patterns that match some modules alone: one for those that differ in their numbers, if it
-    matches no others.
+    """Build patterns that match some modules alone: one for those that differ in their numbers, if
+    it matches no others.
 
     Args:
         names: of the modules to match.
         modules: the names of all modules.
     """
-    others = {_NUMBER.sub("*", name) for name in set(modules).difference(names)}
-    found: dict[str, None] = {}
+    other_templates = {_NUMBER.sub("*", name) for name in set(modules).difference(names)}
+    patterns: dict[str, None] = {}
     for name in names:
         template = _NUMBER.sub("*", name)
-        if template in others:
+        if template in other_templates:
             pattern = re.escape(name)
         else:
             pattern = re.escape(template).replace(r"\*", r"\d+")
-        found[f"^{pattern}$"] = None
-    return list(found)
+        patterns[f"^{pattern}$"] = None
+    return list(patterns)
 
 
 class _Listed:
@@ -368,13 +368,11 @@ class _CompressedTensorsLookup:
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
         match_time = MatchTime(settings.path)
-        if settings.has("ignore"):
-            ignored = settings.strings("ignore")
-        else:
-            ignored = []
+        ignored = settings.strings("ignore") if settings.has("ignore") else []
         self._ignored = _Listed(ignored, linears, match_time, "ignore")
         self._groups: list[tuple[_Listed, Claim | None]] = []
         self._of_class: _Found = None
+        # In reverse, so that the first group with the class decides.
         for group in reversed(read_config_groups(settings).values()):
             targets = group.strings("targets")
             claim = group_claim(group, settings)
@@ -384,13 +382,13 @@ class _CompressedTensorsLookup:
 
     def find(self, module: VllmModule) -> _Found:
         if module.is_experts:
-            found = [self._find(name, (), self._of_class) for name in _first_expert(module)]
-            if all(claim == found[0] for claim in found):
-                return found[0]
+            claims = [self._find(name, (), self._of_class) for name in _first_expert(module)]
+            if all(claim == claims[0] for claim in claims):
+                return claims[0]
             return _SPLIT
-        return self._find(
-            module.name, module.shards, None if is_head(module.name) else self._of_class
-        )
+        # vLLM's output head is no `Linear`.
+        of_class = None if is_head(module.name) else self._of_class
+        return self._find(module.name, module.shards, of_class)
 
     def _find(self, name: str, shards: Sequence[str], of_class: _Found) -> _Found:
         if self._ignored.matches(name):
@@ -401,15 +399,18 @@ class _CompressedTensorsLookup:
         claim = self._find_target(name)
         if not isinstance(claim, _Unnamed):
             return claim
-        found = [self._find_target(shard) for shard in shards]
-        claims = [claim for claim in found if not isinstance(claim, _Unnamed)]
+        claims: list[Claim | None] = []
+        for shard in shards:
+            shard_claim = self._find_target(shard)
+            if not isinstance(shard_claim, _Unnamed):
+                claims.append(shard_claim)
         if claims and len(claims) == len(shards):
-            # vLLM does not compare those of the others.
+            # vLLM takes the first, and does not compare it with those of the other shards.
             return claims[0]
         return of_class
 
     def _find_target(self, name: str) -> Claim | _Unnamed | None:
-        """Return the claim of the first group that names a linear."""
+        """Find the claim of the first group that names a linear."""
         for group, claim in self._groups:
             if group.matches(name):
                 return claim
@@ -426,8 +427,11 @@ class _GptqLookup:
         self._base = base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
         self._overrides = Overrides(settings, self._base)
         self._coded = {linears.names.map_setting(module) for module in linears.coded}
-        listed = within(settings.values.get("modules_in_block_to_quantize"))
-        self._listed = [linears.names.map_setting(name) for name in listed if isinstance(name, str)]
+        self._listed: list[str] = []
+        # The list may be nested.
+        for name in within(settings.values.get("modules_in_block_to_quantize")):
+            if isinstance(name, str):
+                self._listed.append(linears.names.map_setting(name))
         self._head = bool(settings.values.get("lm_head"))
 
     def find(self, module: VllmModule) -> _Found:
@@ -435,6 +439,7 @@ class _GptqLookup:
             names = module.shards or (module.name,)
             coded = [self._is_coded(name) for name in names]
             if not all(coded):
+                # vLLM refuses to fuse quantized linears with others.
                 return _SPLIT if any(coded) else None
             if is_head(module.name) and not self._head:
                 return None
@@ -454,19 +459,22 @@ class _AwqLookup:
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
         key = "modules_to_not_convert"
-        if settings.has(key):
-            listed = settings.strings(key)
-        else:
-            listed = []
-        floats = listed or [module for module in linears.shapes if module not in linears.coded]
+        floats = settings.strings(key) if settings.has(key) else []
+        # Without a list, the tensors decide.
+        if not floats:
+            floats = [module for module in linears.shapes if module not in linears.coded]
         self._floats = [linears.names.map_setting(name) for name in floats]
         self._base = base_claim(settings, AWQ, not settings.values.get("zero_point", True))
         self._head = bool(settings.values.get("lm_head"))
 
     def find(self, module: VllmModule) -> _Found:
-        if (is_head(module.name) and not self._head) or self._is_float(module.name):
+        if is_head(module.name) and not self._head:
             return None
-        floats = [self._is_float(shard) for shard in module.shards if not module.is_experts]
+        if self._is_float(module.name):
+            return None
+        if module.is_experts:
+            return self._base
+        floats = [self._is_float(shard) for shard in module.shards]
         if any(floats):
             return None if all(floats) else _SPLIT
         return self._base
@@ -491,15 +499,20 @@ def _place(part: str) -> int:
 
 
 def _first_expert(module: VllmModule) -> list[str]:
-    """Return the names of the linears of the first expert of a layer, by which vLLM looks for
+    """List the names of the linears of the first expert of a layer, by which vLLM looks for
     settings of all.
     """
-    within = []
+    names_in_bank: list[str] = []
     for part in module.parts:
-        if expert_bank(part) is not None:
-            within.append(part.removeprefix(f"{expert_bank(part)}."))
-    first = within[0].partition(".")[0]
-    return [f"{module.name}.{name}" for name in within if name.partition(".")[0] == first]
+        bank = expert_bank(part)
+        if bank is not None:
+            names_in_bank.append(part.removeprefix(f"{bank}."))
+    first_expert = names_in_bank[0].partition(".")[0]
+    result: list[str] = []
+    for name in names_in_bank:
+        if name.partition(".")[0] == first_expert:
+            result.append(f"{module.name}.{name}")
+    return result
 
 
 def _last(name: str) -> str:

@@ -25,10 +25,11 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """The linears that vLLM fuses, by the last part of the name of the fused one."""
 _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
+# Whole parts of a name alone: the 2 of `w2` is no number of a layer.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NUMBER_OR_SIGN = re.compile(r"(?<![^.])(?:\d+|[*+])(?![^.])")
-_MAX_DIGITS = 9
 # Python refuses to parse numbers of thousands of digits.
+_MAX_DIGITS = 9
 _LAYER = re.compile(r".*?\blayers\.(\d{1,9})\.")
 
 
@@ -73,32 +74,42 @@ class VllmNames:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> VllmNames:
-        """Return the names of the architecture of a config.json."""
+        """Look up the names of the architecture of a config.json."""
         return cls.of_table(_table().get(str(raw.get("model_type")), {}))
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> VllmNames:
-        """Return the names by the rows of a `model_type` in the table."""
+        """Read the names from the rows of a `model_type` in the table."""
         listed = {fused: tuple(parts) for fused, parts in table.get("listed", {}).items()}
-        unlisted, floats = (frozenset(table.get(key, ())) for key in ("unlisted", "floats"))
-        return cls(table.get("mapped", {}), table.get("modules", {}), unlisted, listed, floats)
+        return cls(
+            mapped=table.get("mapped", {}),
+            modules=table.get("modules", {}),
+            unlisted=frozenset(table.get("unlisted", ())),
+            listed=listed,
+            floats=frozenset(table.get("floats", ())),
+        )
 
     def map_setting(self, name: str) -> str:
-        """Return a name in settings as vLLM compares it; patterns and classes stay as they are."""
+        """Map a name in settings to the one that vLLM compares; patterns and classes stay as they
+        are.
+        """
         if "." not in name or name.startswith("re:"):
             return name
-        return _fill(_replace_beginning(_template(name), self.mapped) or _template(name), name)
+        template = _template(name)
+        return _fill(_replace_beginning(template, self.mapped) or template, name)
 
     def group(self, linears: Iterable[str]) -> list[VllmModule]:
-        """Return the modules of vLLM that hold some linears on disk, in the order of these."""
+        """Group linears on disk to the modules of vLLM, in the order of the linears."""
         ordered = dict.fromkeys(linears)
-        layers = 1 + max(
-            (int(match[1]) for name in ordered if (match := _LAYER.match(name))), default=-1
-        )
-        parts: dict[str, list[str]] = {}
+        layers = 0
+        for name in ordered:
+            match = _LAYER.match(name)
+            if match is not None:
+                layers = max(layers, int(match[1]) + 1)
+        parts_by_name: dict[str, list[str]] = {}
         for linear in ordered:
-            parts.setdefault(self._name(linear, ordered, layers), []).append(linear)
-        return [self._module(name, tuple(part)) for name, part in parts.items()]
+            parts_by_name.setdefault(self._name(linear, ordered, layers), []).append(linear)
+        return [self._module(name, tuple(parts)) for name, parts in parts_by_name.items()]
 
     def _module(self, name: str, parts: tuple[str, ...]) -> VllmModule:
         is_experts = any(expert_bank(part) is not None for part in parts)
@@ -106,30 +117,32 @@ class VllmNames:
         return VllmModule(name, parts, self._shards(name), is_experts=is_experts, is_float=is_float)
 
     def _name(self, linear: str, linears: Mapping[str, None], layers: int) -> str:
-        """Return the name of the module that holds a linear; the last part of a name that the table
-        has whole stays.
+        """Determine the name of the module that contains a linear; a name that the table has whole
+        keeps its last part.
         """
         template = _template(linear)
         if template in self.modules:
             return _fill(self.modules[template], linear, layers)
+        # Modules have the names in settings unless the table says otherwise.
         replaced = (
             _replace_beginning(template, self.modules)
             or _replace_beginning(template, self.mapped)
             or template
         )
         name = _fill(replaced, linear, layers)
-        if (bank := expert_bank(name)) is not None:
+        bank = expert_bank(name)
+        if bank is not None:
             return bank
         parent, _, last = name.rpartition(".")
         fused = _FUSED_BY_PART.get(last)
-        directory = linear.removesuffix(last)
-        if fused is None or not any(
-            part != last and f"{directory}{part}" in linears for part in FUSED[fused]
-        ):
+        if fused is None:
             return name
-        if parent:
-            return f"{parent}.{fused}"
-        return fused
+        # A linear without a sibling, such as an `up_proj` without a gate, is not fused.
+        directory = linear.removesuffix(last)
+        for part in FUSED[fused]:
+            if part != last and f"{directory}{part}" in linears:
+                return f"{parent}.{fused}" if parent else fused
+        return name
 
     def _shards(self, name: str) -> tuple[str, ...]:
         parent, joint, last = name.rpartition(".")
@@ -141,8 +154,9 @@ class VllmNames:
 
 @functools.cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    """Return what differs for each `model_type`."""
-    return tomllib.loads(files(__package__).joinpath("vllm_modules.toml").read_text("utf-8"))
+    """Load what differs for each `model_type`."""
+    text = files(__package__).joinpath("vllm_modules.toml").read_text("utf-8")
+    return tomllib.loads(text)
 
 
 def _template(name: str) -> str:
@@ -150,9 +164,7 @@ def _template(name: str) -> str:
 
 
 def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | None:
-    """Return a template with its longest beginning that has a replacement replaced; None if none
-    has one.
-    """
+    """Replace the longest beginning of a template that has a replacement; None if none has one."""
     beginning = template
     while beginning:
         if beginning in replacements:
@@ -164,19 +176,16 @@ def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | 
 
 
 def _fill(template: str, name: str, layers: int = 0) -> str:
-    """Return a template with the numbers of a name; those in place of ``+`` count on from the
-    number of layers.
+    """Fill a template with the numbers of a name; those in place of ``+`` count on from the number
+    of layers.
 
     A name may have these signs too, as globs in settings do; they stay.
     """
     numbers = iter(_NUMBER_OR_SIGN.findall(name))
-    parts = []
-    for part in template.split("."):
-        if part in ("*", "+"):
-            number = next(numbers)
-        else:
-            number = part
-        if part == "+" and number.isdecimal() and len(number) <= _MAX_DIGITS:
-            number = str(layers + int(number))
-        parts.append(number)
+    parts: list[str] = []
+    for sign in template.split("."):
+        part = next(numbers) if sign in ("*", "+") else sign
+        if sign == "+" and part.isdecimal() and len(part) <= _MAX_DIGITS:
+            part = str(layers + int(part))
+        parts.append(part)
     return ".".join(parts)

@@ -13,6 +13,7 @@ _REQUIRED = {
     "awq": (("w_bit", "bits"), ("q_group_size", "group_size"), ("zero_point",)),
 }
 """By the method the keys without which vLLM stops; of those in one tuple it needs any."""
+# How many key or value numbers may share a scale: those of a layer, or of a head.
 _CACHE_STRATEGIES = ("tensor", "attn_head")
 
 
@@ -24,8 +25,10 @@ def iter_refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, st
     for keys in _REQUIRED.get(method, ()):
         if not any(key in settings for key in keys):
             yield "vllm-settings", f"no value for '{keys[-1]}'"
-    if method == "gptq" and (place := _act_order(settings)) is not None:
-        yield "gptq-order", f"groups in the order of activations: {place}"
+    if method == "gptq":
+        place = _act_order(settings)
+        if place is not None:
+            yield "gptq-order", f"groups in the order of activations: {place}"
     if method == "compressed-tensors":
         sparsity = settings.get("sparsity_config")
         cache = settings.get("kv_cache_scheme")
@@ -36,11 +39,12 @@ def iter_refused_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def _act_order(settings: Mapping[str, Any]) -> str | None:
-    """Return where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM
+    """Find where settings of GPTQ state groups in the order of activations; None if nowhere. vLLM
     does not look at ``static_groups``, nor at whether a pattern matches anything.
     """
     base_order = settings.get("desc_act")
     base_size = settings.get("group_size")
+    # With one scale a row, the order of the inputs has no effect.
     if base_order and base_size != -1:
         return "desc_act is true"
     patterns = settings.get("dynamic")
