@@ -1,1 +1,1 @@
-"""Tokenizers: loading, comparing, exporting."""
+"""Load, compare and export tokenizers."""

@@ -1,5 +1,5 @@
-"""A tokenizer in one form for all file formats: the bytes and the kind of each token, the order of
-merges, and the settings that decide how text is split.
+"""Describe a tokenizer in one form for all file formats: the bytes and the kind of each token, the
+order of merges, and the settings that decide how text is split.
 
 What a format does not state is absent, so that two formats are compared on what both state.
 """
@@ -19,14 +19,18 @@ from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.token_bytes import BYTE_LETTERS, spell_bytes
 
 _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
-# surrogates, which no spelling contains
+# Surrogates, which no spelling contains: marks of a letter without a byte, and of the end of a
+# spelling.
 _NO_BYTE = "\ud800"
 _SEPARATOR = "\udfff"
 _LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(letter): chr(value) for value, letter in BYTE_LETTERS.items()
 }
+# Valid UTF-8 contains neither 0xC0 and 0xC1 (overlong forms) nor bytes above 0xF4.
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
+# The name of a setting, as messages show it.
 _MERGED_UNUSED = "unused pieces that merges make"
+# A missing setting equals one that states the library's default.
 _BPE_DEFAULTS = {
     "ignore_merges": False,
     "byte_fallback": False,
@@ -112,7 +116,7 @@ class CanonicalVocabulary:
     converted: bool = False
 
     def token(self, number: int) -> Token | None:
-        """Return the token of an id; None if there is none."""
+        """Look up the token of an id; None if there is none."""
         content = self.contents.get(number)
         if content is None:
             return None
@@ -120,10 +124,21 @@ class CanonicalVocabulary:
 
 
 def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
-    """Return the vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is
+    """Describe the vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is
     merged first.
     """
-    spellings = {spell_bytes(content): rank for content, rank in ranks.items()}
+    contents = {rank: content for content, rank in ranks.items()}
+    spellings: dict[str, int] = {}
+    scores: dict[str, float] = {}
+    for content, rank in ranks.items():
+        spelling = spell_bytes(content)
+        spellings[spelling] = rank
+        # The highest score is merged first, and so is the lowest rank.
+        scores[spelling] = float(-rank)
+    added: dict[int, AddedToken] = {}
+    for name, number in specials.items():
+        contents[number] = name.encode()
+        added[number] = AddedToken(number, name)
     settings: dict[str, object] = {
         "model": "BPE",
         "ignore_merges": True,
@@ -133,13 +148,12 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
         _MERGED_UNUSED: [],
     }
     return CanonicalVocabulary(
-        contents={rank: content for content, rank in ranks.items()}
-        | {number: name.encode() for name, number in specials.items()},
+        contents=contents,
         kinds=dict.fromkeys(specials.values(), Kind.SPECIAL),
         spellings=spellings | dict(specials),
         merges=None,
-        scores={spelling: float(-rank) for spelling, rank in spellings.items()},
-        added={number: AddedToken(number, name) for name, number in specials.items()},
+        scores=scores,
+        added=added,
         settings=settings,
     )
 
@@ -147,28 +161,30 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
 def of_sentencepiece(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]]
 ) -> CanonicalVocabulary:
-    """Return the vocabulary of a sentencepiece model, with the tokens that files next to it add,
-    see `added_tokens`.
+    """Describe the vocabulary of a sentencepiece model, with the tokens that files next to it add,
+    see `read_added_tokens`.
     """
-    spellings = [spelling for spelling, _, _ in model.pieces]
-    contents = dict(enumerate(_encode_spellings(spellings)))
-    kinds = {}
-    for number, (_, _, kind) in enumerate(model.pieces):
-        if kind is not PieceType.NORMAL:
-            kinds[number] = _PIECE_KINDS[kind]
-    contents |= {
-        number: _BYTE_TOKENS.get(spellings[number], b"")
-        for number in kinds
-        if kinds[number] is Kind.BYTE
-    }
-    beyond = [one for one in added if one[0] >= len(spellings)]
-    contents |= {
-        number: content
-        for (number, _, _), content in zip(
-            beyond, _encode_spellings(spelling for _, spelling, _ in beyond), strict=True
-        )
-    }
-    kinds |= {number: Kind.SPECIAL if special else Kind.ADDED for number, _, special in beyond}
+    contents: dict[int, bytes] = {}
+    kinds: dict[int, Kind] = {}
+    spellings: dict[str, int] = {}
+    scores: dict[str, float] = {}
+    for number, (spelling, score, kind) in enumerate(model.pieces):
+        spellings[spelling] = number
+        contents[number] = _encode_spelling(spelling)
+        # Only merged pieces compete by their scores.
+        if kind is PieceType.NORMAL:
+            scores[spelling] = score
+            continue
+        kinds[number] = _PIECE_KINDS[kind]
+        if kind is PieceType.BYTE:
+            contents[number] = _BYTE_TOKENS.get(spelling, b"")
+    for number, spelling, special in added:
+        # A listed token with the id of a piece is that piece.
+        if number < len(model.pieces):
+            continue
+        contents[number] = _encode_spelling(spelling)
+        kinds[number] = Kind.SPECIAL if special else Kind.ADDED
+        spellings[spelling] = number
     settings: dict[str, object] = {
         "model": "BPE" if model.byte_pair else "Unigram",
         "sentencepiece rules": model.rules,
@@ -180,20 +196,16 @@ def of_sentencepiece(
     }
     if model.plain:
         settings["normalizer"] = []
+    # Tokens for bytes spell any character. Without them characters can be unknown, and
+    # sentencepiece makes one unknown token of a run of such characters.
     if Kind.BYTE not in kinds.values():
-        unknown = next(
-            (spelling for spelling, _, kind in model.pieces if kind is PieceType.UNKNOWN), None
-        )
-        settings |= {"unk_token": unknown, "fuse_unk": True}
+        settings |= {"unk_token": _find_unknown_piece(model), "fuse_unk": True}
     return CanonicalVocabulary(
         contents=contents,
         kinds=kinds,
-        spellings={spelling: number for number, spelling in enumerate(spellings)}
-        | {spelling: number for number, spelling, _ in beyond},
+        spellings=spellings,
         merges=None,
-        scores={
-            spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL
-        },
+        scores=scores,
         added=None,
         settings=settings,
     )
@@ -202,7 +214,7 @@ def of_sentencepiece(
 def of_json(
     raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
 ) -> CanonicalVocabulary:
-    """Return the vocabulary of a tokenizer.json that its library has loaded.
+    """Describe the vocabulary of a tokenizer.json that its library has loaded.
 
     Args:
         added: the library's added tokens by their ids.
@@ -212,51 +224,54 @@ def of_json(
     model = raw["model"]
     listed = model["vocab"]
     merges = model.get("merges")
+    scores: dict[str, float] | None = None
+    ids: dict[str, int] = {}
+    # A unigram model lists its pieces with scores in the order of their ids; other models map
+    # pieces to ids.
     if isinstance(listed, list):
         scores = dict(listed)
+        for number, (piece, _) in enumerate(listed):
+            ids[piece] = number
     else:
-        scores = None
-    if scores is None:
         ids = listed
+    letters = _has_byte_letters(parts)
+    if letters:
+        contents = _by_id(ids, _letters(ids))
     else:
-        ids = {piece: number for number, (piece, _) in enumerate(listed)}
-    letters = any(
-        step.get("type") == "ByteLevel" for part in parts.values() for step in canonical_steps(part)
-    )
-    contents = _by_id(ids, _letters(ids) if letters else _encode_spellings(ids))
-    kinds = {}
+        contents = _by_id(ids, _encode_spellings(ids))
+    kinds: dict[int, Kind] = {}
     for piece, number in ids.items():
+        # The first letters are compared on their own, to build no filler for every token.
         if piece[:4] == "[PAD" and piece == filler(number):
             kinds[number] = Kind.UNUSED
     if model.get("byte_fallback"):
-        found = {}
         for piece, content in _BYTE_TOKENS.items():
             if piece in ids:
-                found[ids[piece]] = content
-        contents |= found
-        kinds |= dict.fromkeys(found, Kind.BYTE)
-    contents |= dict(
-        zip(added, _encode_spellings(one.content for one in added.values()), strict=True)
-    )
-    kinds |= {number: Kind.SPECIAL if one.special else Kind.ADDED for number, one in added.items()}
-    stated = {one["content"]: one["id"] for one in raw.get("added_tokens") or []}
+                contents[ids[piece]] = content
+                kinds[ids[piece]] = Kind.BYTE
+    spellings = dict(ids)
+    added_tokens: dict[int, AddedToken] = {}
+    # The library ignores the ids that the file states, which other readers use.
+    file_ids = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    for number, token in added.items():
+        contents[number] = _encode_spelling(token.content)
+        kinds[number] = Kind.SPECIAL if token.special else Kind.ADDED
+        spellings[token.content] = number
+        added_tokens[number] = AddedToken(
+            file_ids.get(token.content, number),
+            token.content,
+            token.single_word,
+            token.lstrip,
+            token.rstrip,
+            token.normalized,
+        )
     return CanonicalVocabulary(
         contents=contents,
         kinds=kinds,
-        spellings=ids | {one.content: number for number, one in added.items()},
+        spellings=spellings,
         merges=None if merges is None else pairs_of(merges),
         scores=scores,
-        added={
-            number: AddedToken(
-                stated.get(one.content, number),
-                one.content,
-                one.single_word,
-                one.lstrip,
-                one.rstrip,
-                one.normalized,
-            )
-            for number, one in added.items()
-        },
+        added=added_tokens,
         settings={
             "model": algorithm,
             _MERGED_UNUSED: [],
@@ -268,8 +283,8 @@ def of_json(
 
 
 def as_in_gguf(vocabulary: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
-    """Return the vocabulary of a folder made from a GGUF file's metadata, without what the file
-    does not state.
+    """Remove what a GGUF file does not state from the vocabulary of the folder that was made from
+    its metadata.
     """
     kinds = {
         **vocabulary.kinds,
@@ -277,10 +292,11 @@ def as_in_gguf(vocabulary: CanonicalVocabulary, unstated: GgufUnstated) -> Canon
         **dict.fromkeys(unstated.set_apart & vocabulary.contents.keys(), Kind.SET_APART),
         **dict.fromkeys(unstated.space_runs & vocabulary.contents.keys(), Kind.RUN),
     }
+    # GGUF has no keys for these: whoever reads a file assumes them.
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}
-    settings = {}
+    settings: dict[str, object] = {}
     for name, value in vocabulary.settings.items():
         if name not in left_out:
             settings[name] = value
@@ -295,57 +311,102 @@ def _model_settings(
     model: Mapping[str, Any], kind: str, vocabulary: Collection[str], *, letters: bool
 ) -> dict[str, object]:
     if kind != "BPE":
-        return {
-            "model settings": {
-                key: value for key, value in model.items() if key not in ("vocab", "type")
-            }
-        }
-    result = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
-    spelled = []
+        other_settings: dict[str, object] = {}
+        for key, value in model.items():
+            if key not in ("vocab", "type"):
+                other_settings[key] = value
+        return {"model settings": other_settings}
+    settings: dict[str, object] = {}
+    for name, default in _BPE_DEFAULTS.items():
+        settings[name] = model.get(name) or default
+    # With tokens for all bytes no character is unknown, and these settings have no effect.
+    if (letters or settings["byte_fallback"]) and _has_all_bytes(vocabulary, letters=letters):
+        del settings["unk_token"], settings["fuse_unk"]
+    return settings
+
+
+def _has_all_bytes(vocabulary: Collection[str], *, letters: bool) -> bool:
+    """Return whether a vocabulary has a token for each byte of UTF-8, spelled with GPT-2's letters
+    or as ``<0xE4>``.
+    """
     for byte in _UTF8_BYTES:
-        spelled.append(BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>")
-    if (letters or result["byte_fallback"]) and all(one in vocabulary for one in spelled):
-        del result["unk_token"], result["fuse_unk"]  # no character is unknown
-    return result
+        if letters:
+            spelling = BYTE_LETTERS[byte]
+        else:
+            spelling = f"<0x{byte:02X}>"
+        if spelling not in vocabulary:
+            return False
+    return True
+
+
+def _has_byte_letters(parts: Mapping[str, Any]) -> bool:
+    """Return whether a step of a tokenizer spells bytes with GPT-2's letters."""
+    for part in parts.values():
+        for step in canonical_steps(part):
+            if step.get("type") == "ByteLevel":
+                return True
+    return False
+
+
+def _find_unknown_piece(model: SentencePieceFile) -> str | None:
+    for spelling, _, kind in model.pieces:
+        if kind is PieceType.UNKNOWN:
+            return spelling
+    return None
 
 
 def _find_merged_unused_pieces(model: SentencePieceFile) -> list[str]:
-    """Return the unused pieces that merges result in, which sentencepiece splits again at the end.
+    """List the unused pieces that merges result in, which sentencepiece splits again at the end.
     No other format has such tokens; other unused pieces have no effect.
     """
-    unused = [spelling for spelling, _, kind in model.pieces if kind is PieceType.UNUSED]
+    unused: list[str] = []
+    mergeable: set[str] = set()
+    for spelling, _, kind in model.pieces:
+        if kind is PieceType.UNUSED:
+            unused.append(spelling)
+        if kind in (PieceType.UNUSED, PieceType.NORMAL):
+            mergeable.add(spelling)
     if not unused or not model.byte_pair:
         return []
-    known = {*unused, *(spelling for spelling, _, kind in model.pieces if kind is PieceType.NORMAL)}
-    return sorted(one for one in unused if len(one) == 1 or any(splits(one, known)))
+    merged: list[str] = []
+    for piece in unused:
+        # A piece of one letter occurs without any merge.
+        if len(piece) == 1 or any(splits(piece, mergeable)):
+            merged.append(piece)
+    return sorted(merged)
 
 
 def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
-    result: dict[int, bytes] = {}
+    contents_by_id: dict[int, bytes] = {}
     for number, content in zip(ids.values(), contents, strict=True):
         # Two tokens with the same id, of which the library uses either.
-        if number in result:
-            content = b" and ".join(sorted((result[number], content)))
-        result[number] = content
-    return result
+        if number in contents_by_id:
+            content = b" and ".join(sorted((contents_by_id[number], content)))
+        contents_by_id[number] = content
+    return contents_by_id
 
 
 def _encode_spellings(spellings: Iterable[str]) -> list[bytes]:
-    """Return the bytes of spellings in which U+2581 is a space."""
-    return [spelling.replace(SPACE, " ").encode() for spelling in spellings]
+    """Encode spellings in which U+2581 is a space."""
+    return [_encode_spelling(spelling) for spelling in spellings]
+
+
+def _encode_spelling(spelling: str) -> bytes:
+    return spelling.replace(SPACE, " ").encode()
 
 
 def _letters(spellings: Collection[str]) -> list[bytes]:
-    """Return the bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other
-    letters.
+    """Decode spellings in GPT-2's letters into bytes; encode a spelling with other letters in
+    UTF-8.
     """
-    # One call is faster.
+    # One call for all spellings is faster than one for each.
     translated = _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)
-    letters: list[bytes] = []
-    for spelling, one in zip(spellings, translated, strict=True):
-        letters.append(
-            spelling.encode()
-            if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff")
-            else one.encode("latin-1")
-        )
-    return letters
+    contents: list[bytes] = []
+    for spelling, byte_text in zip(spellings, translated, strict=True):
+        # Most tokens are ASCII, for which the letters need not be compared one by one.
+        beyond_bytes = not byte_text.isascii() and max(byte_text) > "\xff"
+        if _NO_BYTE in byte_text or beyond_bytes:
+            contents.append(spelling.encode())
+        else:
+            contents.append(byte_text.encode("latin-1"))
+    return contents

@@ -1,4 +1,4 @@
-"""Conversations as the tokens that an instruct model was trained to continue: by a folder's
+"""Encode conversations as the tokens that an instruct model was trained to continue: by a folder's
 template, or by the formats of Meta's folders, which do not state whether a model is a base or an
 instruct model.
 """
@@ -56,7 +56,7 @@ class Chat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids that the model continues with an answer.
+        """Encode a conversation as the token ids that the model continues with an answer.
 
         Args:
             messages: in order; the last one is to be answered.
@@ -90,7 +90,7 @@ class TemplateChat:
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Return the token that the template puts after an answer, if the tokenizer's EOS is
+        """Find the token that the template puts after an answer, if the tokenizer's EOS is
         another one.
         """
         end = find_answer_end(
@@ -99,17 +99,22 @@ class TemplateChat:
             specials=self._tokenizer.special_tokens or {},
             ends=self._tokenizer.eos_ids,
         )
-        return () if end is None else (end,)
+        if end is None:
+            return ()
+        return (end,)
 
     @property
     def start(self) -> str:
-        """Return the spelling of what a prompt begins with; empty if the tokenizer adds nothing, or
-        no text spells it.
+        """Spell what a prompt begins with; empty if the tokenizer adds nothing, or no text
+        spells it.
         """
-        spellings = {}
+        spellings: dict[int, str] = {}
         for spelling, number in (self._tokenizer.special_tokens or {}).items():
             spellings[number] = spelling
-        return "".join(spellings.get(number, "") for number in prompt_start(self._tokenizer))
+        start = ""
+        for number in prompt_start(self._tokenizer):
+            start += spellings.get(number, "")
+        return start
 
     def source(self, *, with_tools: bool) -> str:
         """Return the template in Jinja, for conversations with or without tools."""
@@ -123,7 +128,7 @@ class TemplateChat:
         budget: Budget | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text whose tokens `encode` returns.
+        """Render the text whose tokens `encode` returns.
 
         A ``developer`` message is a ``system`` message for a template that does not have that role.
         If the template refuses a conversation or drops something of it, it gets other spellings of
@@ -180,6 +185,7 @@ class TemplateChat:
         budget = budget or Budget()
         failure: RequestError | None = None
         loss: RequestError | None = None
+        # The first spelling that the template accepts and prints completely is the prompt.
         for chat in _spellings(messages, keep_parts=template.reads_parts):
             try:
                 text = template.render(chat, tools=tools, budget=budget, **variables)
@@ -206,6 +212,7 @@ class TemplateChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
+        # The template spells BOS itself, if the model has it.
         return self._tokenizer.encode(
             self.text(messages, tools=tools, **variables), specials=True, bos=False
         )
@@ -233,26 +240,29 @@ class Llama2Chat:
             raise RequestError(
                 "a message holds a tag of the chat format", found=tag, hint="leave it out"
             )
-        turns = [(_plain_role(message), message_text(message)) for message in messages]
-        if turns and turns[0][0] == "system" and len(turns) > 1:
-            system, (role, first), *rest = turns[0][1], *turns[1:]
-            turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
-        expected = ["user", "assistant"] * len(turns)
-        if (
-            not turns
-            or len(turns) % 2 == 0
-            or [role for role, _ in turns] != expected[: len(turns)]
-        ):
+        roles: list[str] = []
+        contents: list[str] = []
+        for message in messages:
+            roles.append(_plain_role(message))
+            contents.append(message_text(message))
+        # The format has no system turn: the system prompt is a part of the first question.
+        if len(roles) > 1 and roles[0] == "system":
+            system = contents[0]
+            roles = roles[1:]
+            contents = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[1]}", *contents[2:]]
+        expected = ["user", "assistant"] * len(roles)
+        if len(roles) % 2 == 0 or roles != expected[: len(roles)]:
             raise RequestError(
                 "llama2 has at most one system message, then user and assistant in turn, the user"
                 " last",
                 found=", ".join(str(message["role"]) for message in messages) or "no message",
             )
         ids: list[int] = []
-        for (_, question), (_, answer) in zip(turns[:-1:2], turns[1::2], strict=True):
+        # The last content is the question to answer; questions and answers alternate before it.
+        for question, answer in zip(contents[:-1:2], contents[1::2], strict=True):
             ids += self._begin_turn(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
             ids += self._tokenizer.eos_ids[:1]
-        return [*ids, *self._begin_turn(f"[INST] {turns[-1][1].strip()} [/INST]")]
+        return [*ids, *self._begin_turn(f"[INST] {contents[-1].strip()} [/INST]")]
 
     def _begin_turn(self, text: str) -> list[int]:
         """Encode a turn, which begins with BOS in this format, whether or not the tokenizer adds
@@ -266,11 +276,17 @@ class Llama2Chat:
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
-    """Return a tag of Llama 2's format that a message contains, which is not allowed; raises
+    """Find a tag of Llama 2's format in the messages, which must not contain one; raises
     `RequestError` for an invalid message.
     """
+    # Tags are plain text in this format, so a message with tags could imitate another turn.
+    # An invalid message is an error even if an earlier message has a tag.
     texts = [message_text(message) for message in messages]
-    return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
+    for text in texts:
+        for tag in _LLAMA2_TAGS:
+            if tag in text:
+                return tag
+    return None
 
 
 class Llama3Chat:
@@ -282,17 +298,18 @@ class Llama3Chat:
         specials = tokenizer.special_tokens or {}
         self._tokenizer = tokenizer
         try:
-            self._header, self._content, self._end = (
-                specials[name]
-                for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-            )
-            self.end_ids: tuple[int, ...] = tuple(
-                specials[name] for name in _LLAMA3_ENDS if name in specials
-            )
+            self._header = specials["<|start_header_id|>"]
+            self._content = specials["<|end_header_id|>"]
+            self._end = specials["<|eot_id|>"]
         except KeyError as error:
             raise RequestError(
                 f"the tokenizer has no {error.args[0]}; it is not Llama 3's"
             ) from error
+        end_ids: list[int] = []
+        for name in _LLAMA3_ENDS:
+            if name in specials:
+                end_ids.append(specials[name])
+        self.end_ids: tuple[int, ...] = tuple(end_ids)
 
     def encode(
         self,
@@ -312,6 +329,7 @@ class Llama3Chat:
             ids = [self._tokenizer.bos_id]
         for message in messages:
             content = message_text(message).strip()
+            # Role and content are encoded as plain text, so that they never become special tokens.
             ids += [*self._encode_header(_plain_role(message)), *self._plain(content), self._end]
         return [*ids, *self._encode_header("assistant")]
 
@@ -327,7 +345,7 @@ def chat_format(
     tokenizer: Tokenizer,
     template: Literal["llama2", "llama3"] | str | None = None,
 ) -> Chat:
-    """Return the chat format of the model in a folder, whose `encode` returns the tokens of a
+    """Choose the chat format of the model in a folder, whose `encode` returns the tokens of a
     conversation.
 
     Args:
@@ -345,7 +363,7 @@ def chat_format(
         >>> chat = quantkit.chat_format("model", tokenizer)
         >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
-    named = as_path("folder", folder)
+    model_path = as_path("folder", folder)
     require_tokenizer(tokenizer)
     if template is not None:
         as_string("template", template)
@@ -353,22 +371,23 @@ def chat_format(
         return Llama2Chat(tokenizer)
     if template == "llama3":
         return Llama3Chat(tokenizer)
-    return template_chat(named, tokenizer, template)
+    return template_chat(model_path, tokenizer, template)
 
 
 def template_chat(
     model_path: Path, tokenizer: Tokenizer, template: str | None = None
 ) -> TemplateChat:
-    """`chat_format` for a template in Jinja."""
+    """Do the work of `chat_format` for a template in Jinja."""
     folder = text_folder(model_path)
-    known = tokenizer.special_tokens or {}
-    spelled = {number: name for name, number in known.items()}
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    own = {}
-    for name, number in ends.items():
-        if number is not None and number in spelled:
-            own[name] = spelled[number]
-    tokens = {**own, **special_tokens(folder, known)}
+    specials = tokenizer.special_tokens or {}
+    spellings = {number: spelling for spelling, number in specials.items()}
+    bos_eos_ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    tokens: dict[str, str | None] = {}
+    for name, number in bos_eos_ids.items():
+        if number is not None and number in spellings:
+            tokens[name] = spellings[number]
+    # What the folder's files state replaces what the tokenizer knows.
+    tokens |= special_tokens(folder, specials)
     if template is not None and template.endswith(".jinja"):
         chosen = ChatTemplate(read_named_template(template), tokens=tokens, path=Path(template))
         return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder), tokens)
@@ -380,10 +399,12 @@ def template_chat(
             hint="use a prompt with a base model",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )
-    found = {}
-    for with_tools in (False, True):
-        found[with_tools] = templates.choose(template, with_tools=with_tools)
-    return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder), tokens)
+    # Both are chosen here, so that an error in either is raised before the first conversation.
+    templates_by_tools = {
+        False: templates.choose(template, with_tools=False),
+        True: templates.choose(template, with_tools=True),
+    }
+    return TemplateChat(templates_by_tools.__getitem__, _with_specials(tokenizer, folder), tokens)
 
 
 def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
@@ -398,7 +419,7 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def message_text(message: Message) -> str:
-    """Return the content of a message, for formats that are not templates.
+    """Check a message and read its content, for formats that are not templates.
 
     Raises:
         RequestError: if the message has no role, its content is not text, or it calls tools.
@@ -424,9 +445,9 @@ def message_text(message: Message) -> str:
 
 
 def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
-    """Return a message whose content is a string if it was a list of text parts, which newlines
-    join, as in vLLM, or the null of an answer without tool calls. Other messages, and with
-    `keep_parts` lists, are returned as they are.
+    """Replace a message's content by a string if it is a list of text parts, which newlines join,
+    as in vLLM, or the null of an answer without tool calls. Other messages, and with `keep_parts`
+    lists, stay as they are.
 
     Raises:
         RequestError: for a part that is not text.
@@ -439,15 +460,18 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
         return {**message, "content": ""}
     if not isinstance(content, list | tuple):
         return message
-    if role in _TOOL_ROLES and not all(
-        isinstance(part, Mapping) and "type" in part for part in content
-    ):
-        # A tool's result in JSON.
+    # A list that is not one of typed parts is a tool's result in JSON.
+    if role in _TOOL_ROLES and not _has_typed_parts(content):
         return message
+    # This rejects parts that are not text, also if the list is kept.
     texts = [_part_text(part) for part in content]
     if keep_parts:
         return message
     return {**message, "content": "\n".join(texts)}
+
+
+def _has_typed_parts(content: Sequence[object]) -> bool:
+    return all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
 def _with_system_role(message: Message) -> Message:
@@ -494,11 +518,12 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
         field = continued
     else:
         field = "content"
+    # Templates print these after the content, and the content after the reasoning.
     later = ["tool_calls", "function_call"]
     if field != "content":
         later.append("content")
     for message in last:
-        # An error of the template's rendering.
+        # The rendering of the template reports these.
         if not isinstance(message, Mapping) or message.get(field) is None:
             continue
         for key in later:
@@ -548,7 +573,12 @@ def _plain_role(message: Message) -> str:
 
 
 def _part_text(part: object) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    kind = None
+    text = None
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        text = part.get("text")
+    # A part without a type counts as text.
     if kind not in (None, "text"):
         raise RequestError(
             f"a message has a part of type {format_value(kind)}",

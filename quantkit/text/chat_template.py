@@ -1,4 +1,5 @@
-"""Chat templates: conversations as the text that an instruct model was trained to continue.
+"""Render conversations by chat templates, as the text that an instruct model was trained to
+continue.
 
 A Hugging Face folder has its own template in Jinja, which is untrusted code: it runs in a separate
 process, see `template_process`.
@@ -80,7 +81,7 @@ class ChatTemplate:
         budget: Budget | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation.
+        """Render a conversation as text.
 
         Args:
             messages: in order.
@@ -98,9 +99,7 @@ class ChatTemplate:
             CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
         chat = _normalize_chat(messages)
-        if tools is not None and not (
-            isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
-        ):
+        if tools is not None and not _are_schemas(tools):
             raise wrong_type("tools", tools, "a list of JSON schemas")
         partial = None
         if continue_final_message:
@@ -109,6 +108,7 @@ class ChatTemplate:
             else:
                 field = "content"
             partial = _PartialMessage(chat, field, self.source)
+            # The prompt ends within the last message, where no answer begins.
             add_generation_prompt = False
         budget = budget or Budget()
         if tools is None:
@@ -118,10 +118,12 @@ class ChatTemplate:
         variables = {"tools": schemas, **variables, "add_generation_prompt": add_generation_prompt}
         answer = self._answer(chat, budget, variables)
         if "error" in answer:
-            only_this = answer["error"] == "failure" and not budget.spent and self._renders_probe
-            raise self._error(
-                "conversation" if only_this else answer["error"], _short(answer["reason"])
-            )
+            kind = answer["error"]
+            # A template that renders the simplest conversation fails because of this one. The probe
+            # comes last, as it is another rendering.
+            if kind == "failure" and not budget.spent and self._renders_probe:
+                kind = "conversation"
+            raise self._error(kind, _short(answer["reason"]))
         text = str(answer["text"])
         if partial is None:
             return text
@@ -150,35 +152,34 @@ class ChatTemplate:
 
     @cached_property
     def _renders_probe(self) -> bool:
-        """Return whether the template renders, or refuses, the simplest conversation: its failures
+        """Try out whether the template renders, or refuses, the simplest conversation: its failures
         are then due to others.
         """
-        return (
-            self._answer(_PROBE, Budget(), {"tools": None, "add_generation_prompt": True}).get(
-                "error"
-            )
-            != "failure"
-        )
+        variables = {"tools": None, "add_generation_prompt": True}
+        answer = self._answer(_PROBE, Budget(), variables)
+        return answer.get("error") != "failure"
 
     def _answer(
         self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        tokens = {}
+        # In a template, a token that the model does not have is an undefined variable.
+        tokens: dict[str, str] = {}
         for name, spelling in self._tokens.items():
             if spelling is not None:
                 tokens[name] = spelling
-        unknown = tuple(
-            name for name in _REQUIRED if name not in self._tokens and name not in variables
-        )
+        unknown: list[str] = []
+        for name in _REQUIRED:
+            if name not in self._tokens and name not in variables:
+                unknown.append(name)
         return render(
             self.source,
             {"documents": None, **tokens, **variables, "messages": chat},
-            unknown,
+            tuple(unknown),
             budget,
         )
 
     def _error(self, kind: str, reason: str) -> QuantkitError:
-        """Return the error for a failed rendering; a refusal concerns the conversation."""
+        """Build the error for a failed rendering; a refusal concerns the conversation."""
         if kind == "refusal":
             return RequestError(f"the chat template refuses this: {reason}", path=self._path)
         if kind == "conversation":
@@ -196,6 +197,10 @@ class ChatTemplate:
         return CheckpointError(f"the chat template fails: {reason}", path=self._path)
 
 
+def _are_schemas(tools: object) -> bool:
+    return isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+
+
 def _short(reason: str) -> str:
     return textwrap.shorten(reason, _MAX_REASON, placeholder=" ...")
 
@@ -204,8 +209,11 @@ class ChatTemplates:
     """The templates of a folder, by name; ``default`` is for all that have no name."""
 
     def __init__(self, folder: str | Path, tokens: Mapping[str, str | None] | None = None) -> None:
-        """`tokens` are as for `ChatTemplate`. Raises `CheckpointError` if a file is damaged."""
-        self.folder = Path(folder)  # as errors name it
+        """Read a folder's templates; `tokens` are as for `ChatTemplate`. Raises `CheckpointError`
+        if a file is damaged.
+        """
+        # The path as the caller gave it, which errors name.
+        self.folder = Path(folder)
         self._sources = _sources(text_folder(folder))
         self._tokens = dict(tokens or {})
 
@@ -218,10 +226,15 @@ class ChatTemplates:
         return {name: source for name, (_, source) in self._sources.items()}
 
     def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
-        """Return a template by its name; None is ``tool_use`` if it exists and there are tools,
+        """Compile the template of a name; None is ``tool_use`` if it exists and there are tools,
         otherwise ``default``. Raises `RequestError` if there is no such template.
         """
-        chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
+        if name:
+            chosen = name
+        elif with_tools and "tool_use" in self._sources:
+            chosen = "tool_use"
+        else:
+            chosen = "default"
         if name is None and chosen not in self._sources and self._sources:
             raise RequestError(
                 "has chat templates, and none of them is the default",
@@ -241,17 +254,17 @@ class ChatTemplates:
 
 
 def template_paths(folder: Path) -> list[Path]:
-    """Return the files of a folder that contain only a template."""
-    names = [
+    """List the files of a folder that contain only a template."""
+    paths = [
         folder / TEMPLATE_FILE,
         folder / OLD_TEMPLATE_FILE,
         *sorted((folder / ADDITIONAL_TEMPLATES).glob(f"*{_SUFFIX}")),
     ]
-    return [path for path in names if path.is_file()]
+    return [path for path in paths if path.is_file()]
 
 
 def read_named_template(template: str) -> str:
-    """Return the source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``.
+    """Read the source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``.
     Raises `RequestError` for another name or a file that does not exist, `CheckpointError` if it
     cannot be read.
     """
@@ -271,50 +284,60 @@ def read_named_template(template: str) -> str:
     if not os.path.exists(path):
         raise RequestError("the chat template does not exist", path=path)
     source = _read(path)
+    # This raises an error if Jinja does not compile it.
     ChatTemplate(source, path=path)
     return source
 
 
 def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Path and source of templates by name: separate files win over the tokenizer's config, as
-    in transformers.
+    """Read the path and the source of each template by name: separate files win over the
+    tokenizer's config, as in transformers.
     """
-    result: dict[str, tuple[Path, str]] = {}
-    if (path := folder / TEMPLATE_FILE).is_file():
-        result["default"] = path, _read(path)
+    sources: dict[str, tuple[Path, str]] = {}
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        sources["default"] = path, _read(path)
+    # The order of files in a folder depends on the system.
     for path in sorted((folder / ADDITIONAL_TEMPLATES).glob(f"*{_SUFFIX}")):
-        result[path.stem] = path, _read(path)
-    if result:
-        return result
-    # The latter is an old file of multimodal processors.
-    for path in (
-        folder / _CONFIG,
-        folder / OLD_TEMPLATE_FILE,
-    ):
-        if path.is_file():
-            value = read_json(path).get("chat_template")
-        else:
-            value = None
-        if isinstance(value, str):
-            value = [{"name": "default", "template": value}]
-        if value is not None and not isinstance(value, list):
-            raise CheckpointError("holds a chat template that is not a string", path=path)
+        sources[path.stem] = path, _read(path)
+    if sources:
+        return sources
+    # Old multimodal processors saved their template in the second file.
+    for path in (folder / _CONFIG, folder / OLD_TEMPLATE_FILE):
+        if not path.is_file():
+            continue
+        value = read_json(path).get("chat_template")
         if value is not None:
-            for one in value:
-                name, source = (
-                    one.get(key) if isinstance(one, dict) else None for key in ("name", "template")
-                )
-                if not isinstance(name, str) or not isinstance(source, str):
-                    raise CheckpointError(
-                        "lists a chat template without a name or source", path=path
-                    )
-                result[name] = path, _lines(source, path)
-            return result
+            return _parse_listed_templates(value, path)
     return {}
 
 
+def _parse_listed_templates(value: object, path: Path) -> dict[str, tuple[Path, str]]:
+    """Check the value of ``chat_template`` in a JSON file: the default template, or a list of
+    named ones.
+    """
+    if isinstance(value, str):
+        value = [{"name": "default", "template": value}]
+    if not isinstance(value, list):
+        raise CheckpointError("holds a chat template that is not a string", path=path)
+    sources: dict[str, tuple[Path, str]] = {}
+    for entry in value:
+        name = None
+        source = None
+        if isinstance(entry, dict):
+            name = entry.get("name")
+            source = entry.get("template")
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise CheckpointError("lists a chat template without a name or source", path=path)
+        sources[name] = path, _lines(source, path)
+    return sources
+
+
 def _lines(source: str, path: Path) -> str:
-    """Return a template from JSON with the newlines of a text file, as Jinja expects them."""
+    """Convert the newlines of a template from JSON to those of a text file, as Jinja expects
+    them.
+    """
+    # JSON can escape a lone surrogate, which no text has.
     try:
         source.encode()
     except UnicodeEncodeError as error:
@@ -338,8 +361,8 @@ def _read(path: Path) -> str:
 
 
 def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
-    """Return a copy of a conversation, as transformers passes it to templates: without nulls, and
-    with the reasoning under all its names.
+    """Copy a conversation, as transformers passes it to templates: without nulls, and with the
+    reasoning under all its names.
     """
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
@@ -352,7 +375,7 @@ def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
                 expected='{"role": "user", "content": "..."}',
             )
         try:
-            fields = {}
+            fields: dict[str, Any] = {}
             for name, value in message.items():
                 if value is not None:
                     fields[name] = copy.deepcopy(value)
@@ -360,12 +383,18 @@ def _normalize_chat(messages: Any) -> list[dict[str, Any]]:
             raise RequestError(
                 "a message is nested too deep", found=f"role {format_value(message['role'])}"
             ) from error
-        if (
-            reasoning := next((fields[name] for name in _REASONING if name in fields), None)
-        ) is not None:
+        reasoning = _find_reasoning(fields)
+        if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
         chat.append(fields)
     return chat
+
+
+def _find_reasoning(message: Mapping[str, Any]) -> Any:
+    for name in _REASONING:
+        if name in message:
+            return message[name]
+    return None
 
 
 class _PartialMessage:
@@ -377,37 +406,46 @@ class _PartialMessage:
         """Mark the end of a field of the last message of `chat`. Raises `RequestError` if the field
         is not a string, or the template, `source`, does not read it.
         """
-        whole = repr(chat)
         message = chat[-1]
-        self._mark = next(f"GOES_ON_{n}" for n in itertools.count() if f"GOES_ON_{n}" not in whole)
+        self._mark = _find_unused_mark(repr(chat))
         value = message.get(field)
         holder = message
         name = field
         if isinstance(value, (list, tuple)):
-            parts = [one for one in value if isinstance(one, dict) and "text" in one]
-            holder, name = (parts[-1], "text") if parts else ({}, "text")
+            # The message continues after the last part that is text.
+            name = "text"
+            holder = {}
+            for part in value:
+                if isinstance(part, dict) and "text" in part:
+                    holder = part
         text = holder.get(name)
         if not isinstance(text, str):
             raise RequestError(
                 "the last message has no string to continue", expected=f'a string as its "{field}"'
             )
         self._text = text
+        # A template reads the reasoning under one of its names: all of them are marked.
+        fields = [field]
         if field in _REASONING:
-            same = [one for one in _REASONING if message.get(one) == value]
-        else:
-            same = [field]
-        if not any(one in source for one in same):
+            fields = [alias for alias in _REASONING if message.get(alias) == value]
+        if not any(alias in source for alias in fields):
             raise RequestError(
                 f'the chat template does not read "{field}"; the last message cannot be continued'
             )
-        for one in [name] if holder is not message else same:
-            holder[one] = f"{self._text}{self._mark} "
+        # The space shows whether the template strips messages.
+        marked_text = f"{self._text}{self._mark} "
+        if holder is not message:
+            holder[name] = marked_text
+        else:
+            for alias in fields:
+                message[alias] = marked_text
 
     def cut(self, text: str) -> str:
-        """Return the text before the mark. If the mark's space is missing the template strips
+        """Cut a rendered text before the mark. If the mark's space is missing, the template strips
         messages, and trailing spaces are stripped here too.
         """
         place = text.rfind(self._mark)
+        # A template that prints the text changed, or twice, has no single place to continue at.
         if place < 0 or self._text.strip() not in text or self._mark in text[:place]:
             raise RequestError(
                 "the chat template does not print the last message once and unchanged; it cannot be"
@@ -416,3 +454,11 @@ class _PartialMessage:
         if text.startswith(f"{self._mark} ", place):
             return text[:place]
         return text[:place].rstrip()
+
+
+def _find_unused_mark(text: str) -> str:
+    for number in itertools.count():
+        mark = f"GOES_ON_{number}"
+        if mark not in text:
+            break
+    return mark

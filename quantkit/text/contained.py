@@ -1,4 +1,4 @@
-"""Calls into the tokenizers' libraries, which panic, print, and raise any error on damaged
+"""Contain calls into the tokenizers' libraries, which panic, print, and raise any error on damaged
 files.
 """
 
@@ -29,6 +29,7 @@ def convert_library_errors(path: Path, problem: str) -> Iterator[None]:
     except QuantkitError:
         raise
     except BaseException as error:
+        # Ctrl-C and an exit are not the library's.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
@@ -53,28 +54,32 @@ def quiet_on_failure() -> Iterator[None]:
 
     For short calls: it affects all threads.
     """
-    with _redirecting, tempfile.TemporaryFile() as kept:
+    # Libraries in C++ and Rust write to the file descriptor and not to `sys.stderr`.
+    with _redirecting, tempfile.TemporaryFile() as captured:
         try:
             saved = os.dup(_STDERR)
-        except OSError:  # there is none
+        except OSError:
+            # The process has no stderr.
             yield
             return
         _flush()
-        os.dup2(kept.fileno(), _STDERR)
+        os.dup2(captured.fileno(), _STDERR)
         try:
             yield
         except BaseException:
-            kept.truncate(0)
+            captured.truncate(0)
             raise
         finally:
             _flush()
             os.dup2(saved, _STDERR)
             os.close(saved)
-            kept.seek(0)
-            if printed := kept.read():
+            captured.seek(0)
+            printed = captured.read()
+            if printed:
                 os.write(_STDERR, printed)
 
 
 def _flush() -> None:
+    # A program without a console has no `sys.stderr`.
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The tokens at which a model ends: one rule for folders, GGUF files, and everything that is
+"""Find the tokens at which a model ends: one rule for folders, GGUF files, and everything that is
 written.
 
 A model ends at the tokens that its config.json and generation_config.json list, and at the EOS
@@ -23,25 +23,26 @@ _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "co
 
 
 def list_end_tokens(folder: Path) -> list[int]:
-    """Return the end tokens that a folder's files name, without doubles.
+    """List the end tokens that a folder's files name, without doubles.
 
     Raises:
         CheckpointError: if config.json or generation_config.json is damaged or lists something
             other than ids, or a file of the tokenizer is damaged.
     """
-    found: dict[int, None] = {}
+    # A dict keeps the order of the files, the config's tokens first.
+    end_tokens: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.is_file():
-            found |= dict.fromkeys(Settings(read_settings(path), path).ids("eos_token_id"))
+            end_tokens |= dict.fromkeys(Settings(read_settings(path), path).ids("eos_token_id"))
     eos = tokenizer_eos(folder)
     if eos is not None:
-        found[eos] = None
-    return list(found)
+        end_tokens[eos] = None
+    return list(end_tokens)
 
 
 def tokenizer_eos(folder: Path) -> int | None:
-    """Return the EOS token that the files of a folder's tokenizer name, if there is one.
+    """Find the EOS token that the files of a folder's tokenizer name, if there is one.
 
     The files are read without loading the tokenizer, which takes longer.
 
@@ -55,9 +56,15 @@ def tokenizer_eos(folder: Path) -> int | None:
     if not path.is_file() or is_tiktoken(path):
         return None
     model = read_sentencepiece(path)
-    pieces = {spelling: number for number, (spelling, _, _) in enumerate(model.pieces)}
-    number = find_bos_eos_ids(folder, pieces).get("eos_token", model.ids["eos"])
-    return number if number >= 0 else None
+    pieces: dict[str, int] = {}
+    for number, (spelling, _, _) in enumerate(model.pieces):
+        pieces[spelling] = number
+    # The settings next to the model win over the model's own EOS, whose id is negative if it has
+    # none.
+    eos = find_bos_eos_ids(folder, pieces).get("eos_token", model.ids["eos"])
+    if eos < 0:
+        return None
+    return eos
 
 
 def _eos_of_json(folder: Path) -> int | None:
@@ -72,12 +79,12 @@ def _eos_of_json(folder: Path) -> int | None:
         ids = {}
     added = raw.values.get("added_tokens")
     for token in added if isinstance(added, list) else []:
-        if (
-            isinstance(token, dict)
-            and isinstance(token.get("content"), str)
-            and isinstance(token.get("id"), int)
-        ):
-            ids[token["content"]] = token["id"]
+        if not isinstance(token, dict):
+            continue
+        spelling = token.get("content")
+        number = token.get("id")
+        if isinstance(spelling, str) and isinstance(number, int):
+            ids[spelling] = number
     eos = special_tokens(folder, ids, ("eos_token",)).get("eos_token")
     if eos is None:
         return None
@@ -87,8 +94,8 @@ def _eos_of_json(folder: Path) -> int | None:
 def find_answer_end(
     source: str, names: Mapping[str, str | None], specials: Mapping[str, int], ends: Collection[int]
 ) -> int | None:
-    """Return the special token that a chat template puts right after an answer, if the model does
-    not end there anyway.
+    """Render a short conversation to find the special token that a chat template puts right after
+    an answer, if the model does not end there anyway.
 
     Converters of GGUF files leave it out where llama.cpp recognizes it by its spelling, such as
     Gemma's ``<end_of_turn>``; without it a conversation would go on for ever.
@@ -100,24 +107,25 @@ def find_answer_end(
         ends: the tokens at which the model ends anyway. If the template spells one of them, it is
             not run.
     """
-    spelled = []
+    if "eos_token" in source:
+        return None
     for spelling, number in specials.items():
         if number in ends and spelling in source:
-            spelled.append(spelling)
-    if spelled or "eos_token" in source:
-        return None
+            return None
     variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
     answer = render(source, variables, (), Budget(repeatable=True))
-    # Reported when a conversation is rendered.
+    # The rendering of a user's conversation reports the error.
     if "error" in answer:
         return None
-    _, answered, rest = str(answer["text"]).rpartition(_ANSWER)
-    if not answered:
+    _, printed_answer, text_after = str(answer["text"]).rpartition(_ANSWER)
+    # The template does not print the answer.
+    if not printed_answer:
         return None
-    following = []
+    following: list[str] = []
     for spelling in specials:
-        if spelling and rest.lstrip().startswith(spelling):
+        if spelling and text_after.lstrip().startswith(spelling):
             following.append(spelling)
     if following:
+        # One spelling may begin with another: the longer one is the token.
         return specials[max(following, key=len)]
     return None

@@ -1,5 +1,5 @@
-"""A folder's tokenizer in another form: as GGUF's metadata for llama.cpp, with chat templates and
-generation settings; or, if it is a sentencepiece or tiktoken file, as a ``tokenizer.json``, for
+"""Write a folder's tokenizer in another form: as GGUF's metadata for llama.cpp, with chat templates
+and generation settings; or, if it is a sentencepiece or tiktoken file, as a ``tokenizer.json``, for
 which transformers needs no further package.
 
 The result is read back and compared with the original: every token, the order of merges, and sample
@@ -52,7 +52,7 @@ _NUM_TRIED_SPECIALS = 64
 def tokenizer_metadata(
     folder: Path, rows: int, templates: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
+    """Build the metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
 
     Args:
         folder: with the tokenizer, or a GGUF file.
@@ -92,44 +92,34 @@ def tokenizer_metadata(
         }
     else:
         metadata[keys.MERGES] = [" ".join(pair) for pair in vocabulary.merges]
-    metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
+    for name, number in ids.items():
+        metadata[keys.ID_KEYS[name]] = number
     if ends:
         metadata[keys.ENDS] = ends
     metadata |= _end_keys(folder, ends, ids, folder_vocabulary.vocabulary)
     metadata |= {keys.ADD_BOS: adds[0], keys.ADD_EOS: adds[1]}
-    metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
+    if templates is None:
+        templates = ChatTemplates(folder).sources
+    metadata |= _template_keys(templates)
     metadata |= _sampling_keys(folder)
-    if folder_vocabulary.pipeline:
-        plain = tokenizer_json(folder_vocabulary.vocabulary, ids, adds)
-    else:
-        plain = {}
-    own = {}
-    for part, value in folder_vocabulary.pipeline.items():
-        if part not in plain or plain[part] != value:
-            own[part] = value
-    if folder_vocabulary.run_merges and folder_vocabulary.run_merges != run_merges(
-        plain["model"]["merges"]
-    ):
-        own[keys.RUN_MERGES] = folder_vocabulary.run_merges
-    if (
-        folder_vocabulary.pipeline
-        and folder_vocabulary.ignore_merges != plain["model"]["ignore_merges"]
-    ):
-        own[keys.IGNORE_MERGES] = folder_vocabulary.ignore_merges
+    unexpressed = _list_unexpressed_parts(folder_vocabulary, ids, adds)
+    # llama.cpp requires these tokens, and the tokenizer does not have them.
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
-        own["bos_token"] = None
+        unexpressed["bos_token"] = None
     if ends and not names_eos:
-        own["eos_token"] = None
-    # Empty if GGUF's keys state all of it.
-    if own or folder_vocabulary.pipeline:
-        metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
+        unexpressed["eos_token"] = None
+    # An empty object says that GGUF's keys state all parts of the tokenizer.json.
+    if unexpressed or folder_vocabulary.pipeline:
+        metadata[keys.PIPELINE] = json.dumps(unexpressed, ensure_ascii=False)
     notes = [
         *folder_vocabulary.notes,
         *_require_equal(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
     ]
-    if lost := list_unapplied(read_other_settings(folder)):
+    lost = list_unapplied(read_other_settings(folder))
+    if lost:
         notes.append(f"GGUF has no keys for these settings of {FILE}: {', '.join(lost)}")
-    if guessed := sorted(keys.eos_by_spelling(folder_vocabulary.vocabulary.ids()) - set(ends)):
+    guessed = sorted(keys.eos_by_spelling(folder_vocabulary.vocabulary.ids()) - set(ends))
+    if guessed:
         spellings = ", ".join(folder_vocabulary.vocabulary.tokens[number] for number in guessed)
         notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")
     if "eos_token" not in ids:
@@ -144,8 +134,30 @@ def tokenizer_metadata(
     return metadata, [f"{model}: {note}" for note in notes]
 
 
+def _list_unexpressed_parts(
+    folder_vocabulary: FoundTokenizer, ids: Mapping[str, int], adds: tuple[bool, bool]
+) -> dict[str, Any]:
+    """List the parts of a folder's tokenizer.json that a reader would not rebuild from GGUF's keys
+    alone; none without such a file.
+    """
+    parts: dict[str, Any] = {}
+    if not folder_vocabulary.pipeline:
+        return parts
+    rebuilt = tokenizer_json(folder_vocabulary.vocabulary, ids, adds)
+    for part, value in folder_vocabulary.pipeline.items():
+        if part not in rebuilt or rebuilt[part] != value:
+            parts[part] = value
+    model = rebuilt["model"]
+    merges = folder_vocabulary.run_merges
+    if merges and merges != run_merges(model["merges"]):
+        parts[keys.RUN_MERGES] = merges
+    if folder_vocabulary.ignore_merges != model["ignore_merges"]:
+        parts[keys.IGNORE_MERGES] = folder_vocabulary.ignore_merges
+    return parts
+
+
 def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, bytes] | None:
-    """``tokenizer.json`` and ``tokenizer_config.json`` for a ``tokenizer.model``.
+    """Build ``tokenizer.json`` and ``tokenizer_config.json`` for a ``tokenizer.model``.
 
     Args:
         path: a sentencepiece or tiktoken file.
@@ -158,25 +170,26 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
     from tokenizers import Tokenizer as Engine
 
     original = original_tokenizer(path, alone=alone)
-    found = exportable_vocabulary(path)
-    if found is None:
+    exportable = exportable_vocabulary(path)
+    if exportable is None:
         return None
-    ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
+    vocabulary = exportable.vocabulary
+    ids = {name: number for name, number in exportable.ids.items() if name != "pad_token"}
     before, after = ids_around_text(original)
-    raw = tokenizer_json(found.vocabulary, ids, (bool(before), bool(after)))
-    # Special tokens follow the vocabulary.
-    if found.vocabulary.model == keys.BPE:
+    raw = tokenizer_json(vocabulary, ids, (bool(before), bool(after)))
+    # The special tokens of a tiktoken file follow its vocabulary, so that the library gives added
+    # tokens the same ids.
+    if vocabulary.model == keys.BPE:
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{
-            name: found.vocabulary.tokens[ids[name]]
-            for name in ("bos_token", "eos_token", "unk_token")
-            if name in ids
-        },
     }
+    for name in ("bos_token", "eos_token", "unk_token"):
+        if name in ids:
+            settings[name] = vocabulary.tokens[ids[name]]
+    # The library writes the file in its own form, as transformers would save it.
     files = {
         "tokenizer.json": str(Engine.from_str(json.dumps(raw)).to_str()).encode(),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
@@ -190,7 +203,7 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
 
 
 def _fill_vocabulary(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
-    """Return the vocabulary with a token for each row of the embedding."""
+    """Add filler tokens to a vocabulary until it has a token for each row of the embedding."""
     count = len(vocabulary.tokens)
     if count > rows:
         raise CheckpointError(
@@ -200,52 +213,50 @@ def _fill_vocabulary(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabul
             expected=f"at most {rows}",
             hint="the tokenizer is another model's",
         )
-    more = range(count, rows)
+    missing_ids = range(count, rows)
+    scores: list[float] = []
+    # Only a vocabulary like sentencepiece's has scores.
+    if vocabulary.model == keys.SPM:
+        scores = [*vocabulary.scores, *[UNREACHED] * len(missing_ids)]
     return replace(
         vocabulary,
-        tokens=[*vocabulary.tokens, *map(keys.filler, more)],
-        types=[*vocabulary.types, *(PieceType.UNUSED for _ in more)],
-        scores=(
-            [*vocabulary.scores, *(UNREACHED for _ in more)] if vocabulary.model == keys.SPM else []
-        ),
+        tokens=[*vocabulary.tokens, *map(keys.filler, missing_ids)],
+        types=[*vocabulary.types, *[PieceType.UNUSED] * len(missing_ids)],
+        scores=scores,
     )
 
 
 def _special_ids(
     folder: Path, tokenizer: Tokenizer, folder_tokenizer: FoundTokenizer
 ) -> dict[str, int]:
-    """Return the special tokens' ids by transformers' names: from files next to the tokenizer, from
+    """Find the special tokens' ids by transformers' names: from files next to the tokenizer, from
     itself, or from config.json.
     """
-    numbers = folder_tokenizer.vocabulary.ids()
-    config = Settings(
-        read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder
-    )
-    own = dict(folder_tokenizer.ids)
+    ids_by_spelling = folder_tokenizer.vocabulary.ids()
+    path = folder / "config.json"
+    config = Settings(read_settings(path) if path.is_file() else {}, folder)
+    tokenizer_ids = dict(folder_tokenizer.ids)
     if tokenizer.bos_id is not None:
-        own |= {"bos_token": tokenizer.bos_id}
-    else:
-        own |= {}
+        tokenizer_ids["bos_token"] = tokenizer.bos_id
     if tokenizer.eos_ids:
-        own |= {"eos_token": tokenizer.eos_ids[0]}
-    else:
-        own |= {}
-    spelled = special_tokens(folder, numbers)
+        tokenizer_ids["eos_token"] = tokenizer.eos_ids[0]
+    spellings = special_tokens(folder, ids_by_spelling)
     ids: dict[str, int] = {}
     for name in keys.ID_KEYS:
-        spelling = spelled.get(name)
-        numbered = config.values.get(f"{name}_id")
-        if spelling is not None and spelling in numbers:
-            ids[name] = numbers[spelling]
-        elif name in own:
-            ids[name] = own[name]
-        elif type(numbered) is int and 0 <= numbered < len(numbers):
-            ids[name] = numbered
+        spelling = spellings.get(name)
+        config_id = config.values.get(f"{name}_id")
+        if spelling is not None and spelling in ids_by_spelling:
+            ids[name] = ids_by_spelling[spelling]
+        elif name in tokenizer_ids:
+            ids[name] = tokenizer_ids[name]
+        # `True` is not an id.
+        elif type(config_id) is int and 0 <= config_id < len(ids_by_spelling):
+            ids[name] = config_id
     return ids
 
 
 def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
-    """Return whether BOS is added before text, and EOS after it.
+    """Find out whether BOS is added before text, and EOS after it.
 
     The tokenizer's BOS replaces that of files in `ids`.
     """
@@ -265,71 +276,83 @@ def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool
 def _end_keys(
     folder: Path, end_ids: list[int], ids: Mapping[str, int], vocabulary: Vocabulary
 ) -> dict[str, int]:
-    """Return the keys for EOS tokens after the first: llama.cpp knows most by their spelling, and
+    """Assign keys to the EOS tokens after the first: llama.cpp knows most by their spelling, and
     has keys for two others.
     """
-    numbers = vocabulary.ids()
-    known = keys.eos_by_spelling(numbers)
-    others = []
-    for one in dict.fromkeys(end_ids):
-        if one not in known and one != ids.get("eos_token"):
-            others.append(one)
-    turns = []
+    ids_by_spelling = vocabulary.ids()
+    recognized_ids = keys.eos_by_spelling(ids_by_spelling)
+    unrecognized_ids: list[int] = []
+    for number in dict.fromkeys(end_ids):
+        if number not in recognized_ids and number != ids.get("eos_token"):
+            unrecognized_ids.append(number)
+    turn_ids: list[int] = []
     for spelling in keys.TURN_ENDS:
-        if numbers.get(spelling) in end_ids:
-            turns.append(numbers[spelling])
-    if len(others) > 1:
-        # llama.cpp ends at these by their spelling, so both keys are free for the others
-        turns = []
-    slots = dict(zip([keys.EOT, keys.EOM], [*turns[:1], *others], strict=False))
-    if left := set(others) - set(slots.values()):
+        if ids_by_spelling.get(spelling) in end_ids:
+            turn_ids.append(ids_by_spelling[spelling])
+    if len(unrecognized_ids) > 1:
+        # llama.cpp ends at turn ends by their spelling, so both keys are free for the others.
+        turn_ids = []
+    slots = dict(zip([keys.EOT, keys.EOM], [*turn_ids[:1], *unrecognized_ids], strict=False))
+    without_key = set(unrecognized_ids) - set(slots.values())
+    if without_key:
         raise UnsupportedError(
             "GGUF has no keys for this number of EOS tokens",
             path=folder,
             found=len(end_ids),
-            hint=f"leave {vocabulary.tokens[min(left)]!r} out of generation_config.json",
+            hint=f"leave {vocabulary.tokens[min(without_key)]!r} out of generation_config.json",
         )
-    if others and max(others) >= len(vocabulary.tokens):
+    if unrecognized_ids and max(unrecognized_ids) >= len(vocabulary.tokens):
         raise CheckpointError(
-            "'eos_token_id' is not in the vocabulary", path=folder, found=max(others)
+            "'eos_token_id' is not in the vocabulary", path=folder, found=max(unrecognized_ids)
         )
     return slots
 
 
 def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys for chat templates, spelled as by llama.cpp's converter."""
+    """Build the keys for chat templates, spelled as by llama.cpp's converter."""
+    metadata: dict[str, Any] = {}
     if "default" in templates:
-        found: dict[str, Any] = {keys.TEMPLATE: templates["default"]}
-    else:
-        found = {}
-    named = {}
+        metadata[keys.TEMPLATE] = templates["default"]
+    sources_by_name: dict[str, str] = {}
     for name, source in templates.items():
         if name != "default":
-            named[
-                "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)
-            ] = source
-    if named:
-        found[keys.TEMPLATES] = list(named)
-    return found | {f"{keys.TEMPLATE}.{name}": source for name, source in named.items()}
+            sources_by_name[_format_template_name(name)] = source
+    # The list precedes the templates in the file.
+    if sources_by_name:
+        metadata[keys.TEMPLATES] = list(sources_by_name)
+    for name, source in sources_by_name.items():
+        metadata[f"{keys.TEMPLATE}.{name}"] = source
+    return metadata
+
+
+def _format_template_name(name: str) -> str:
+    """Replace the letters that llama.cpp's converter does not write in a key."""
+    letters: list[str] = []
+    for letter in name:
+        if letter.isascii() and letter.isalnum():
+            letters.append(letter)
+        else:
+            letters.append("_")
+    return "".join(letters)
 
 
 def _sampling_keys(folder: Path) -> dict[str, Any]:
-    """Return the keys for sampling, from generation_config.json."""
+    """Read the keys for sampling from generation_config.json."""
     path = folder / "generation_config.json"
     settings = Settings(read_settings(path) if path.is_file() else {}, path)
     do_sample = settings.flag("do_sample", False)
-    names = []
-    for name in SAMPLING:
+    sampling: dict[str, Any] = {}
+    for name, key in SAMPLING.items():
+        # Greedy decoding uses the repetition penalty, and no other of these settings.
         if settings.has(name) and (do_sample or name == "repetition_penalty"):
-            names.append(name)
-    result: dict[str, Any] = {}
-    for name in names:
-        result[SAMPLING[name]] = settings.number(name, -1e9, 1e9)
+            sampling[key] = settings.number(name, -1e9, 1e9)
+    # llama.cpp has another default temperature than transformers.
     if do_sample:
-        result.setdefault(SAMPLING["temperature"], 1.0)
-    if "top_k" in names:
-        result[SAMPLING["top_k"]] = max(int(result[SAMPLING["top_k"]]), 0)
-    return result
+        sampling.setdefault(SAMPLING["temperature"], 1.0)
+    top_k_key = SAMPLING["top_k"]
+    if top_k_key in sampling:
+        sampling[top_k_key] = max(int(sampling[top_k_key]), 0)
+    return sampling
 
 
 def _require_equal(
@@ -350,6 +373,7 @@ def _require_equal(
     shutil.rmtree(scratch)
     if difference is None and original.special_tokens is not None:
         for spelling in list(original.special_tokens)[:_NUM_TRIED_SPECIALS]:
+            # Text next to a token shows what is done to the spaces around it.
             text = f"a{spelling}b {spelling} c\n".replace("\u2581", " ")
             if original.encode(text, specials=True) != written.encode(text, specials=True):
                 difference = f"the text {text!r}"

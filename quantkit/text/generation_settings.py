@@ -62,26 +62,29 @@ _OF_LITTLE_EFFECT = {
 
 
 def read_other_settings(folder: Path) -> dict[str, object]:
-    """Return those of the keys that a folder's file states with another value than transformers'
+    """Read those of the keys that a folder's file states with another value than transformers'
     default.
     """
     path = folder / FILE
-    return select_other_settings(read_settings(path) if path.is_file() else {})
+    if not path.is_file():
+        return {}
+    return select_other_settings(read_settings(path))
 
 
 def select_other_settings(values: Mapping[str, object]) -> dict[str, object]:
-    """Return those of the keys in the contents of a file whose values are not transformers'
+    """Select those of the keys in the contents of a file whose values are not transformers'
     defaults.
     """
-    stated = {}
+    other_settings: dict[str, object] = {}
     for key, value in values.items():
-        if key in _OTHER_DEFAULTS and value is not None:
-            stated[key] = value
-    return {key: value for key, value in stated.items() if value != _OTHER_DEFAULTS[key]}
+        # Null counts as a key that is absent.
+        if key in _OTHER_DEFAULTS and value is not None and value != _OTHER_DEFAULTS[key]:
+            other_settings[key] = value
+    return other_settings
 
 
 def list_unapplied(values: Mapping[str, object]) -> list[str]:
-    """Return the keys in the contents of a file that change which tokens transformers draws, and
+    """List the keys in the contents of a file that change which tokens transformers draws, and
     no others.
     """
     return sorted(set(select_other_settings(values)) - _OF_LITTLE_EFFECT)

@@ -1,5 +1,5 @@
-"""The folder of a GGUF file's metadata: tokenizer, chat templates and generation settings, as files
-that transformers and `load_tokenizer` read.
+"""Write a GGUF file's metadata as a folder: tokenizer, chat templates and generation settings, in
+files that transformers and `load_tokenizer` read.
 
 They tokenize text as the model's own tokenizer does: llama.cpp's keys say nearly all of it (see
 `tokenizer_json`), and quantkit writes the other parts of a tokenizer.json into the file.
@@ -60,8 +60,8 @@ _unstated: dict[Path, GgufUnstated] = {}
 
 
 def text_folder(path: str | Path) -> Path:
-    """Return the folder with a model's tokenizer, chat templates and generation settings. For a
-    GGUF file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
+    """Find the folder with a model's tokenizer, chat templates and generation settings. For a GGUF
+    file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
     until the process ends.
 
     Raises:
@@ -69,24 +69,25 @@ def text_folder(path: str | Path) -> Path:
         UnsupportedError: if its tokenizer cannot be rebuilt exactly.
     """
     model = locate_model(path)
+    # A tokenizer in its own file wins over that of a GGUF file next to it.
     if any((model / name).is_file() for name in _TOKENIZERS):
-        file = None
-    else:
-        file = gguf_file(model)
+        return model
+    file = gguf_file(model)
     if file is None:
         return model
+    # A file that was replaced gets another folder.
     state = file.stat()
     version = (file.resolve(), state.st_size, state.st_mtime_ns)
     if version not in _folders or not _folders[version].is_dir():
-        _folders[version] = folder = write_folder(read_parts(file)[0].metadata, file)
+        folder = write_folder(read_parts(file)[0].metadata, file)
+        _folders[version] = folder
+        # Errors name the file that the user knows.
         name_as(folder, file)
     return _folders[version]
 
 
 def write_folder(metadata: Mapping[str, Any], path: Path) -> Path:
-    """Return a temporary folder with `folder_files`, which exists at most until the process
-    ends.
-    """
+    """Write `folder_files` to a temporary folder, which exists at most until the process ends."""
     files = folder_files(metadata, path)
     unstated = gguf_unstated(metadata, path)
     folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
@@ -99,14 +100,14 @@ def write_folder(metadata: Mapping[str, Any], path: Path) -> Path:
 
 
 def find_unstated(folder: Path) -> GgufUnstated | None:
-    """Return what the GGUF metadata of a folder from `write_folder` does not state; None for any
+    """Look up what the GGUF metadata of a folder from `write_folder` does not state; None for any
     other folder.
     """
     return _unstated.get(folder)
 
 
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """Return the files of a folder with the tokenizer, chat templates and generation settings of a
+    """Build the files of a folder with the tokenizer, chat templates and generation settings of a
     GGUF file.
 
     Returns:
@@ -125,54 +126,26 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     adds = keys.begins_and_ends(settings, vocabulary, ids)
     pipeline_settings = _read_pipeline_settings(settings)
     files: dict[str, bytes] = {}
+    # A tokenizer.json needs a list of merges; other scores are only written as a tokenizer.model.
     if vocabulary.model == keys.BPE or scores_are_ranks(
         _mergeable(vocabulary, ids), vocabulary.ids()
     ):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
-            raw |= {
-                part: pipeline_settings.values[part]
-                for part in PIPELINE_PARTS
-                if part in pipeline_settings.values
-            }
-            if pipeline_settings.has(keys.RUN_MERGES):
-                raw["model"]["merges"] = _with_run_merges(
-                    raw["model"]["merges"], pipeline_settings, set(raw["model"]["vocab"])
-                )
-            raw["model"]["ignore_merges"] = pipeline_settings.flag(
-                keys.IGNORE_MERGES, raw["model"]["ignore_merges"]
-            )
-            controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
-            # In quantkit's files the types say which tokens are special.
-            for token in raw["added_tokens"]:
-                token["special"] = token["id"] in controls
-            if pipeline_settings.has("added_tokens"):
-                flags = pipeline_settings.inside("added_tokens")
-            else:
-                flags = Settings({}, pipeline_settings.path)
-            for token in raw["added_tokens"]:
-                if flags.has(number := str(token["id"])):
-                    token.update(
-                        {flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS}
-                    )
+            _restore_parts(raw, vocabulary, pipeline_settings)
         else:
-            # llama.cpp finds runs of spaces in text. transformers has no added tokens for them,
-            # only merges.
-            runs = keys.space_runs(vocabulary)
-            raw["added_tokens"] = [
-                token for token in raw["added_tokens"] if token["id"] not in runs
-            ]
-            if any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
-                for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
-                    token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+            _adapt_added_tokens(raw, vocabulary, str(metadata.get("general.name")))
         files["tokenizer.json"] = _json(raw, indent=None)
+    # A sentencepiece model has exactly one unknown piece.
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
         raise CheckpointError(
             "the tokenizer has several equal scores, and no unknown token", path=path
         )
-    names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
+    names: dict[str, str | None] = {}
+    for name in keys.ID_KEYS:
+        names[name] = vocabulary.tokens[ids[name]] if name in ids else None
     for name, is_added in zip(("bos_token", "eos_token"), adds, strict=True):
         if name in pipeline_settings.values and not is_added:
             # llama.cpp requires one, the tokenizer has none.
@@ -183,20 +156,61 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         **names,
     }
     templates = _templates(settings)
+    # A chat_template.jinja would hide the templates with other names.
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
     elif templates:
-        config["chat_template"] = [
-            {"name": name, "template": source} for name, source in templates.items()
-        ]
+        config["chat_template"] = []
+        for name, source in templates.items():
+            config["chat_template"].append({"name": name, "template": source})
     files["tokenizer_config.json"] = _json(config)
-    files["special_tokens_map.json"] = _json(
-        {name: token for name, token in names.items() if token is not None}
-    )
+    spellings = {name: token for name, token in names.items() if token is not None}
+    files["special_tokens_map.json"] = _json(spellings)
     files["generation_config.json"] = _json(
         _generation(settings, vocabulary, ids, names, templates.get("default"))
     )
     return files
+
+
+def _restore_parts(
+    raw: dict[str, Any], vocabulary: Vocabulary, pipeline_settings: Settings
+) -> None:
+    """Put the parts that quantkit wrote into the file in their places in a tokenizer.json."""
+    for part in PIPELINE_PARTS:
+        if part in pipeline_settings.values:
+            raw[part] = pipeline_settings.values[part]
+    model = raw["model"]
+    if pipeline_settings.has(keys.RUN_MERGES):
+        model["merges"] = _with_run_merges(model["merges"], pipeline_settings, set(model["vocab"]))
+    model["ignore_merges"] = pipeline_settings.flag(keys.IGNORE_MERGES, model["ignore_merges"])
+    # In quantkit's files the types say which tokens are special.
+    controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    for token in raw["added_tokens"]:
+        token["special"] = token["id"] in controls
+    if not pipeline_settings.has("added_tokens"):
+        return
+    flags_by_id = pipeline_settings.inside("added_tokens")
+    for token in raw["added_tokens"]:
+        number = str(token["id"])
+        if flags_by_id.has(number):
+            flags = flags_by_id.inside(number)
+            for flag in TOKEN_FLAGS:
+                token[flag] = flags.flag(flag, False)
+
+
+def _adapt_added_tokens(raw: dict[str, Any], vocabulary: Vocabulary, model_name: str) -> None:
+    """Change the added tokens of a tokenizer.json whose parts the file does not state, to those of
+    transformers.
+    """
+    # llama.cpp finds runs of spaces in text. transformers has no added tokens for them, only
+    # merges.
+    runs = keys.space_runs(vocabulary)
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["id"] not in runs]
+    # llama.cpp drops the space after special tokens for models of this name.
+    lowered_name = model_name.lower()
+    if "phi-3" in lowered_name or "phi3" in lowered_name:
+        for token in raw["added_tokens"]:
+            token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(
@@ -215,12 +229,15 @@ def tokenizer_json(
     spm = vocabulary.model == keys.SPM
     special = keys.special_ids(vocabulary, ids)
     spellings = json_spellings(vocabulary)
-    vocab = {spelling: number for number, spelling in enumerate(spellings)}
+    vocab: dict[str, int] = {}
+    for number, spelling in enumerate(spellings):
+        vocab[spelling] = number
     if spm:
         merges = _order_merges_by_score(vocabulary, ids, vocab)
         ignore_merges = False
         normalizer: dict[str, Any] | None = REPLACE_SPACES
         steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        # The decoder strips the space that the normalizer adds.
         if vocabulary.space_prefix:
             normalizer = {"type": "Sequence", "normalizers": [PREPEND_SPACE, REPLACE_SPACES]}
             steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -277,7 +294,7 @@ def tokenizer_json(
 
 
 def json_spellings(vocabulary: Vocabulary) -> list[str]:
-    """Return the spelling of each token in a tokenizer.json.
+    """Spell each token as in a tokenizer.json.
 
     llama.cpp finds added tokens in text before it replaces spaces by U+2581, so GGUF spells runs of
     spaces with spaces. tokenizer.json has them with U+2581: there they are made by merges, after
@@ -286,117 +303,126 @@ def json_spellings(vocabulary: Vocabulary) -> list[str]:
     if vocabulary.model != keys.SPM:
         return list(vocabulary.tokens)
     runs = keys.space_runs(vocabulary)
-    result: list[str] = []
+    spellings: list[str] = []
     for number, token in enumerate(vocabulary.tokens):
-        result.append(SPACE * len(token) if number in runs else token)
-    return result
+        spellings.append(SPACE * len(token) if number in runs else token)
+    return spellings
 
 
 def _order_merges_by_score(
     vocabulary: Vocabulary, ids: Mapping[str, int], vocab: Mapping[str, int]
 ) -> list[Pair]:
-    """Return the merges that a vocabulary with scores stands for: runs of spaces first, then by
+    """List the merges that a vocabulary with scores stands for: runs of spaces first, then by
     score.
 
     The scores of added tokens say nothing about the order of merges. transformers takes runs in the
     order of their ids, and of each run the pairs with the longest first part first.
     """
-    runs = []
+    merges: list[Pair] = []
     for number in sorted(keys.space_runs(vocabulary)):
-        runs.append(SPACE * len(vocabulary.tokens[number]))
-    merges = []
-    for run in runs:
-        for pair in reversed(list(splits(run, vocab))):
-            merges.append(pair)
+        run = SPACE * len(vocabulary.tokens[number])
+        merges += reversed(list(splits(run, vocab)))
     order = {token: -score for token, score in _mergeable(vocabulary, ids).items()}
     return merges + merges_by_rank(order, vocab)
 
 
 def _templates(settings: Settings) -> dict[str, str]:
-    """Return a file's chat templates by name."""
+    """Read a file's chat templates by name."""
+    sources: dict[str, str] = {}
     if settings.has(keys.TEMPLATE):
-        found = {"default": settings.string(keys.TEMPLATE)}
-    else:
-        found = {}
-    for name in settings.strings(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
-        found[name] = settings.string(f"{keys.TEMPLATE}.{name}")
-    return {
-        name: source.replace("\r\n", "\n").replace("\r", "\n") for name, source in found.items()
-    }
+        sources["default"] = settings.string(keys.TEMPLATE)
+    if settings.has(keys.TEMPLATES):
+        for name in settings.strings(keys.TEMPLATES):
+            sources[name] = settings.string(f"{keys.TEMPLATE}.{name}")
+    # Jinja expects the newlines of a text file.
+    for name, source in sources.items():
+        sources[name] = source.replace("\r\n", "\n").replace("\r", "\n")
+    return sources
 
 
 def _around(
     vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]
 ) -> dict[str, Any] | None:
-    """Return the post-processor that adds BOS and EOS."""
-    names = [name for name, add in zip(("bos_token", "eos_token"), adds, strict=True) if add]
-    if not names:
+    """Build the post-processor that adds BOS and EOS."""
+    adds_bos, adds_eos = adds
+    before: list[str] = []
+    after: list[str] = []
+    special_tokens: dict[str, dict[str, Any]] = {}
+    for name, is_added, side in (("bos_token", adds_bos, before), ("eos_token", adds_eos, after)):
+        if is_added:
+            token = vocabulary.tokens[ids[name]]
+            side.append(token)
+            special_tokens[token] = {"id": token, "ids": [ids[name]], "tokens": [token]}
+    if not special_tokens:
         return None
-    tokens = {vocabulary.tokens[ids[name]]: ids[name] for name in names}
 
     def with_specials(letter: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = [{"Sequence": {"id": letter, "type_id": 0}}]
-        for name in names:
-            token = {"SpecialToken": {"id": vocabulary.tokens[ids[name]], "type_id": 0}}
-            items.insert(0 if name == "bos_token" else len(items), token)
+        items: list[dict[str, Any]] = []
+        for token in before:
+            items.append({"SpecialToken": {"id": token, "type_id": 0}})
+        items.append({"Sequence": {"id": letter, "type_id": 0}})
+        for token in after:
+            items.append({"SpecialToken": {"id": token, "type_id": 0}})
         return items
 
+    # The library requires a template for pairs of texts too.
     return {
         "type": "TemplateProcessing",
         "single": with_specials("A"),
         "pair": [*with_specials("A"), *with_specials("B")],
-        "special_tokens": {
-            token: {"id": token, "ids": [n], "tokens": [token]} for token, n in tokens.items()
-        },
+        "special_tokens": special_tokens,
     }
 
 
 def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, float]:
-    """Return the scores of the tokens that merges result in."""
-    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(
-        vocabulary, ids
-    )
-    result: dict[str, float] = {}
-    for number in sorted(numbers):
-        result[vocabulary.tokens[number]] = vocabulary.scores[number]
-    return result
+    """Select the scores of the tokens that merges result in."""
+    # llama.cpp merges unused tokens like others.
+    mergeable_ids = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED)
+    mergeable_ids -= keys.special_ids(vocabulary, ids)
+    scores: dict[str, float] = {}
+    for number in sorted(mergeable_ids):
+        scores[vocabulary.tokens[number]] = vocabulary.scores[number]
+    return scores
 
 
 def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
-    # llama.cpp merges them like others.
-    kinds = {PieceType.UNUSED: PieceType.NORMAL}
-    pieces = []
+    pieces: list[tuple[str, float, PieceType]] = []
     for token, score, kind in zip(
         vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
     ):
-        pieces.append(
-            (
-                token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token,
-                score,
-                kinds.get(kind, kind),
-            )
-        )
-    numbers = {"unk": vocabulary.types.index(PieceType.UNKNOWN)}
-    numbers |= {name: ids.get(f"{name}_token", -1) for name in ("bos", "eos", "pad")}
+        # GGUF spells added tokens with spaces, sentencepiece with U+2581.
+        if kind is PieceType.USER_DEFINED:
+            token = token.replace(" ", SPACE)
+        # llama.cpp merges unused tokens like others.
+        if kind is PieceType.UNUSED:
+            kind = PieceType.NORMAL
+        pieces.append((token, score, kind))
+    special_ids = {"unk": vocabulary.types.index(PieceType.UNKNOWN)}
+    for name in ("bos", "eos", "pad"):
+        special_ids[name] = ids.get(f"{name}_token", -1)
     return sentencepiece_bytes(
-        SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers)
+        SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=special_ids)
     )
 
 
 def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list[Any]]:
-    """Return the merges that result in runs of U+2581, each with its place in the list of merges.
+    """List the merges that result in runs of U+2581, each with its place in the list of merges.
 
     Args:
         merges: best first.
         apart: other tokens that are found in text before pairs are merged; merges that result in
             them do not count.
     """
-    kept = [pair for pair in merges if "".join(pair) not in apart]
-    result: list[list[Any]] = []
-    for place, pair in enumerate(kept):
-        if not "".join(pair).strip(SPACE):
-            result.append([place, *pair])
-    return result
+    entries: list[list[Any]] = []
+    place = 0
+    for pair in merges:
+        piece = "".join(pair)
+        if piece in apart:
+            continue
+        if not piece.strip(SPACE):
+            entries.append([place, *pair])
+        place += 1
+    return entries
 
 
 def _with_run_merges(
@@ -405,22 +431,24 @@ def _with_run_merges(
     """Put the merges of runs of spaces, whose order scores do not state, where the original
     tokenizer has them.
     """
-    where = f"{pipeline_settings.path}: {keys.RUN_MERGES}"
-    listed = pipeline_settings.need(keys.RUN_MERGES)
-    if not isinstance(listed, list) or len(listed) > _MAX_RUN_MERGES:
-        raise CheckpointError("is not a list of merges", path=where, found=format_value(listed))
-    result = [pair for pair in merges if "".join(pair).strip(SPACE)]
-    for entry in listed:
+    path = f"{pipeline_settings.path}: {keys.RUN_MERGES}"
+    entries = pipeline_settings.need(keys.RUN_MERGES)
+    if not isinstance(entries, list) or len(entries) > _MAX_RUN_MERGES:
+        raise CheckpointError("is not a list of merges", path=path, found=format_value(entries))
+    ordered_merges = [pair for pair in merges if "".join(pair).strip(SPACE)]
+    # Places are those in the complete list, so entries must be inserted in their order.
+    for entry in entries:
         place, pair = _run_merge(entry)
-        if pair is None or not 0 <= place <= len(result) or not {*pair, "".join(pair)} <= vocab:
-            raise CheckpointError("is not a list of merges", path=where, found=format_value(entry))
-        result.insert(place, pair)
-    return result
+        in_range = 0 <= place <= len(ordered_merges)
+        if pair is None or not in_range or not {*pair, "".join(pair)} <= vocab:
+            raise CheckpointError("is not a list of merges", path=path, found=format_value(entry))
+        ordered_merges.insert(place, pair)
+    return ordered_merges
 
 
 def _run_merge(entry: object) -> tuple[int, Pair | None]:
-    """Return the place and the pair of an entry of `run_merges` in a file; no pair if it is not
-    of that form.
+    """Parse the place and the pair of an entry of `run_merges` in a file; no pair if it is not of
+    that form.
     """
     if not isinstance(entry, list) or len(entry) != 3:
         return 0, None
@@ -431,9 +459,9 @@ def _run_merge(entry: object) -> tuple[int, Pair | None]:
 
 
 def _read_pipeline_settings(settings: Settings) -> Settings:
-    """Return the parts of a tokenizer.json that quantkit wrote into the file."""
-    where = f"{settings.path}: {keys.PIPELINE}"
-    known = {
+    """Read the parts of a tokenizer.json that quantkit wrote into the file."""
+    path = f"{settings.path}: {keys.PIPELINE}"
+    known_keys = {
         *PIPELINE_PARTS,
         keys.RUN_MERGES,
         keys.IGNORE_MERGES,
@@ -441,13 +469,16 @@ def _read_pipeline_settings(settings: Settings) -> Settings:
         "bos_token",
         "eos_token",
     }
-    own = Settings(
-        parse_object(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {},
-        where,
-    )
-    if unknown := sorted(set(own.values) - known):
-        raise CheckpointError("holds an unknown key", path=where, found=format_value(unknown[0]))
-    return own
+    if settings.has(keys.PIPELINE):
+        parts = parse_object(settings.string(keys.PIPELINE), path)
+    else:
+        parts = {}
+    # A key that is not known may change how text is tokenized.
+    unknown_keys = sorted(set(parts) - known_keys)
+    if unknown_keys:
+        first_key = format_value(unknown_keys[0])
+        raise CheckpointError("holds an unknown key", path=path, found=first_key)
+    return Settings(parts, path)
 
 
 def _generation(
@@ -457,44 +488,46 @@ def _generation(
     names: Mapping[str, str | None],
     template: str | None,
 ) -> dict[str, Any]:
-    """Return the contents of generation_config.json: special tokens, end tokens and sampling.
+    """Build the contents of generation_config.json: special tokens, end tokens and sampling.
 
     Args:
         names: spellings of special tokens by their names in templates.
         template: the default chat template.
     """
-    found: dict[str, Any] = {}
+    generation_config: dict[str, Any] = {}
     for name in ("bos_token", "pad_token"):
         if name in ids:
-            found[f"{name}_id"] = ids[name]
+            generation_config[f"{name}_id"] = ids[name]
     ends = keys.read_ends(settings, vocabulary, ids)
+    # quantkit's key lists all end tokens. Other files may leave out one that llama.cpp recognizes
+    # by its spelling.
     if template is not None and not settings.has(keys.ENDS):
-        specials = {}
+        specials: dict[str, int] = {}
         for number in keys.special_ids(vocabulary, ids):
             specials[vocabulary.tokens[number]] = number
         answer_end = find_answer_end(template, names=names, specials=specials, ends=ends)
-        if answer_end is None:
-            ends += []
-        else:
-            ends += [answer_end]
-    found["eos_token_id"] = ends
-    sampling = {}
+        if answer_end is not None:
+            ends.append(answer_end)
+    generation_config["eos_token_id"] = ends
+    sampling: dict[str, float] = {}
     for name, key in SAMPLING.items():
         if settings.has(key):
             sampling[name] = shortest(settings.number(key, *_RANGES[name]))
-    # All tokens, 0 in transformers.
+    # llama.cpp keeps all tokens if it is not positive, transformers if it is 0.
     if sampling.get("top_k", 1) <= 0:
         sampling["top_k"] = 0
     if "top_k" in sampling:
         sampling["top_k"] = int(sampling["top_k"])
-    random = {}
-    for name, value in sampling.items():
-        if name != "repetition_penalty":
-            random[name] = value
-    if random and random.get("temperature", 1.0) <= 0:  # greedy
-        penalty = {name: value for name, value in sampling.items() if name not in random}
-        return {**found, "do_sample": False, **penalty}
-    return {**found, **({"do_sample": True} if random else {}), **sampling}
+    penalty_name = "repetition_penalty"
+    if not sampling.keys() - {penalty_name}:
+        return {**generation_config, **sampling}
+    # llama.cpp decodes greedily at such temperatures, where only the penalty has an effect.
+    if sampling.get("temperature", 1.0) <= 0:
+        generation_config["do_sample"] = False
+        if penalty_name in sampling:
+            generation_config[penalty_name] = sampling[penalty_name]
+        return generation_config
+    return {**generation_config, "do_sample": True, **sampling}
 
 
 def _json(value: Mapping[str, Any], *, indent: int | None = 2) -> bytes:

@@ -1,4 +1,4 @@
-"""The tokenizer in GGUF's metadata: its keys, strictly validated.
+"""Read the tokenizer in GGUF's metadata: its keys, strictly validated.
 
 Source: llama.cpp's loader (``llama-vocab.cpp``), for which the keys are written.
 """
@@ -63,6 +63,7 @@ DEFAULT_EOS = {SPM: 2, BPE: 11}
 (``llama_vocab::impl::load``).
 """
 _SPM_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
+# The spellings at which llama.cpp ends a generation.
 _ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -106,6 +107,7 @@ _OTHER_TOKENIZERS = {
 # Letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24.
 _MAX_SPLITS = 1 << 28
 _NO_TOKENIZER = ("none", "no_vocab")
+# Spellings that llama.cpp's converter takes for those of special tokens.
 _BRACKETS = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
 _LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
@@ -135,11 +137,11 @@ class Vocabulary:
     space_prefix: bool
 
     def ids(self) -> dict[str, int]:
-        """Ids by spelling."""
+        """Index the ids by spelling."""
         return {token: number for number, token in enumerate(self.tokens)}
 
     def tokens_of(self, *types: PieceType) -> set[int]:
-        """Return the ids of the tokens of some types."""
+        """Select the ids of the tokens of some types."""
         return {number for number, kind in enumerate(self.types) if kind in types}
 
 
@@ -164,7 +166,7 @@ class GgufUnstated:
 
 
 def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | None:
-    """Return what a file's metadata does not state; None for a file without a tokenizer.
+    """Find out what a file's metadata does not state; None for a file without a tokenizer.
 
     Raises as `read_vocabulary` does.
     """
@@ -174,13 +176,15 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
     pipeline = PIPELINE in metadata
     apart: set[int] = set()
     runs: set[int] = set()
+    # In quantkit's files the types and the parts of a tokenizer.json state both.
     if not pipeline:
         ids = read_ids(Settings(metadata, path), vocabulary)
-        apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(
-            PieceType.CONTROL, PieceType.UNKNOWN
-        )
         controls = vocabulary.tokens_of(PieceType.CONTROL)
-        apart |= {number for number in controls if _looks_special(vocabulary.tokens[number])}
+        unknowns = vocabulary.tokens_of(PieceType.UNKNOWN)
+        apart = special_ids(vocabulary, ids) - controls - unknowns
+        for number in controls:
+            if _looks_special(vocabulary.tokens[number]):
+                apart.add(number)
         runs = space_runs(vocabulary)
     return GgufUnstated(
         unused=frozenset(vocabulary.tokens_of(PieceType.UNUSED)),
@@ -200,46 +204,48 @@ def _looks_special(token: str) -> bool:
 
 
 def space_runs(vocabulary: Vocabulary) -> set[int]:
-    """Return the ids of added tokens that are runs of spaces.
+    """Select the ids of added tokens that are runs of spaces.
 
     Converters spell them with spaces, as llama.cpp looks for added tokens before it replaces spaces
     by U+2581.
     """
     if vocabulary.model != SPM:
         return set()
-    known = set(vocabulary.tokens)
-    added = vocabulary.tokens_of(PieceType.USER_DEFINED)
-    runs = {number for number in added if not vocabulary.tokens[number].strip(" ")}
-    result: set[int] = set()
-    for number in runs:
-        if SPACE * len(vocabulary.tokens[number]) not in known:
-            result.add(number)
-    return result
+    spellings = set(vocabulary.tokens)
+    runs: set[int] = set()
+    for number in vocabulary.tokens_of(PieceType.USER_DEFINED):
+        token = vocabulary.tokens[number]
+        # A tokenizer.json spells the run with U+2581, where no other token may have that spelling.
+        if not token.strip(" ") and SPACE * len(token) not in spellings:
+            runs.add(number)
+    return runs
 
 
 def filler(number: int) -> str:
-    """Return the spelling of an embedding row without a token, as llama.cpp's converter writes
+    """Spell an embedding row without a token, as llama.cpp's converter writes
     it.
     """
     return f"[PAD{number}]"
 
 
 def eos_by_spelling(tokens: Mapping[str, int]) -> set[int]:
-    """Return the ids at which llama.cpp ends a generation because of their spelling; it makes
+    """Select the ids at which llama.cpp ends a generation because of their spelling; it makes
     control tokens of them.
 
     It does so when it runs a file. quantkit only tells users of it.
     """
-    found = _ENDS & set(tokens)
-    if found >= {"<|return|>", "<|call|>"} or found >= {"<|calls|>", "<|flush|>"}:
-        found -= {"<|end|>"}
-    if "<|tool_response>" in found:
-        found -= {"</s>"}
-    return {tokens[spelling] for spelling in found}
+    spellings = _ENDS & set(tokens)
+    # llama.cpp's exception for gpt-oss, whose answers consist of messages that end with <|end|>.
+    if spellings >= {"<|return|>", "<|call|>"} or spellings >= {"<|calls|>", "<|flush|>"}:
+        spellings -= {"<|end|>"}
+    # llama.cpp's exception for Gemma, in whose vocabulary </s> is an HTML tag.
+    if "<|tool_response>" in spellings:
+        spellings -= {"</s>"}
+    return {tokens[spelling] for spelling in spellings}
 
 
 def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | None:
-    """Return the tokenizer in a file's metadata, if it has one, without filler tokens at the end.
+    """Read the tokenizer in a file's metadata, if it has one, without filler tokens at the end.
 
     Raises:
         CheckpointError: if the metadata contradicts itself.
@@ -253,46 +259,41 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
     if model in _NO_TOKENIZER:
         return None
     if model not in (SPM, BPE):
-        what = _OTHER_TOKENIZERS.get(model, "unknown")
+        kind = _OTHER_TOKENIZERS.get(model, "unknown")
         raise UnsupportedError(
             "the tokenizer cannot be rebuilt exactly",
             path=path,
-            found=f"'{format_value(model)[1:-1]}' ({what})",
+            found=f"'{format_value(model)[1:-1]}' ({kind})",
             expected=f"'{SPM}' (sentencepiece's merges) or '{BPE}' (byte-level merges)",
         )
     tokens = _tokens(settings)
     types = [PieceType.NORMAL] * len(tokens)
     if settings.has(TYPES):
-        known = {int(kind): kind for kind in PieceType}
-        expected = f"numbers from {min(known)} to {max(known)}"
-        types = [known[value] for value in _values(settings, TYPES, (int,), expected, known)]
+        types_by_code = {int(kind): kind for kind in PieceType}
+        expected = f"numbers from {min(types_by_code)} to {max(types_by_code)}"
+        codes = _values(settings, TYPES, (int,), expected, types_by_code)
+        types = [types_by_code[code] for code in codes]
+    # Fillers at the end only give the embedding's last rows a token.
     while tokens and types[-1] is PieceType.UNUSED and tokens[-1] == filler(len(tokens) - 1):
-        tokens.pop(), types.pop()
+        tokens.pop()
+        types.pop()
     if not tokens:
         raise CheckpointError("the tokenizer has no tokens", path=path)
     if model == SPM:
-        spellings = set(tokens)
-        missing = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in spellings), None)
-        if missing is not None:
-            raise UnsupportedError(
-                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on unknown"
-                " characters",
-                path=path,
-                found=f"no <0x{missing:02X}>",
-                expected="all 256",
-            )
+        _require_byte_tokens(tokens, path)
+        # A token of n letters has n - 1 splits of n letters each.
         if sum(len(token) ** 2 for token in tokens) > _MAX_SPLITS:
             raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
-        scores = _values(settings, SCORES, (int, float), "numbers")
-        bad = next(
-            (number for number, score in enumerate(scores) if not math.isfinite(score)), None
+        scores = _read_scores(settings, path)
+        return Vocabulary(
+            SPM,
+            tokens,
+            types,
+            scores[: len(types)],
+            [],
+            "",
+            settings.flag(SPACE_PREFIX, True),
         )
-        if bad is not None:
-            raise CheckpointError(
-                f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}"
-            )
-        floats = [float(score) for score in scores[: len(types)]]
-        return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
     if settings.has(PRE):
         pre = settings.string(PRE)
     else:
@@ -312,21 +313,49 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
     return Vocabulary(BPE, tokens, types, [], _merges(settings, tokens=set(tokens)), pre, False)
 
 
+def _require_byte_tokens(tokens: Collection[str], path: Path) -> None:
+    spellings = set(tokens)
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in spellings:
+            raise UnsupportedError(
+                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on unknown"
+                " characters",
+                path=path,
+                found=f"no <0x{byte:02X}>",
+                expected="all 256",
+            )
+
+
+def _read_scores(settings: Settings, path: Path) -> list[float]:
+    scores: list[float] = []
+    for number, score in enumerate(_values(settings, SCORES, (int, float), "numbers")):
+        if not math.isfinite(score):
+            raise CheckpointError(
+                f"{SCORES} holds a number that is not finite",
+                path=path,
+                found=f"token {number}",
+            )
+        scores.append(float(score))
+    return scores
+
+
 def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the ids of special tokens by transformers' names; raises `CheckpointError` for an id
+    """Read the ids of special tokens by transformers' names; raises `CheckpointError` for an id
     that is not in the vocabulary.
     """
-    result: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for name, key in ID_KEYS.items():
-        if (number := _id(settings, key, vocabulary)) is not None:
-            result[name] = number
+        number = _id(settings, key, vocabulary)
+        if number is not None:
+            ids[name] = number
+        # llama.cpp's ids for files that do not state them.
         elif vocabulary.model == SPM and not settings.has(key) and name in _SPM_DEFAULTS:
-            result[name] = _SPM_DEFAULTS[name]
-    return result
+            ids[name] = _SPM_DEFAULTS[name]
+    return ids
 
 
 def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
-    """Return the EOS tokens: those that quantkit listed, or else those of llama.cpp's keys.
+    """Read the EOS tokens: those that quantkit listed, or else those of llama.cpp's keys.
 
     The list counts only if it has the tokens of all keys. Otherwise a tool such as
     ``gguf_set_metadata.py`` changed a key after quantkit wrote the file, and llama.cpp ends at the
@@ -335,27 +364,38 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
     Raises:
         CheckpointError: for an id that is not in the vocabulary.
     """
-    by_key = [ids.get("eos_token"), *(_id(settings, key, vocabulary) for key in (EOT, EOM))]
-    stated = list(dict.fromkeys(number for number in by_key if number is not None))
-    listed = settings.ids(ENDS)
-    if listed and max(listed) >= (rows := len(settings.strings(TOKENS))):
+    ids_by_key = (
+        ids.get("eos_token"),
+        _id(settings, EOT, vocabulary),
+        _id(settings, EOM, vocabulary),
+    )
+    ends: list[int] = []
+    for number in ids_by_key:
+        if number is not None and number not in ends:
+            ends.append(number)
+    listed_ends = settings.ids(ENDS)
+    if not listed_ends:
+        return ends
+    rows = len(settings.strings(TOKENS))
+    highest = max(listed_ends)
+    if highest >= rows:
         problem = f"{ENDS} is not in the vocabulary"
-        raise CheckpointError(problem, path=settings.path, found=max(listed), expected=rows - 1)
-    if listed and set(stated) <= set(listed):
-        return list(dict.fromkeys(listed))
-    return stated
+        raise CheckpointError(problem, path=settings.path, found=highest, expected=rows - 1)
+    if set(ends) <= set(listed_ends):
+        return list(dict.fromkeys(listed_ends))
+    return ends
 
 
 def begins_and_ends(
     settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
 ) -> tuple[bool, bool]:
-    """Return whether BOS is added before text, and EOS after it; raises `CheckpointError` if there
-    is no such token.
+    """Read whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is
+    no such token.
     """
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)
-    for key, wanted, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
-        if wanted and name not in ids:
+    for key, is_added, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
+        if is_added and name not in ids:
             raise CheckpointError(
                 f"{key} is true, and there is no {ID_KEYS[name]}", path=settings.path
             )
@@ -363,7 +403,7 @@ def begins_and_ends(
 
 
 def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
-    """Return the ids of special tokens: control tokens, and BOS and EOS among the added tokens.
+    """Select the ids of special tokens: control tokens, and BOS and EOS among the added tokens.
 
     Old files state no types, so there BOS and EOS are special too. Otherwise an ordinary token with
     a role, such as ``!`` for padding, stays one.
@@ -374,12 +414,17 @@ def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
     added = vocabulary.tokens_of(PieceType.USER_DEFINED)
     special = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
     untyped = not special and not added
-    ends = {ids[name] for name in ("bos_token", "eos_token") if name in ids}
-    return special | (ends if untyped else ends & added)
+    ends: set[int] = set()
+    for name in ("bos_token", "eos_token"):
+        if name in ids:
+            ends.add(ids[name])
+    if untyped:
+        return special | ends
+    return special | (ends & added)
 
 
 def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
-    """Return a token's id; None if there is none, or it is that of a filler token."""
+    """Read a token's id; None if there is none, or it is that of a filler token."""
     if not settings.has(key):
         return None
     number = settings.integer(key, 0, len(settings.strings(TOKENS)) - 1)
@@ -389,22 +434,27 @@ def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
 
 
 def _tokens(settings: Settings) -> list[str]:
-    result = []
+    tokens: list[str] = []
+    spellings: set[str] = set()
+    longest = 0
     for number, token in enumerate(settings.strings(TOKENS)):
-        result.append(token or f"[EMPTY_{number}]")
-    if len(numbers := set(result)) < len(result):
-        twice = next(token for number, token in enumerate(result) if token in result[:number])
-        raise CheckpointError(
-            f"{TOKENS} holds a token twice", path=settings.path, found=format_value(twice)
-        )
-    if (longest := max(map(len, numbers), default=0)) > LONGEST_TOKEN:
+        # llama.cpp's spelling of a token without letters.
+        token = token or f"[EMPTY_{number}]"
+        if token in spellings:
+            raise CheckpointError(
+                f"{TOKENS} holds a token twice", path=settings.path, found=format_value(token)
+            )
+        tokens.append(token)
+        spellings.add(token)
+        longest = max(longest, len(token))
+    if longest > LONGEST_TOKEN:
         raise CheckpointError(
             f"{TOKENS} holds a token that is too long",
             path=settings.path,
             found=longest,
             expected=f"at most {LONGEST_TOKEN}",
         )
-    return result
+    return tokens
 
 
 def _values(
@@ -414,22 +464,27 @@ def _values(
     expected: str,
     allowed_values: Collection[int] = (),
 ) -> Any:
-    """Return a list with a value for each token."""
+    """Read a list with a value for each token."""
     values = settings.need(key)
-    if not isinstance(values, list) or not all(
-        type(value) in kinds and (not allowed_values or value in allowed_values) for value in values
-    ):
+    if not isinstance(values, list):
         settings.wrong_type(key, expected)
-    if len(values) != (count := len(settings.strings(TOKENS))):
+    for value in values:
+        # `isinstance` would accept booleans as numbers.
+        if type(value) not in kinds or (allowed_values and value not in allowed_values):
+            settings.wrong_type(key, expected)
+    count = len(settings.strings(TOKENS))
+    if len(values) != count:
         problem = f"{key} and {TOKENS} differ in length"
         raise CheckpointError(problem, path=settings.path, found=len(values), expected=count)
     return values
 
 
 def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]]:
-    """Return the pairs; of equal ones the first counts."""
-    found: dict[tuple[str, str], None] = {}
+    """Read the pairs; of equal ones the first counts."""
+    # A dict keeps the order, and each pair once.
+    pairs: dict[tuple[str, str], None] = {}
     for number, line in enumerate(settings.strings(MERGES)):
+        # As in llama.cpp: the first part may begin with a space.
         cut = line.find(" ", 1)
         pair = (line[:cut], line[cut + 1 :])
         problem = None
@@ -441,5 +496,5 @@ def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]
             raise CheckpointError(
                 f"{MERGES}: pair {number} {problem}", path=settings.path, found=format_value(line)
             )
-        found[pair] = None
-    return list(found)
+        pairs[pair] = None
+    return list(pairs)

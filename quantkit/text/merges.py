@@ -1,5 +1,5 @@
-"""Byte-pair encoding by a list of pairs, or by a score for each merged piece: conversion and
-comparison.
+"""Convert and compare the rules of byte-pair encoding: a list of pairs, or a score for each merged
+piece.
 
 A list and scores are equivalent if the pairs of each piece are consecutive in the list: see
 `merges_by_rank`.
@@ -16,22 +16,26 @@ Pair = tuple[str, str]
 
 
 def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[Pair]:
-    """Return the pairs that build each piece, best pieces first.
+    """List the pairs that build each piece, best pieces first.
 
     Every split into two known pieces is listed: byte-pair encoding uses the one that it reaches
     first.
     """
     merges: list[Pair] = []
+
+    def ids_of_pair(pair: Pair) -> tuple[int, int]:
+        return vocabulary[pair[0]], vocabulary[pair[1]]
+
     for piece in sorted(order, key=lambda p: order[p]):
-        known = [(vocabulary[a], vocabulary[b], a, b) for a, b in splits(piece, vocabulary)]
-        merges += [(a, b) for _, _, a, b in sorted(known)]
+        # The order of their ids, as transformers' converter lists the pairs of a piece.
+        merges += sorted(splits(piece, vocabulary), key=ids_of_pair)
     return merges
 
 
 def ranks_of_merges(
     merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
 ) -> dict[str, int] | None:
-    """Return the rank of each merged piece, from 0; None if scores are not equivalent to the list,
+    """Rank each merged piece, from 0; None if scores are not equivalent to the list,
     as the pairs of a piece are not consecutive or some are missing. The pieces in `apart` are found
     in text before pairs are merged.
     """
@@ -41,15 +45,19 @@ def ranks_of_merges(
         piece = "".join(pair)
         if piece in apart or piece == last:
             continue
+        # The pairs of this piece are not consecutive.
         if piece in ranks:
             return None
         ranks[piece] = len(ranks)
         last = piece
     listed = set(merges)
     for piece in vocabulary:
-        if piece not in apart:
-            missing = (pair for pair in splits(piece, vocabulary) if pair not in listed)
-            if not all(pair[0] in apart or pair[1] in apart for pair in missing):
+        if piece in apart:
+            continue
+        # With scores, every split of a piece can be merged: each must be in the list, unless a part
+        # of it never occurs when pairs are merged.
+        for first, second in splits(piece, vocabulary):
+            if (first, second) not in listed and first not in apart and second not in apart:
                 return None
     return ranks
 
@@ -62,23 +70,27 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
     """
     long = [piece for piece in scores if len(piece) > 1]
     counts = Counter(scores[piece] for piece in long)
-    merged = []
+    merged_scores: set[float] = set()
     for piece in long:
-        if counts[scores[piece]] > 1 and any(splits(piece, vocabulary)):
-            merged.append(scores[piece])
-    if len(set(merged)) < len(merged):
-        return False
-    return not any(
-        part not in vocabulary and len(part) == 1 and (len(other) == 1 or other in vocabulary)
-        for piece in long
-        for part, other in ((piece[0], piece[1:]), (piece[-1], piece[:-1]))
-    )
+        score = scores[piece]
+        # Splitting takes long, and a score that occurs once needs no comparison.
+        if counts[score] == 1 or not any(splits(piece, vocabulary)):
+            continue
+        if score in merged_scores:
+            return False
+        merged_scores.add(score)
+    # By scores a letter that is not a piece can be merged; a list has only pairs of pieces.
+    for piece in long:
+        for letter, other in ((piece[0], piece[1:]), (piece[-1], piece[:-1])):
+            if letter not in vocabulary and (len(other) == 1 or other in vocabulary):
+                return False
+    return True
 
 
 def merges_make_all(
     pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]
 ) -> bool:
-    """Return whether merging the letters of each piece results in the piece, so that
+    """Merge the letters of each piece, and return whether this results in the piece, so that
     `ignore_merges` has no effect.
     """
     from tokenizers import models
@@ -88,11 +100,13 @@ def merges_make_all(
 
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
-    """Return the merges of a tokenizer.json, which lists each pair as one string or as two."""
+    """Parse the merges of a tokenizer.json, which lists each pair as one string or as two."""
     pairs: list[Pair] = []
-    for first, second in (
-        merge.split(" ") if isinstance(merge, str) else merge for merge in merges
-    ):
+    for merge in merges:
+        if isinstance(merge, str):
+            first, second = merge.split(" ")
+        else:
+            first, second = merge
         pairs.append((first, second))
     return pairs
 
@@ -107,12 +121,13 @@ def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
 def merge_difference(
     first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()
 ) -> str | None:
-    """Return the first difference between two lists of pairs; None if they are equivalent, except
+    """Find the first difference between two lists of pairs; None if they are equivalent, except
     for what `order_probes` may show. The tokens in `ignored` are found in text before pairs are
     merged.
     """
     if first == second:
         return None
+    # The order of a piece's pairs rarely matters; `order_probes` finds where it may.
     for (piece, pairs), (other, other_pairs) in itertools.zip_longest(
         _groups(first, ignored), _groups(second, ignored), fillvalue=("", [])
     ):
@@ -122,8 +137,8 @@ def merge_difference(
 
 
 def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
-    """Consecutive tokens that may show a different order of a piece's pairs: both the first two
-    tokens and the last two make up the piece.
+    """Yield consecutive tokens that may show a different order of a piece's pairs: both the first
+    two tokens and the last two make up the piece.
     """
     if first == second:
         return
@@ -131,13 +146,15 @@ def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tupl
     for _, pairs in _groups(first, ()):
         for pair, later in itertools.combinations(pairs, 2):
             if ranks.get(pair, 0) > ranks.get(later, 0):
-                for one, other in ((pair, later), (later, pair)):
-                    if one[1] == other[0]:
-                        yield one[0], one[1], other[1]
+                # The end of one pair is the beginning of the other: in the three tokens, the
+                # order decides which pair is merged.
+                for left_pair, right_pair in ((pair, later), (later, pair)):
+                    if left_pair[1] == right_pair[0]:
+                        yield left_pair[0], left_pair[1], right_pair[1]
 
 
 def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> str | None:
-    """Return the first difference between a list of pairs and the scores of pieces; None if they
+    """Find the first difference between a list of pairs and the scores of pieces; None if they
     are equivalent, as far as pieces with equal scores allow. Pairs with pieces that have no score
     are not compared.
     """
@@ -152,29 +169,35 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
         last = piece, scores[piece]
         listed.setdefault(piece, set()).add(pair)
     for piece in scores:
-        found = listed.get(piece, set())
+        pairs = listed.get(piece, set())
         expected = list(splits(piece, scores))
-        if len(found) != len(expected):
-            first = _format_pairs(sorted(found))
+        # The listed pairs are splits of the piece, so that their number is enough to compare.
+        if len(pairs) != len(expected):
+            first = _format_pairs(sorted(pairs))
             second = _format_pairs(sorted(expected))
             return f"merges: {first} against {second} for {piece!r}"
     return None
 
 
 def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str, list[Pair]]]:
-    """Consecutive pairs that make up the same piece, with the piece."""
-    kept = merges
+    """Group consecutive pairs that make up the same piece, with the piece."""
+    compared = merges
     if ignored:
-        kept = []
-        for a, b in merges:
-            if a not in ignored and b not in ignored and a + b not in ignored:
-                kept.append((a, b))
-    return [(piece, list(pairs)) for piece, pairs in itertools.groupby(kept, "".join)]
+        compared = []
+        for first, second in merges:
+            if first in ignored or second in ignored or first + second in ignored:
+                continue
+            compared.append((first, second))
+    groups: list[tuple[str, list[Pair]]] = []
+    for piece, pairs in itertools.groupby(compared, "".join):
+        groups.append((piece, list(pairs)))
+    return groups
 
 
 def _format_pairs(pairs: Sequence[Pair]) -> str:
-    return (
-        ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2])
-        + (", ..." * (len(pairs) > 2))
-        or "none"
-    )
+    if not pairs:
+        return "none"
+    text = ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2])
+    if len(pairs) > 2:
+        text += ", ..."
+    return text

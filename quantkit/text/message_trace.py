@@ -63,15 +63,18 @@ class _Statement:
 
     @property
     def name(self) -> str:
-        """Return its place in a request, such as ``messages[0].content``."""
-        keys = []
+        """Format its place in a request, such as ``messages[0].content``."""
+        name = ""
         for key in self.path:
-            keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
-        return "".join(keys).removeprefix(".")
+            if isinstance(key, int):
+                name += f"[{key}]"
+            else:
+                name += f".{key}"
+        return name.removeprefix(".")
 
     @property
     def mark_value(self) -> object:
-        """Return the mark, as a value of the same kind."""
+        """Wrap the mark in a value of the same kind, which a template may require."""
         if isinstance(self.value, Mapping):
             return {self.mark: self.mark}
         if isinstance(self.value, list):
@@ -103,6 +106,7 @@ def require_traces(
     statements = _statements(plain, text)
     if not statements and not plain["tools"]:
         return
+    # Results are compared with each other, so that dates and random choices must not differ.
     checks = Budget(seconds=budget.seconds, length=sys.maxsize, repeatable=True)
     try:
         _require_printed(plain, statements, text=text, render=render, checks=checks)
@@ -123,18 +127,21 @@ def _require_printed(
     rendered = _try_to_render(marked, render, checks)
     if rendered is None:
         # The template requires something of the contents. Most statements can be found as they are.
-        roles = [message["role"] for message in conversation["messages"]]
-        said = []
-        for value in (*roles, *(statement.value for statement in statements)):
-            said.append(str(value).casefold())
-        missing = [
-            statement
-            for statement in statements
-            if not _is_in(statement.value, text.casefold(), said)
-        ]
+        # A role may be the same word as a statement, so each occurrence is counted.
+        spoken_texts: list[str] = []
+        for message in conversation["messages"]:
+            spoken_texts.append(str(message["role"]).casefold())
+        for statement in statements:
+            spoken_texts.append(str(statement.value).casefold())
+        lowered_text = text.casefold()
+        missing: list[_Statement] = []
+        for statement in statements:
+            if not _is_in(statement.value, lowered_text, spoken_texts):
+                missing.append(statement)
         are_tools_missing = bool(tool_marks)
         missing_tools: list[int] = []
     else:
+        # Templates may write words in capitals.
         printed = set(_MARK.findall(rendered.casefold()))
         missing = [statement for statement in statements if statement.mark not in printed]
         are_tools_missing = bool(tool_marks) and printed.isdisjoint(tool_marks)
@@ -145,7 +152,7 @@ def _require_printed(
             missing_tools = [i for i, mark in enumerate(tool_marks) if mark not in printed]
     if not missing and not are_tools_missing and not missing_tools:
         return
-    # `text` may have the time in it.
+    # `text` may have the time in it, and the checks have a fixed date.
     original = render(conversation, checks)
     without_tools = {**conversation, "tools": None}
     if are_tools_missing and _try_to_render(without_tools, render, checks) == original:
@@ -160,6 +167,7 @@ def _require_printed(
     for statement in missing:
         changed = _with_marks(conversation, [statement], [])
         if _try_to_render(changed, render, checks) == original:
+            # A statement's path begins with "messages" and the message's index.
             message = conversation["messages"][statement.path[1]]
             problem = f"the model's chat template does not print {statement.name}"
             role = f"role {format_value(message['role'])}"
@@ -185,7 +193,8 @@ def _is_in(value: object, text: str, said: Sequence[str]) -> bool:
     if not isinstance(value, str):
         return False
     word = value.strip().casefold()
-    return text.count(word) >= sum(other.count(word) for other in said)
+    times_said = sum(said_text.count(word) for said_text in said)
+    return text.count(word) >= times_said
 
 
 def _statements(conversation: Conversation, text: str) -> list[_Statement]:
@@ -207,6 +216,7 @@ def _statements(conversation: Conversation, text: str) -> list[_Statement]:
         num_before = len(statements)
         for call_path, call in _calls(message):
             _add_call((*path, *call_path), call, add)
+        # Templates may leave out the text next to tool calls.
         if len(statements) > num_before:
             continue
         content = message.get("content")
@@ -258,10 +268,7 @@ def _add_call(path: _Path, call: object, add: Callable[..., None]) -> None:
         identifier_path = None
         if key == "name" and isinstance(value, str) and value in str(call.get("id", "")):
             # Kimi K2's template prints it in place of the name: functions.NAME:0.
-            identifier_path = (
-                *path,
-                "id",
-            )
+            identifier_path = (*path, "id")
         add((*called_path, key), value, _CALLS_HINT, identifier_path)
 
 
@@ -282,9 +289,12 @@ def _marks(conversation: Conversation, text: str, kind: Literal["said", "tool"])
 
     They have letters and digits only, as templates may write contents in JSON.
     """
-    known = (repr(conversation) + text).casefold()
-    prefixes = (f"{kind}{number}n" for number in itertools.count())
-    prefix = next(prefix for prefix in prefixes if prefix not in known)
+    used_text = (repr(conversation) + text).casefold()
+    for number in itertools.count():
+        prefix = f"{kind}{number}n"
+        if prefix not in used_text:
+            break
+    # The last letter ends the number, so that mark 1 is not a part of mark 10.
     return (f"{prefix}{number}e" for number in itertools.count())
 
 
@@ -303,16 +313,16 @@ def _with_marks(
             holder[last] = str(holder[last]).replace(str(statement.value), statement.mark)
     for tool, mark in zip(copied["tools"] or [], tool_marks, strict=False):
         function = tool.get("function")
+        # OpenAI's form has the description in `function`; others have it in the tool itself.
         if isinstance(function, dict):
-            described = function
+            function["description"] = mark
         else:
-            described = tool
-        described["description"] = mark
+            tool["description"] = mark
     return copied
 
 
 def _find_holder(conversation: Conversation, path: _Path) -> tuple[Any, str | int]:
-    """Return the dict or list that has the value at a path, and its key or index there."""
+    """Find the dict or list that has the value at a path, and its key or index there."""
     *parents, last = path
     holder: Any = conversation
     for key in parents:

@@ -1,5 +1,5 @@
-"""The steps of a tokenizer.json that normalize and split text: canonical forms, and llama.cpp's
-names for them.
+"""Compare the steps of a tokenizer.json that normalize and split text: canonical forms, and
+llama.cpp's names for them.
 
 A name of llama.cpp stands for patterns and for `ignore_merges`. Patterns are applied one after the
 other, each to the matches of the one before and to what is between them. The patterns are those of
@@ -27,10 +27,12 @@ SPLIT_AT_SPACES = {
     "behavior": "MergedWithPrevious",
     "invert": False,
 }
+# The types of decoder steps that only restore bytes and spaces.
 _DECODED = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip"}
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Parts of patterns. Qwen splits numbers into digits, Llama 3 into groups of three.
 _DIGIT = r"\p{N}"
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", _DIGIT)
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
@@ -51,6 +53,9 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Patterns, `ignore_merges`, and llama.cpp's names for them; the first name is the one that is
+# written.
+# Patterns, `ignore_merges`, and llama.cpp's names for them; the first of the names is written.
 _KINDS: list[tuple[Patterns, bool, list[str]]] = [
     (patterns, ignore_merges, names.split())
     for patterns, ignore_merges, names in (
@@ -112,12 +117,12 @@ _BYTE_LEVEL = {
 
 
 def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
-    """Return the patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
+    """Look up the patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
     return _BY_NAME.get(name)
 
 
 def normalizer_of(name: str) -> dict[str, Any] | None:
-    """Return the normalizer of the models that llama.cpp's name stands for; llama.cpp itself
+    """Build the normalizer of the models that llama.cpp's name stands for; llama.cpp itself
     does not normalize.
     """
     if name in _NORMALIZED_TO_NFC:
@@ -126,15 +131,16 @@ def normalizer_of(name: str) -> dict[str, Any] | None:
 
 
 def pre_tokenizer_of(steps: Mapping[str, Any]) -> Any:
-    """Return the tokenizers library's object for a ``pre_tokenizer`` of a tokenizer.json."""
+    """Build the tokenizers library's object for a ``pre_tokenizer`` of a tokenizer.json."""
     from tokenizers import Tokenizer, models
 
+    # The library parses a pre-tokenizer only as a part of a tokenizer.
     empty = json.loads(Tokenizer(models.BPE()).to_str())
     return Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": steps})).pre_tokenizer
 
 
 def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
-    """Return a pre_tokenizer whose first split is Mistral's, as transformers makes it for
+    """Replace the first split of a pre_tokenizer by Mistral's, as transformers does for
     ``fix_mistral_regex``.
     """
     split = {
@@ -149,116 +155,120 @@ def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
         steps = {}
     if steps.get("type") == "Sequence":
         return {**steps, "pretokenizers": [split, *steps["pretokenizers"][1:]]}
+    # transformers replaces Metaspace by the byte level.
     if steps.get("type") == "Metaspace":
-        rest = _BYTE_LEVEL
+        last_step = _BYTE_LEVEL
     else:
-        rest = steps
-    return {"type": "Sequence", "pretokenizers": [split, rest]}
+        last_step = steps
+    return {"type": "Sequence", "pretokenizers": [split, last_step]}
 
 
 def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
-    """Return the names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
+    """Find the names for some patterns, by `ignore_merges`; none if llama.cpp does not have the
     patterns.
     """
-    found = {}
-    for known, ignore_merges, names in _KINDS:
-        if known == patterns:
-            found[ignore_merges] = names
-    result: dict[bool, str] = {}
-    for ignore_merges, names in found.items():
-        result[ignore_merges] = _WITHOUT_BOS if _WITHOUT_BOS in names and not has_bos else names[0]
-    return result
+    names_by_setting: dict[bool, str] = {}
+    for kind_patterns, ignore_merges, names in _KINDS:
+        if kind_patterns != patterns:
+            continue
+        if _WITHOUT_BOS in names and not has_bos:
+            names_by_setting[ignore_merges] = _WITHOUT_BOS
+        else:
+            names_by_setting[ignore_merges] = names[0]
+    return names_by_setting
 
 
 def patterns_of(pre_tokenizer: Any) -> Patterns | None:
-    """Return the patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that
-    does something else.
+    """Read the patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does
+    something else.
     """
-    if isinstance(pre_tokenizer, dict):
-        steps: Any = pre_tokenizer
-    else:
-        steps = {}
-    if steps.get("type") == "Sequence":
-        steps = steps.get("pretokenizers")
-    else:
-        steps = [steps]
-    if (
-        not isinstance(steps, list)
-        or not steps
-        or not all(isinstance(step, dict) for step in steps)
-    ):
+    steps: Any = [pre_tokenizer]
+    if isinstance(pre_tokenizer, dict) and pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer.get("pretokenizers")
+    if not isinstance(steps, list) or not steps:
+        return None
+    if not all(isinstance(step, dict) for step in steps):
         return None
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
         return None
-    found = [_pattern(step) for step in steps[:-1]]
-    patterns = tuple(one for one in found if one is not None)
-    if len(patterns) < len(found):
-        return None
+    patterns: list[str] = []
+    for step in steps[:-1]:
+        pattern = _pattern(step)
+        if pattern is None:
+            return None
+        patterns.append(pattern)
+    # The byte level can split text itself, by GPT-2's pattern.
     if last.get("use_regex", True):
-        return (*patterns, GPT2_PATTERN)
-    return patterns
+        patterns.append(GPT2_PATTERN)
+    return tuple(patterns)
 
 
 def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
-    """Return the ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have
+    """Build the ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have
     them write it.
     """
-    *before, last = patterns
-    own = last == GPT2_PATTERN
-    steps = []
-    for pattern in before if own else patterns:
+    # The byte level can split text itself, by GPT-2's pattern.
+    ends_with_gpt2 = patterns[-1] == GPT2_PATTERN
+    if ends_with_gpt2:
+        separate_patterns = patterns[:-1]
+    else:
+        separate_patterns = patterns
+    steps: list[dict[str, Any]] = []
+    for pattern in separate_patterns:
+        if pattern == _DIGIT:
+            steps.append({"type": "Digits", "individual_digits": True})
+            continue
         steps.append(
-            {"type": "Digits", "individual_digits": True}
-            if pattern == _DIGIT
-            else {
+            {
                 "type": "Split",
                 "pattern": {"Regex": pattern},
                 "behavior": "Isolated",
                 "invert": False,
             }
         )
-    bytes_last = {**_BYTE_LEVEL, "use_regex": own}
+    bytes_last = {**_BYTE_LEVEL, "use_regex": ends_with_gpt2}
     if steps:
         return {"type": "Sequence", "pretokenizers": [*steps, bytes_last]}
     return bytes_last
 
 
 def canonical_steps(part: Any) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if
+    """List the steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if
     there is no such part.
     """
     if not isinstance(part, dict):
         return []
     if part.get("type") == "Sequence":
-        result: list[dict[str, Any]] = []
+        steps: list[dict[str, Any]] = []
         for key in _SEQUENCES:
-            for one in part.get(key, []):
-                for step in canonical_steps(one):
-                    result.append(step)
-        return result
-    # Offsets are not compared.
+            for nested_part in part.get(key, []):
+                steps += canonical_steps(nested_part)
+        return steps
+    # Offsets do not change the tokens.
     return [{key: value for key, value in part.items() if key != "trim_offsets"}]
 
 
 def decoder_settings(decoder: Any) -> dict[str, object]:
-    """Return the settings of a decoder in a form that can be compared.
+    """Describe a decoder in a form that can be compared.
 
     Returns:
         `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: the steps
         that do more than to restore bytes and spaces, which is all that formats without such steps
         do.
     """
-    steps = []
-    for canonical_step in canonical_steps(decoder):
-        steps.append(
-            {"type": "ByteLevel"} if canonical_step.get("type") == "ByteLevel" else canonical_step
-        )
+    steps: list[dict[str, Any]] = []
+    for step in canonical_steps(decoder):
+        # The other settings of a byte level have an effect only in a pre-tokenizer.
+        if step.get("type") == "ByteLevel":
+            steps.append({"type": "ByteLevel"})
+        else:
+            steps.append(step)
     return {"decoder": steps, "decoder beyond bytes": _steps_beyond_bytes(steps)}
 
 
 def text_changing_steps(decoder: Any) -> list[str]:
-    """Return the types of a decoder's steps that do more than to restore bytes and spaces, which
+    """List the types of a decoder's steps that do more than to restore bytes and spaces, which
     llama.cpp lacks.
     """
     return [str(step.get("type")) for step in _steps_beyond_bytes(canonical_steps(decoder))]
@@ -273,7 +283,7 @@ def _steps_beyond_bytes(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
-    """Return the settings of a normalizer and a pre-tokenizer in a form that can be compared.
+    """Describe a normalizer and a pre-tokenizer in a form that can be compared.
 
     Returns:
         `normalizer` and `pre_tokenizer`: their steps, without those that replace spaces by U+2581;
@@ -284,18 +294,22 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
     before = canonical_steps(normalizer)
     splits = canonical_steps(pre_tokenizer)
     scheme = None
+    # A normalizer or Metaspace replaces spaces by U+2581: both become the same description.
     if before[-1:] == [REPLACE_SPACES]:
         before.pop()
         scheme = "never"
         if before[-1:] == [PREPEND_SPACE]:
             before.pop()
             scheme = "each"
-        if splits[:1] == [SPLIT_AT_SPACES]:  # no space is left
+        # No space is left to split at.
+        if splits[:1] == [SPLIT_AT_SPACES]:
             del splits[0]
     if splits and splits[0].get("type") == "Metaspace" and splits[0].get("replacement") == SPACE:
+        metaspace = splits.pop(0)
         if scheme != "each":
-            scheme = splits[0].get("prepend_scheme", "always")
-        splits[:1] = [{"type": "Metaspace", "split": True}] if splits[0].get("split", True) else []
+            scheme = metaspace.get("prepend_scheme", "always")
+        if metaspace.get("split", True):
+            splits.insert(0, {"type": "Metaspace", "split": True})
     patterns = patterns_of(pre_tokenizer)
     result: dict[str, object] = {
         "normalizer": before,
@@ -307,7 +321,7 @@ def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """Return the pattern of one step.
+    """Read the pattern of one step.
 
     Removing all that does not match a pattern without gaps leaves the matches.
     """
@@ -320,11 +334,12 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
     pattern = step["pattern"].get("Regex")
     if not isinstance(pattern, str):
         return None
-    matched = step.get("behavior") == "Isolated" or (
-        step.get("behavior") == "Removed"
-        and step.get("invert") is True
-        and pattern.endswith(r"|\s+")
+    behavior = step.get("behavior")
+    # A pattern that ends with a match for spaces has no gaps.
+    removes_gaps = (
+        behavior == "Removed" and step.get("invert") is True and pattern.endswith(r"|\s+")
     )
-    if matched:
+    if behavior == "Isolated" or removes_gaps:
+        # Files may have line breaks in place of their escapes.
         return pattern.replace("\r", r"\r").replace("\n", r"\n")
     return None

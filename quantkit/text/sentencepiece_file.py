@@ -1,5 +1,5 @@
-"""Sentencepiece's model file, read and written without its library, which does not report all
-settings of a model and does not write models.
+"""Read and write sentencepiece's model file without its library, which does not report all settings
+of a model and does not write models.
 
 Source: ``sentencepiece_model.proto``, in Protocol Buffers' wire format.
 """
@@ -15,14 +15,17 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 
-# wire types
+# Wire types of Protocol Buffers.
 _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
-_BPE = 2  # the model type
+# The code of the model type.
+_BPE = 2
+# 64 bits in groups of 7.
 _LONGEST_VARINT = 10
-_SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}  # by default
+# The trainer's default spellings, and the fields of its ids and spellings.
+_SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}
 _ID_FIELDS = {"unk": 40, "bos": 41, "eos": 42, "pad": 43}
 _PIECE_FIELDS = {"unk": 45, "bos": 46, "eos": 47, "pad": 48}
 
@@ -69,26 +72,31 @@ def read_sentencepiece(path: Path) -> SentencePieceFile:
 
 
 def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
-    """Return the file of a model that merges pairs, has tokens for bytes, and does not normalize
+    """Encode the file of a model that merges pairs, has tokens for bytes, and does not normalize
     text.
     """
-    found = bytearray()
+    data = bytearray()
     for spelling, score, kind in model.pieces:
         piece = _field(1, spelling.encode()) + _tag(2, _FIXED32) + struct.pack("<f", score)
-        found += _field(1, piece if kind is PieceType.NORMAL else piece + _number(3, kind))
+        # A field with its default value is left out, as sentencepiece writes it.
+        if kind is not PieceType.NORMAL:
+            piece += _number(3, kind)
+        data += _field(1, piece)
+    # Fields: the model type, the vocabulary's size, and whether there are tokens for bytes.
     trainer = _number(3, _BPE) + _number(4, len(model.pieces)) + _number(35, 1)
     for name, index in model.ids.items():
         trainer += _number(_ID_FIELDS[name], index)
         if index >= 0:
             trainer += _field(_PIECE_FIELDS[name], model.pieces[index][0].encode())
+    # Fields: name, space prefix, removal of extra spaces, and U+2581 for a space.
     normalizer = (
         _field(1, b"identity") + _number(3, model.space_prefix) + _number(4, 0) + _number(5, 1)
     )
-    return bytes(found + _field(2, trainer) + _field(3, normalizer))
+    return bytes(data + _field(2, trainer) + _field(3, normalizer))
 
 
 def _parse_model(data: bytes) -> SentencePieceFile:
-    pieces = []
+    pieces: list[tuple[str, float, PieceType]] = []
     trainer = b""
     normalizer = b""
     for number, value in _fields(data):
@@ -100,15 +108,16 @@ def _parse_model(data: bytes) -> SentencePieceFile:
             normalizer = _bytes(value)
     training = dict(_fields(trainer))
     normal = dict(_fields(normalizer))
-    special = {}
+    special_ids: dict[str, int] = {}
     for index, (spelling, _, kind) in enumerate(pieces):
         if kind in (PieceType.CONTROL, PieceType.UNKNOWN):
-            special[spelling] = index
-    spelled = {}
-    for name, text in _SPELLED.items():
-        spelled[name] = _bytes(training.get(_PIECE_FIELDS[name], text.encode()))
-    ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
-    # rules, trimming, U+2581 for a space, spaces at the ends of words
+            special_ids[spelling] = index
+    # The library finds special tokens by their spellings: ids in the file have no effect.
+    ids: dict[str, int] = {}
+    for name, default in _SPELLED.items():
+        encoded = _bytes(training.get(_PIECE_FIELDS[name], default.encode()))
+        ids[name] = special_ids.get(encoded.decode(), -1)
+    # Fields: rules, removal of extra spaces, U+2581 for a space, and spaces at the ends of words.
     normalization = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
     plain = normalization == (b"", 0, 1, 0)
     if plain:
@@ -123,12 +132,12 @@ def _parse_model(data: bytes) -> SentencePieceFile:
 def _piece(data: bytes) -> tuple[str, float, PieceType]:
     fields = dict(_fields(data))
     (score,) = struct.unpack("<f", _bytes(fields.get(2, bytes(4))))
+    spelling = _bytes(fields.get(1, b"")).decode()
     kind = fields.get(3, PieceType.NORMAL)
-    return (
-        _bytes(fields.get(1, b"")).decode(),
-        score,
-        PieceType(kind if isinstance(kind, int) else 0),
-    )
+    if not isinstance(kind, int):
+        # No type has this code, so that it is an error.
+        kind = 0
+    return spelling, score, PieceType(kind)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -136,6 +145,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
+        # The low three bits are the wire type, the others are the field's number.
         kind = tag & 7
         if kind == _VARINT:
             value, place = _varint(data, place)
@@ -155,7 +165,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     value = data[place]
-    if value < 0x80:  # the common case
+    # Most numbers have a single byte.
+    if value < 0x80:
         return value, place + 1
     value = 0
     for index in range(_LONGEST_VARINT):
@@ -181,13 +192,15 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 def _number(number: int, value: int) -> bytes:
+    # Negative numbers are written in two's complement.
     return _tag(number, _VARINT) + _encode_varint(value % (1 << 64))
 
 
 def _encode_varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
+    # Seven bits in each byte, the lowest first; the high bit says that another byte follows.
     while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

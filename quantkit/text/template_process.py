@@ -1,4 +1,4 @@
-"""Chat templates run in a separate process, as a template comes with a model from somebody else.
+"""Run chat templates in a separate process, as a template comes with a model from somebody else.
 
 Jinja's sandbox separates it from the machine. The limits of the process bound its time and memory.
 macOS does not limit memory; Windows limits neither, and only the timer here ends a template.
@@ -52,9 +52,11 @@ class Budget:
 
 
 def check_template(source: str) -> str | None:
-    """Return the error in a template's syntax; None if Jinja compiles it."""
+    """Compile a template, and return the error in its syntax; None if Jinja compiles it."""
     answer = _answer({"source": source}, _SECONDS)
-    return answer["reason"] if "error" in answer else None
+    if "error" in answer:
+        return str(answer["reason"])
+    return None
 
 
 def render(
@@ -90,17 +92,21 @@ class _Worker:
     """The process, with pipes for requests and answers."""
 
     def __init__(self) -> None:
-        modules = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
-        paths = dict.fromkeys(
-            str(Path(module.origin).parents[1]) for module in modules if module and module.origin
-        )
+        # Both packages are usually in one folder, which a dict lists once.
+        paths: dict[str, None] = {}
+        for name in ("jinja2", "markupsafe"):
+            module = importlib.util.find_spec(name)
+            if module and module.origin:
+                paths[str(Path(module.origin).parents[1])] = None
         try:
+            # Without site-packages (-S) the process starts sooner. In a session of its own it does
+            # not get Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), *paths],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # it ignores Ctrl-C
+                start_new_session=True,
             )
         except OSError as error:
             raise QuantkitError(
@@ -114,14 +120,16 @@ class _Worker:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def answer(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Return its answer; None if it ended without one."""
+        """Send a request and read the answer; None if the process ended without one."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        # Python's own format keeps tuples, which JSON does not.
         data = marshal.dumps({**request, "seconds": seconds})
         timer = threading.Timer(_WALL_CLOCK * seconds, self._process.kill)
         timer.start()
         try:
             self._process.stdin.write(data)
             self._process.stdin.flush()
+            # JSON escapes a character in at most 12 bytes, as a pair of surrogates.
             answer: dict[str, Any] = json.loads(self._process.stdout.readline(13 * MAX_LENGTH))
             return answer
         except (OSError, ValueError):
@@ -135,7 +143,7 @@ class _Worker:
             self._process.kill()
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            # A request that was not read.
+            # Closing writes what is buffered: a request that was not read.
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
@@ -145,8 +153,8 @@ _worker: _Worker | None = None
 
 
 def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the worker's answer; a worker that ended, by its limits or otherwise, is replaced for
-    the next request.
+    """Let the worker answer a request; a worker that ended, by its limits or otherwise, is replaced
+    for the next request.
     """
     global _worker
     with _lock:
@@ -157,7 +165,7 @@ def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
             answer = _worker.answer(request, seconds)
         finally:
-            # Also after Ctrl-C, when an answer may be on its way.
+            # Also after Ctrl-C, when the next request would read the answer to this one.
             if answer is None:
                 _end()
     memory = f"more than {_MEMORY >> 20} MiB of memory"
@@ -181,14 +189,15 @@ def _end() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as the worker can read it, of Python's own classes only."""
+    """Copy a value as the worker can read it, with Python's own classes only."""
     if value is None or isinstance(value, bool):
         return value
+    # Subclasses, such as enums of strings, cannot be marshalled.
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         if type(value) in (list, tuple):
             return type(value)(map(_plain, value))

@@ -1,5 +1,5 @@
-"""The program that renders chat templates, in a process that `template_process` starts with Jinja
-and nothing else.
+"""Render chat templates, as a program in a process that `template_process` starts with Jinja and
+nothing else.
 
 Requests are marshalled on stdin, answers are lines of JSON on stdout. A template sees what
 `transformers` documents for chat templates.
@@ -63,6 +63,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    # The settings with which transformers compiles templates.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -82,7 +83,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Write a value as JSON; Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -91,6 +92,7 @@ def _to_json(
 def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         template = compiled(request["source"])
+        # Only the syntax is to be checked.
         if "variables" not in request:
             return {}
         # Jinja's own choices use this generator.
@@ -100,7 +102,8 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
             now = _FIXED_DATE
         else:
             now = datetime.datetime.now()
-        pieces = []
+        # The length is limited while the text is made, before it fills the memory.
+        pieces: list[str] = []
         length = 0
         for piece in template.generate(
             {"strftime_now": now.strftime, **unknown, **request["variables"]}
@@ -116,10 +119,9 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
         return {"error": "token", "reason": str(error)}
     except MemoryError:
         return {"error": "memory", "reason": ""}
-    except (
-        Exception
-    ) as error:  # raised by Jinja, by Python's compiler behind it, and by whatever a template calls
-        # without the line of the generated code
+    # Jinja, Python's compiler behind it, and whatever a template calls raise many types.
+    except Exception as error:
+        # The text of a syntax error contains the line of the generated code.
         if isinstance(error, SyntaxError):
             reason = error.msg
         else:
@@ -138,7 +140,8 @@ def _limit(seconds: float | None = None) -> None:
     """
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:
+        # Windows has no such limits.
         return
     if seconds is not None:
         limits = {resource.RLIMIT_CPU: int(time.process_time() + seconds) + 1}
@@ -148,6 +151,8 @@ def _limit(seconds: float | None = None) -> None:
             (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC), 0
         )
     for limit, value in limits.items():
+        # Some systems refuse a limit, such as macOS. The hard limit stays, so that the next request
+        # can raise the limit of CPU time.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 

@@ -1,4 +1,4 @@
-"""Llama 3's vocabulary files: lines of base64 token and rank."""
+"""Read Llama 3's vocabulary files: lines of base64 token and rank."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _LLAMA3_NAMED = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+# Reserved tokens fill up the special tokens to this number.
 _LLAMA3_SPECIALS = 256
 # Bytes or letters; the longest published have some hundred.
 LONGEST_TOKEN = 4096
@@ -34,10 +35,11 @@ _MAX_TOKENS = 2**22
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Return whether a file holds lines of base64 token and rank; raises `CheckpointError` if it
-    cannot be read.
+    """Read the first line of a file, and return whether it is a base64 token and its rank; raises
+    `CheckpointError` if the file cannot be read.
     """
     with convert_library_errors(path, "cannot be read"), path.open("rb") as file:
+        # The first line is enough, and the file may be large and of another kind.
         parts = file.read(4096).split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False
@@ -49,7 +51,7 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def read_tiktoken(path: Path) -> dict[bytes, int]:
-    """Byte sequences and their ranks; raises `CheckpointError` if a line is not base64 and a
+    """Read byte sequences and their ranks; raises `CheckpointError` if a line is not base64 and a
     number, or ranks have gaps.
     """
     require_plain_file(path)
@@ -72,17 +74,22 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
         require_length(len(decoded), path)
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError("has gaps or doubles in its ranks", path=path)
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise CheckpointError(
-            f"lacks the single byte {missing[0]:#04x}", path=path, expected="all 256"
-        )
+    # Merging begins with single bytes: without all of them some text has no tokens.
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise CheckpointError(
+                f"lacks the single byte {byte:#04x}", path=path, expected="all 256"
+            )
     return ranks
 
 
 def llama3_specials(first: int) -> dict[str, int]:
-    """Llama 3's special tokens with their ids, which follow the vocabulary."""
-    filler = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
-    names = [*_LLAMA3_NAMED, *(f"<|reserved_special_token_{i}|>" for i in range(3, 3 + filler))]
+    """Number Llama 3's special tokens, whose ids follow the vocabulary."""
+    names = list(_LLAMA3_NAMED)
+    num_fillers = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
+    # The named tokens contain the reserved tokens 0 to 2.
+    for i in range(3, 3 + num_fillers):
+        names.append(f"<|reserved_special_token_{i}|>")
     return {name: first + i for i, name in enumerate(names)}
 
 

@@ -1,4 +1,4 @@
-"""The bytes that each token adds to text: a token may be a part of a character."""
+"""Find the bytes that each token adds to text: a token may be a part of a character."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def fallback_bytes(
     *,
     apart: Collection[int] = (),
 ) -> TokenBytes | None:
-    """Return the bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the
-    bytes of other characters.
+    """Find the bytes of a vocabulary of characters, and of tokens such as ``<0xE4>`` for the bytes
+    of other characters.
 
     Args:
         vocabulary: at least the tokens for bytes.
@@ -37,11 +37,12 @@ def fallback_bytes(
     Returns:
         The bytes; None if `decode` does not turn such tokens into bytes.
     """
-    values = {
-        token: value
-        for value in range(256)
-        if (token := vocabulary.get(f"<0x{value:02X}>")) is not None
-    }
+    values: dict[int, int] = {}
+    for value in range(256):
+        byte_token = vocabulary.get(f"<0x{value:02X}>")
+        if byte_token is not None:
+            values[byte_token] = value
+    # The token of the byte "A": it shows whether such tokens are decoded to bytes.
     letter = vocabulary.get("<0x41>")
     if letter is None or decode([letter]) != "A":
         return None
@@ -51,32 +52,38 @@ def fallback_bytes(
             return None
         if token in values:
             return bytes([values[token]])
-        # Decoders drop spaces at the beginning and the end of text.
+        # Decoders drop spaces at the beginning and the end of text; a letter on each side keeps
+        # them.
         return decode([letter, token, letter])[1:-1].encode()
 
     return TokenBytes(read, bytewise=True)
 
 
 def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
-    """Return the bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled`
+    """Find the bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled`
     returns the spelling of a token, None for one that adds nothing.
     """
     values = {letter: value for value, letter in BYTE_LETTERS.items()}
 
     def read(token: int) -> bytes:
         text = spelled(token) or ""
-        if all(letter in values for letter in text):
-            return bytes(values[letter] for letter in text)
-        return text.encode()
+        # Added tokens are spelled as in text, also with letters that stand for no byte.
+        encoded = bytearray()
+        for letter in text:
+            if letter not in values:
+                return text.encode()
+            encoded.append(values[letter])
+        return bytes(encoded)
 
     return TokenBytes(read, bytewise=False)
 
 
 def spell_bytes(token: bytes) -> str:
-    """Return a token's spelling in GPT-2's letters."""
+    """Spell a token in GPT-2's letters."""
     return token.decode("latin-1").translate(BYTE_LETTERS)
 
 
+# Printable bytes of Latin-1 are their own letters; the others get the letters from U+0100 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {

@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: sentencepiece, tiktoken and ``tokenizer.json``.
+"""Load tokenizers behind one protocol: sentencepiece, tiktoken and ``tokenizer.json``.
 
 A file's content decides its kind: Llama 3 ships a tiktoken file under the name ``tokenizer.model``,
 which is a sentencepiece model in Llama 2.
@@ -70,12 +70,12 @@ class Tokenizer(Protocol):
     token_bytes: TokenBytes | None
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of text, as `encode` returns them by default."""
+        """Encode text as `encode` does by default."""
         return self.encode(text)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
-        """Return the token ids of text, by default with the tokens that the tokenizer puts around
-        it, such as BOS.
+        """Encode text as token ids, by default with the tokens that the tokenizer puts around it,
+        such as BOS.
 
         Args:
             text: any Unicode.
@@ -97,7 +97,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
-        """Return the text of token ids, by default without special tokens.
+        """Decode token ids to text, by default without special tokens.
 
         A single token may be a part of a character, and may lose the space before it: decode a text
         as a whole, or in pieces with `quantkit.stream`.
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
         ...
 
     def canonical(self) -> CanonicalVocabulary:
-        """Return the vocabulary in a form in which tokenizers of all formats can be compared.
+        """Describe the vocabulary in a form in which tokenizers of all formats can be compared.
 
         Raises:
             CheckpointError: if the file is damaged.
@@ -162,17 +162,17 @@ class _LibraryTokenizer(Tokenizer):
                 "`ids` holds a negative number", found=min(row), expected="token ids"
             )
         with convert_library_errors(self._path, "cannot decode these tokens"):
-            return self._decode([one for one in row if one < self.vocab_size], specials)
+            return self._decode([number for number in row if number < self.vocab_size], specials)
 
     def canonical(self) -> CanonicalVocabulary:
-        result = self._canonical()
+        vocabulary = self._canonical()
         if self._alone:
             unstated = None
         else:
             unstated = find_unstated(self._path.parent)
         if unstated is None:
-            return result
-        return canonical_vocabulary.as_in_gguf(result, unstated)
+            return vocabulary
+        return canonical_vocabulary.as_in_gguf(vocabulary, unstated)
 
     @abstractmethod
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]: ...
@@ -188,6 +188,8 @@ class _LibraryTokenizer(Tokenizer):
 
         An unknown letter is not damage.
         """
+        # A panic and tokens outside the vocabulary are damage. An ordinary error of the library is
+        # that of a text which the tokenizer does not support.
         for text in _TRIALS:
             for specials in (True, False):
                 try:
@@ -195,14 +197,15 @@ class _LibraryTokenizer(Tokenizer):
                 except CheckpointError as error:
                     if error.__cause__ is None or is_panic(error.__cause__):
                         raise
+        # Decoding every token would take too long.
         end = self.vocab_size
         first = range(min(end, _NUM_TRIED_TOKENS))
         last = range(max(end - _NUM_TRIED_TOKENS, len(first)), end)
         with convert_library_errors(self._path, "cannot decode these tokens"):
             for ids in (range(0), first, last):
                 self._decode([*ids], specials=False)
-                for one in ids:
-                    self._decode([one], specials=False)
+                for number in ids:
+                    self._decode([number], specials=False)
 
 
 class SentencePieceTokenizer(_LibraryTokenizer):
@@ -233,10 +236,8 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             settings = Settings({}, path)
         else:
             settings = read_tokenizer_config(path.parent)
-        self._add_bos, self._add_eos = (
-            settings.flag("add_bos_token", True),
-            settings.flag("add_eos_token", False),
-        )
+        self._add_bos = settings.flag("add_bos_token", True)
+        self._add_eos = settings.flag("add_eos_token", False)
         require_plain_file(path)
         with quiet_on_failure(), convert_library_errors(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
@@ -244,26 +245,30 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             indices = range(self.vocab_size)
             for index in indices:
                 require_length(len(self._model.id_to_piece(index)), path)
-            self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
-            self.eos_ids: tuple[int, ...] = (
-                (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
-            )
+            # The library's id of a token that the model does not have is -1.
+            self.bos_id: int | None = None
+            if self._model.bos_id() >= 0:
+                self.bos_id = self._model.bos_id()
+            self.eos_ids: tuple[int, ...] = ()
+            if self._model.eos_id() >= 0:
+                self.eos_ids = (self._model.eos_id(),)
             if not alone:
                 pieces = {self._model.id_to_piece(index): index for index in indices}
                 bos_eos_ids = find_bos_eos_ids(path.parent, pieces)
                 self.bos_id = bos_eos_ids.get("bos_token", self.bos_id)
                 if "eos_token" in bos_eos_ids:
                     self.eos_ids = (bos_eos_ids["eos_token"],)
-                else:
-                    self.eos_ids = self.eos_ids
             self._try_out()
-            pieces = {
-                self._model.id_to_piece(index): index
-                for index in indices
-                if self._model.is_byte(index)
-            }
-            apart = {index for index in indices if self._model.is_control(index)}
-            self.token_bytes: TokenBytes | None = fallback_bytes(pieces, self.decode, apart=apart)
+            byte_pieces: dict[str, int] = {}
+            controls: set[int] = set()
+            for index in indices:
+                if self._model.is_byte(index):
+                    byte_pieces[self._model.id_to_piece(index)] = index
+                if self._model.is_control(index):
+                    controls.add(index)
+            self.token_bytes: TokenBytes | None = fallback_bytes(
+                byte_pieces, self.decode, apart=controls
+            )
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -297,7 +302,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
     byte_level = True
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` if the file is damaged."""
+        """Read a tiktoken file; raises `CheckpointError` if it is damaged."""
         import tiktoken
 
         self._path = path
@@ -313,14 +318,20 @@ class TiktokenTokenizer(_LibraryTokenizer):
             )
         self.vocab_size: int = len(ranks) + len(specials)
         self.bos_id: int | None = specials["<|begin_of_text|>"]
-        ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-        self.eos_ids: tuple[int, ...] = tuple(specials[name] for name in ends)
+        # The file does not state which tokens end a generation: these are Meta's.
+        self.eos_ids: tuple[int, ...] = (
+            specials["<|end_of_text|>"],
+            specials["<|eom_id|>"],
+            specials["<|eot_id|>"],
+        )
         self.token_bytes: TokenBytes | None = TokenBytes(
             lambda token: encoding.decode_single_token_bytes(token) if token < len(ranks) else b"",
             bytewise=False,
         )
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
+        # Without `disallowed_special=()` the library raises an error for text that spells a special
+        # token.
         allowed: Any = "all" if specials else set()
         ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
         if bos:
@@ -332,7 +343,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
             skipped = set()
         else:
             skipped = set(self._specials.values())
-        return self._encoding.decode([one for one in ids if one not in skipped])
+        return self._encoding.decode([number for number in ids if number not in skipped])
 
     def _canonical(self) -> CanonicalVocabulary:
         return canonical_vocabulary.of_tiktoken(self._ranks, self._specials)
@@ -344,8 +355,8 @@ class JsonTokenizer(_LibraryTokenizer):
     kind = "tokenizer.json"
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` if the file is damaged, or ``tokenizer_config.json`` next to
-        it is.
+        """Read a tokenizer.json; raises `CheckpointError` if it is damaged, or
+        ``tokenizer_config.json`` next to it is.
         """
         from tokenizers import Tokenizer as Engine
 
@@ -354,7 +365,7 @@ class JsonTokenizer(_LibraryTokenizer):
         settings = read_tokenizer_config(path.parent)
         with quiet_on_failure(), convert_library_errors(path, "is not a tokenizer"):
             self._engine: Any = Engine.from_file(str(path))
-            # Saved settings; a text is encoded as a whole.
+            # A file may have saved both; here a text is encoded as a whole.
             self._engine.no_truncation()
             self._engine.no_padding()
             self._add_stated_tokens()
@@ -365,19 +376,20 @@ class JsonTokenizer(_LibraryTokenizer):
             if not vocabulary:
                 raise CheckpointError("has no vocabulary", path=path)
             self.vocab_size: int = max(vocabulary.values()) + 1
-            added = self._engine.get_added_tokens_decoder().items()
-            self.special_tokens: dict[str, int] | None = {
-                str(token): number for number, token in added
-            }
-            named = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
-            numbers = {}
-            for name, one in named.items():
-                if one is not None and one in vocabulary:
-                    numbers[name] = vocabulary[one]
-            self.bos_id: int | None = numbers.get("bos_token")
-            self.eos_ids: tuple[int, ...] = (
-                (numbers["eos_token"],) if "eos_token" in numbers else ()
-            )
+            added_ids: dict[str, int] = {}
+            for number, token in self._engine.get_added_tokens_decoder().items():
+                added_ids[str(token)] = number
+            self.special_tokens: dict[str, int] | None = added_ids
+            spellings = special_tokens(path.parent, vocabulary, ("bos_token", "eos_token"))
+            bos_eos_ids: dict[str, int] = {}
+            for name, spelling in spellings.items():
+                if spelling is not None and spelling in vocabulary:
+                    bos_eos_ids[name] = vocabulary[spelling]
+            self.bos_id: int | None = bos_eos_ids.get("bos_token")
+            self.eos_ids: tuple[int, ...] = ()
+            if "eos_token" in bos_eos_ids:
+                self.eos_ids = (bos_eos_ids["eos_token"],)
+            # Vocabularies of characters have tokens such as <0x00> for bytes.
             self.byte_level: bool = "<0x00>" not in vocabulary
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             self._try_out()
@@ -388,25 +400,23 @@ class JsonTokenizer(_LibraryTokenizer):
         from tokenizers import AddedToken
 
         engine = self._engine
-        added = [
-            {
-                "id": number,
-                "content": token.content,
-                **{flag: getattr(token, flag) for flag in FLAGS},
-            }
-            for number, token in engine.get_added_tokens_decoder().items()
-        ]
+        added: list[dict[str, Any]] = []
+        for number, token in engine.get_added_tokens_decoder().items():
+            entry = {"id": number, "content": token.content}
+            for flag in FLAGS:
+                entry[flag] = getattr(token, flag)
+            added.append(entry)
         missing = missing_added_tokens(
             self._path.parent, added, lambda: engine.get_vocab(with_added_tokens=False)
         )
-        for token in missing:
-            engine.add_tokens(
-                [AddedToken(token["content"], **{flag: token[flag] for flag in FLAGS})]
-            )
+        for missing_token in missing:
+            flags = {flag: missing_token[flag] for flag in FLAGS}
+            engine.add_tokens([AddedToken(missing_token["content"], **flags)])
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         self._engine.encode_special_tokens = not specials
         ids: list[int] = self._engine.encode(text, add_special_tokens=bos).ids
+        # The post-processor may have added BOS.
         if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -417,7 +427,7 @@ class JsonTokenizer(_LibraryTokenizer):
     def _canonical(self) -> CanonicalVocabulary:
         with convert_library_errors(self._path, "is not a tokenizer"):
             raw = json.loads(self._path.read_bytes())
-            parts = {}
+            parts: dict[str, Any] = {}
             for name in ("normalizer", "pre_tokenizer", "decoder"):
                 parts[name] = self._part(name)
             added = self._engine.get_added_tokens_decoder()
@@ -426,9 +436,10 @@ class JsonTokenizer(_LibraryTokenizer):
             )
 
     def _part(self, name: str) -> Any:
-        """Return a part of the tokenizer with all its settings, also those that the file does not
+        """Read a part of the tokenizer with all its settings, also those that the file does not
         state.
         """
+        # The library pickles its parts as JSON.
         part = getattr(self._engine, name)
         if part is None:
             return None
@@ -436,7 +447,8 @@ class JsonTokenizer(_LibraryTokenizer):
 
     def _token_bytes(self, vocabulary: Mapping[str, int]) -> TokenBytes | None:
         decoder = self._part("decoder") or {}
-        kinds = {one.get("type") for one in decoder.get("decoders", [decoder])}
+        kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
+        # The bytes of other decoders depend on adjacent tokens.
         if "ByteFallback" in kinds:
             return fallback_bytes(vocabulary, self.decode)
         if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
@@ -447,7 +459,7 @@ class JsonTokenizer(_LibraryTokenizer):
 
 
 def prompt_start(tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids that a tokenizer puts before a text: BOS, or none.
+    """Find the token ids that a tokenizer puts before a text: BOS, or none.
 
     Many tokenizers have a BOS token that they never put before text (Qwen, SmolLM2, gpt-oss), so
     that their models have not seen it there. Everything that cuts text into windows begins each of
@@ -457,17 +469,21 @@ def prompt_start(tokenizer: Tokenizer) -> list[int]:
 
 
 def ids_around_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the token ids that a tokenizer puts before and after a text, by its post-processor
-    or its flags.
+    """Encode a letter to find the token ids that a tokenizer puts before and after a text, by its
+    post-processor or its flags.
     """
-    text = tokenizer.encode("a", bos=False)
-    whole = tokenizer.encode("a")
-    start = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
-    return whole[:start], whole[start + len(text) :]
+    text_ids = tokenizer.encode("a", bos=False)
+    all_ids = tokenizer.encode("a")
+    start = 0
+    for place in range(len(all_ids)):
+        if all_ids[place : place + len(text_ids)] == text_ids:
+            start = place
+            break
+    return all_ids[:start], all_ids[start + len(text_ids) :]
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer of a checkpoint folder.
+    """Load the tokenizer of a checkpoint folder.
 
     ``tokenizer.json`` wins over ``tokenizer.model``, as in transformers.
 
@@ -492,7 +508,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as
+    """Load the tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as
     for `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged.
     """
     if is_tiktoken(path):

@@ -36,7 +36,7 @@ def require_loadable_settings(folder: Path) -> None:
         _require_config(Settings(read_json(path), path))
     path = folder / TOKENS_FILE
     if path.is_file():
-        # save_pretrained wrote objects without "__type" into this file.
+        # transformers' save_pretrained wrote objects without "__type" into this file.
         _require_tokens(Settings(read_json(path), path), typed=False)
     path = folder / ADDED_FILE
     if path.is_file():
@@ -55,17 +55,17 @@ def _require_config(config: Settings) -> None:
             config.wrong_type(side, " or ".join(_SIDES))
     if config.has("model_max_length"):
         limit = config.values["model_max_length"]
+        # A boolean is an `int` for `isinstance`.
         if type(limit) not in (int, float):
             config.wrong_type("model_max_length", "a number")
     if config.has("tokenizer_class"):
         config.string("tokenizer_class")
-    if "split_special_tokens" in config.values and not isinstance(
-        config.values["split_special_tokens"], bool
-    ):
+    # Null is refused for these keys too.
+    splits_specials = config.values.get("split_special_tokens", False)
+    if not isinstance(splits_specials, bool):
         config.wrong_type("split_special_tokens", "true or false")
-    if "model_input_names" in config.values and not isinstance(
-        config.values["model_input_names"], list | str
-    ):
+    input_names = config.values.get("model_input_names", [])
+    if not isinstance(input_names, list | str):
         config.wrong_type("model_input_names", "a list of strings")
     if config.has("auto_map") and not isinstance(config.values["auto_map"], dict | list):
         config.wrong_type("auto_map", "an object")
@@ -82,15 +82,13 @@ def _require_tokens(settings: Settings, *, typed: bool) -> None:
         tokens = settings.values[key]
         if isinstance(tokens, Mapping):
             tokens = list(tokens.values())
-        if not isinstance(tokens, list) or not all(
-            _is_token(token, typed=typed) for token in tokens
-        ):
+        if not _are_tokens(tokens, typed=typed):
             settings.wrong_type(key, "a list of tokens, or an object of them")
     if settings.has(_NAMED_TOKENS):
-        named = settings.inside(_NAMED_TOKENS)
-        for name, token in named.values.items():
+        tokens_by_name = settings.inside(_NAMED_TOKENS)
+        for name, token in tokens_by_name.values.items():
             if not _is_token(token, typed=typed):
-                named.wrong_type(name, "a token's text")
+                tokens_by_name.wrong_type(name, "a token's text")
 
 
 def _require_added_tokens(config: Settings) -> None:
@@ -109,6 +107,10 @@ def _require_added_tokens(config: Settings) -> None:
         token.string("content")
         for flag in _FLAGS:
             token.flag(flag, False)
+
+
+def _are_tokens(values: Any, *, typed: bool) -> bool:
+    return isinstance(values, list) and all(_is_token(value, typed=typed) for value in values)
 
 
 def _is_token(value: Any, *, typed: bool) -> bool:
