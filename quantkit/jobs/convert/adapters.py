@@ -25,7 +25,8 @@ def with_adapters(
     allow_nonfinite: bool = False,
     floats_as: DType | None = None,
 ) -> StoredCheckpoint:
-    """Return a source with the requested adapters merged into it, or as it is if there are none.
+    """Merge the requested adapters into a source; without any, return the source as it is.
+
     Notes say if an adapter names another base.
 
     Args:
@@ -53,10 +54,12 @@ def with_adapters(
     for path, weight in requested:
         adapters.append(Adapter(path, weight, allow_nonfinite=allow_nonfinite))
     merged = MergedCheckpoint(source, adapters, floats_as)
-    if source.path.absolute() in [path.absolute() for path, _ in requested]:
-        merged.notes[:] = [
-            note for note in merged.notes if note not in note_folder_adapter(source.path)
-        ]
+    adapter_paths = [path.absolute() for path, _ in requested]
+    # The base's folder can contain its adapter too. The note that this adapter is not merged is
+    # false once the adapter is requested.
+    if source.path.absolute() in adapter_paths:
+        false_notes = note_folder_adapter(source.path)
+        merged.notes[:] = [note for note in merged.notes if note not in false_notes]
     for adapter in merged.adapters:
         merged.notes += base_notes(adapter, source.path, _names(source))
         merged.notes += _tokenizer_notes(adapter.path, source.path)
@@ -73,7 +76,8 @@ def _tokenizer_notes(adapter: Path, base: Path) -> list[str]:
         return []
     try:
         differing = _find_tokenizer_differences(adapter, base)
-    except CheckpointError:  # of files that the result does not have
+    except CheckpointError:
+        # Damage in the adapter's files does not matter: the output gets those of the base.
         return []
     if not differing:
         return []
@@ -97,8 +101,8 @@ def _find_tokenizer_differences(adapter: Path, base: Path) -> list[str]:
 
 
 def describe_adapters(source: StoredCheckpoint) -> dict[str, object]:
-    """Return what the manifest and the resume fingerprint record of merged adapters; empty if there
-    are none.
+    """Describe merged adapters for the manifest and the resume fingerprint; empty if there are
+    none.
     """
     if not isinstance(source, MergedCheckpoint):
         return {}
@@ -106,12 +110,15 @@ def describe_adapters(source: StoredCheckpoint) -> dict[str, object]:
 
 
 def _names(source: StoredCheckpoint) -> list[str]:
-    """Return the names by which a base is known: its folder's or file's, and those on a hub or in
+    """Collect the names by which a base is known: its folder's or file's, and those on a hub or in
     its config.
     """
     if source.path.is_dir():
         path = source.path
     else:
         path = source.path.with_suffix("")
-    found = (file_name(path), find_base_model(source), find_model_name(source))
-    return list(dict.fromkeys(name for name in found if name is not None))
+    names: list[str] = []
+    for name in (file_name(path), find_base_model(source), find_model_name(source)):
+        if name is not None and name not in names:
+            names.append(name)
+    return names

@@ -14,9 +14,14 @@ def conversion_card(output: Output) -> bytes:
 
     Its text describes the source, so it is not copied.
     """
+    # A slow import, which only conversions with a card need.
     from huggingface_hub import ModelCardData
 
     metadata = ModelCardData(**output.authorship).to_yaml(original_order=list(output.authorship))
     source = file_name(output.source.path)
-    text = f"Converted{'' if source is None else f' from `{source}`'} by quantkit {__version__}."
+    if source is None:
+        origin = ""
+    else:
+        origin = f" from `{source}`"
+    text = f"Converted{origin} by quantkit {__version__}."
     return f"---\n{metadata}\n---\n\n# {output.name}\n\n{text}\n".encode()

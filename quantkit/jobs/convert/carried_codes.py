@@ -27,10 +27,8 @@ from quantkit.tensors.finite import all_finite, cast_finite
 from quantkit.tensors.qtensor import QuantTensor, Solver, cast_scales, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
-_MAX_BITS_OF_INT4 = (
-    # A weight, scales included, up to which integers that are not carried are rounded to int4.
-    5.2
-)
+# Bits of a weight, scales included, up to which integers that are not carried are rounded to int4.
+_MAX_BITS_OF_INT4 = 5.2
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class Changes:
 
 
 def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
-    """Return what becomes of the weights that a format cannot hold exactly: the least that lets it
-    hold them.
+    """Choose what becomes of the weights that a format cannot hold exactly: the least change that
+    lets it hold them.
 
     Where only the scales do not fit they are cast, unless that moves a weight by more than half a
     step. Integers whose codes are not carried are rounded in the linears that `quantize` takes;
@@ -77,34 +75,38 @@ def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) 
     Raises:
         UnsupportedError: if no scheme of the format supports a weight.
     """
-    found: dict[str, Rounding] = {}
-    cast: dict[str, ScaleCast] = {}
+    roundings: dict[str, Rounding] = {}
+    casts: dict[str, ScaleCast] = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
         if is_widened_embedding(source, module, codes):
             continue
         reason = _reason(source, name, scheme, codes, weights=weights)
         if isinstance(reason, ScaleCast):
-            cast[name] = reason
+            casts[name] = reason
         elif reason is not None:
-            found[name] = Rounding(
-                _choose_closest_scheme(source, name, scheme, codes), reason.problem
-            )
+            closest = _choose_closest_scheme(source, name, scheme, codes)
+            roundings[name] = Rounding(closest, reason.problem)
+    # The same choice as `quantize` without a recipe: heads and the like become floats.
     linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
-            found[name] = Rounding(
-                _choose_closest_scheme(source, name, _choose_scheme_by_size(source, name), codes),
-                f"it is {stored_as}",
-            )
-    found |= _add_fused_parts(source, found)
-    return Changes(found, {name: one for name, one in cast.items() if name not in found})
+            similar = _choose_scheme_by_size(source, name)
+            closest = _choose_closest_scheme(source, name, similar, codes)
+            roundings[name] = Rounding(closest, f"it is {stored_as}")
+    roundings |= _add_fused_parts(source, roundings)
+    # A weight whose scales could be cast is rounded if it shares a tensor with one that must be.
+    remaining_casts = {name: cast for name, cast in casts.items() if name not in roundings}
+    return Changes(roundings, remaining_casts)
 
 
 def is_widened_embedding(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     """Return whether a module is the embedding, in codes, and becomes float32, which has each of
-    its numbers: where a format has codes of linears only, and where llama.cpp's, which all its
-    readers know, would go to one that few read it in.
+    its numbers.
+
+    This is so where a format has codes of linears only. It is also so for GGUF to
+    compressed-tensors: all readers of GGUF know codes of the embedding, and few readers of the
+    other format do.
     """
     if module == EMBEDDING:
         scheme = source.info(f"{module}.weight").scheme
@@ -112,8 +114,8 @@ def is_widened_embedding(source: Checkpoint, module: str, codes: CodeFormat) -> 
         scheme = None
     if scheme is None:
         return False
-    few = source.format == "gguf" and isinstance(codes, CompressedTensors)
-    return few or codes.codec(scheme, embedding=True) == NO_EMBEDDING
+    has_few_readers = source.format == "gguf" and isinstance(codes, CompressedTensors)
+    return has_few_readers or codes.codec(scheme, embedding=True) == NO_EMBEDDING
 
 
 def require_representable(
@@ -126,48 +128,49 @@ def require_representable(
         name = f"{module}.weight"
         if name in to_round or is_widened_embedding(source, module, codes):
             continue
-        if (reason := _reason_in_header(source, name, scheme, codes)) is not None:
+        reason = _reason_in_header(source, name, scheme, codes)
+        if reason is not None:
             raise reason.error(name, codes.name)
 
 
 def common_scale_dtype(
     source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool
 ) -> DType | None:
-    """Return the type of all scales: the format's, that of the cast ones, or the model's, which
-    with `look` is compared with scales of other types; None where each weight keeps its own.
+    """Choose one type for all scales: the format's, that of the cast ones, or the model's. Return
+    None where each weight keeps its own.
+
+    With `look`, scales of other types are read to see if the model's type holds them.
     """
     if codes.scale_dtype is not None:
         return codes.scale_dtype
     if changes.cast:
         return next(iter(changes.cast.values())).dtypes[-1]
-    model = DType(source.config.dtype)
-    quantized = (
-        module
-        for module, scheme in schemes(source).items()
-        if not is_widened_embedding(source, module, codes)
-    )
-    carried = [name for module in quantized if (name := f"{module}.weight") not in changes.rounded]
-    others = [name for name in carried if source.info(name).dtype != model]
-    if all(look and _held_in(source, name, model, codes) for name in others):
-        return model
-    return None
+    model_dtype = DType(source.config.dtype)
+    for module in schemes(source):
+        name = f"{module}.weight"
+        if name in changes.rounded or is_widened_embedding(source, module, codes):
+            continue
+        if source.info(name).dtype == model_dtype:
+            continue
+        # This reads the weight, so the first one that does not fit ends the search.
+        if not look or not _held_in(source, name, model_dtype, codes):
+            return None
+    return model_dtype
 
 
 def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> bool:
-    """Return whether a format holds a weight exactly, with scales of another type."""
+    """Read a weight and check whether a format holds it exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    reason = with_scales(value, dtype)
+    rescaled = with_scales(value, dtype)
     codec = codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
-    return (
-        reason is not None
-        and not isinstance(codec, Reason)
-        and not isinstance(codec.encode(reason), Reason)
-    )
+    if rescaled is None or isinstance(codec, Reason):
+        return False
+    return not isinstance(codec.encode(rescaled), Reason)
 
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
-    """Return the same weight with scales of another type; None where they would be others."""
+    """Convert the scales of a weight to another type; return None if that would change a scale."""
     scale = exact_scale(value.scale, dtype)
     if value.minimum is None:
         minimum = None
@@ -181,24 +184,23 @@ def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
 def _add_fused_parts(
     source: StoredCheckpoint, roundings: Mapping[str, Rounding]
 ) -> dict[str, Rounding]:
-    """Return what becomes of weights that are one tensor on disk, of which some are rounded: all of
-    them are.
-    """
+    """Round all parts of a tensor on disk if one of them is rounded, to the scheme of the first."""
     quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in roundings}
-    joined = {}
+    fused: dict[str, Rounding] = {}
     for tensor in disk_tensors(source.config, quantized):
-        own = [(name, roundings[name]) for name in tensor.parts if name in roundings]
-        if (
-            own
-            and tensor.stacked is None
-            and {roundings.get(name) for name in tensor.parts} != {own[0][1]}
-        ):
-            name, first = own[0]
-            reason = f"it is one tensor with '{name}', and of that {first.reason}"
-            joined.update(
-                {part: Rounding(first.scheme, reason) for part in tensor.parts if part != name}
-            )
-    return joined
+        rounded_parts = [name for name in tensor.parts if name in roundings]
+        # Where an expert has codes, each expert of its layer is written as a tensor of its own.
+        if not rounded_parts or tensor.stacked is not None:
+            continue
+        first_name = rounded_parts[0]
+        first = roundings[first_name]
+        if all(roundings.get(name) == first for name in tensor.parts):
+            continue
+        reason = f"it is one tensor with '{first_name}', and of that {first.reason}"
+        for part in tensor.parts:
+            if part != first_name:
+                fused[part] = Rounding(first.scheme, reason)
+    return fused
 
 
 def round_weight(
@@ -208,8 +210,9 @@ def round_weight(
     name: str,
     path: Path,
 ) -> tuple[QuantTensor, Mapping[str, object]]:
-    """Return a weight rounded again from the float32 numbers that it means, with its record for the
-    manifest. Raises `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type.
+    """Round a weight from the float32 numbers that it means, and make its record for the manifest.
+
+    Raises `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type.
     """
     if isinstance(value, QuantTensor):
         floats = value.dequantize()
@@ -218,32 +221,29 @@ def round_weight(
     cast_finite(
         floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
     )
-    found, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
-    if not all_finite(found.scale):
+    rounded, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
+    # Finite floats can still need a scale above the largest number of a narrow type.
+    if not all_finite(rounded.scale):
         raise NonFiniteError(
             f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path
         )
-    return found, {
-        "solver": solver,
-        "relative_error": float(f"{relative_error(found, floats):.4g}"),
-    }
+    error = relative_error(rounded, floats)
+    return rounded, {"solver": solver, "relative_error": float(f"{error:.4g}")}
 
 
 def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
-    """Return a weight with scales of another type, see `ScaleCast`, with its record for the
-    manifest.
-    """
-    found = cast_scales(value, *(dtype.torch for dtype in dtypes))
-    assert found is not None, "it was cast when the conversion was planned"
-    error = relative_error(found, value.dequantize())
-    return found, {"solver": Solver.SCALES_CAST, "relative_error": float(f"{error:.4g}")}
+    """Cast the scales of a weight as a `ScaleCast` says, and make its record for the manifest."""
+    result = cast_scales(value, *(dtype.torch for dtype in dtypes))
+    assert result is not None, "it was cast when the conversion was planned"
+    error = relative_error(result, value.dequantize())
+    return result, {"solver": Solver.SCALES_CAST, "relative_error": float(f"{error:.4g}")}
 
 
 def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | ScaleCast | None:
-    """Why a weight cannot be held exactly, or what is done to its scales so that it can; None if
-    it can.
+    """Find why a weight cannot be held exactly, or which cast of its scales lets it be held; None
+    if it can be held as it is.
     """
     reason = _reason_in_header(source, name, scheme, codes)
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
@@ -254,20 +254,19 @@ def _reason(
     stored = codec.encode(value)
     if not isinstance(stored, Reason):
         return None
-    if stored.scale_types:
-        other = cast_scales(value, *(dtype.torch for dtype in stored.scale_types))
-    else:
-        other = None
-    held = other is not None and not isinstance(codec.encode(other), Reason)
-    if held:
-        return ScaleCast(stored.scale_types, stored.problem)
-    return stored
+    if not stored.scale_types:
+        return stored
+    rescaled = cast_scales(value, *(dtype.torch for dtype in stored.scale_types))
+    # Other scales can meet a second obstacle, so only a try shows that the codec takes them.
+    if rescaled is None or isinstance(codec.encode(rescaled), Reason):
+        return stored
+    return ScaleCast(stored.scale_types, stored.problem)
 
 
 def _reason_in_header(
     source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat
 ) -> Reason | None:
-    """Why a weight of a scheme and of its sizes cannot be held; None if some such can."""
+    """Find why no weight of this scheme and these sizes can be held; None if some can."""
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     if isinstance(codec, Reason):
         return codec
@@ -277,16 +276,16 @@ def _reason_in_header(
 def _choose_closest_scheme(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat
 ) -> QuantScheme:
-    """Of the schemes that a format has, the one that loses least: as many bits or more, groups
-    that are no longer.
+    """Choose the scheme of a format that loses least: as many bits or more, groups that are no
+    longer.
     """
     rows, columns = source.info(name).shape
-    fitting = []
-    for one in codes.schemes:
-        if (one.group_size is None or columns % one.group_size == 0) and _reason_in_header(
-            source, name, one, codes
-        ) is None:
-            fitting.append(one)
+    fitting: list[QuantScheme] = []
+    for candidate in codes.schemes:
+        if candidate.group_size is not None and columns % candidate.group_size != 0:
+            continue
+        if _reason_in_header(source, name, candidate, codes) is None:
+            fitting.append(candidate)
     if not fitting:
         raise UnsupportedError(
             f"tensor '{name}' cannot be rounded to {codes.name}",
@@ -295,17 +294,20 @@ def _choose_closest_scheme(
             expected=f"sizes that one of {', '.join(map(str, codes.schemes))} goes with",
             hint="choose another format, or write floats with `dequantize=True`",
         )
-    wanted = columns // scheme.groups(columns)
+    source_size = columns // scheme.groups(columns)
 
     def loss(candidate: QuantScheme) -> tuple[object, ...]:
         size = columns // candidate.groups(columns)
-        fewer = candidate.bits < scheme.bits
-        longer = size > wanted
+        fewer_bits = candidate.bits < scheme.bits
+        longer_groups = size > source_size
+        # Where precision is lost, short groups lose less. Otherwise the longest ones of those
+        # that fit need the fewest scales.
+        size_order = size if fewer_bits or longer_groups else -size
         return (
-            fewer,
+            fewer_bits,
             abs(candidate.bits - scheme.bits),
-            longer,
-            size if fewer or longer else -size,
+            longer_groups,
+            size_order,
             candidate != scheme,
         )
 
@@ -313,7 +315,7 @@ def _choose_closest_scheme(
 
 
 def _choose_scheme_by_size(source: StoredCheckpoint, name: str) -> QuantScheme:
-    """Return the scheme that takes about the room of integers whose codes are not carried."""
+    """Choose the scheme that takes about the room of integers whose codes are not carried."""
     rows, columns = source.info(name).shape
     bits = 8 * source.count_stored_bytes(name) / (rows * columns)
     if bits <= _MAX_BITS_OF_INT4:

@@ -41,9 +41,11 @@ from quantkit.jobs.output.source_folder import (
 from quantkit.jobs.output.target import choose_target, kept_kv_cache, shard_bytes, target_of
 from quantkit.jobs.output.writer import Work
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.via_transformers.stacks import unstack
 
+# Elements of the largest tensor that is read to compare types: norms and biases are smaller.
 _MAX_WIDENED = 1 << 24
 
 
@@ -80,17 +82,23 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     cast = options.float_type
     dequantize = options.dequantize
     requantize = options.requantize
+    # Options are checked before the source is opened: opening a large folder takes longer.
     requested = choose_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", options.src)
     require_causal_model(src)
-    source = precise = _open(src, options, cast)
+    source = _open(src, options, cast)
     target = requested or target_of(source, dequantize=dequantize)
     if not dequantize and _carries_all_codes(source, target):
-        source = precise = with_codes(source)
+        source = with_codes(source)
+    precise = source
     container = target.container
     if options.mp != 1 and not container.model_parallel:
-        able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
+        parallel_names: list[str] = []
+        for name, known_container in CONTAINERS.items():
+            if known_container.model_parallel:
+                parallel_names.append(name)
+        able = " or ".join(parallel_names)
         raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
     require_new_names(source.path, dst)
     _require_convertible(source, target, options)
@@ -109,18 +117,21 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             changes = carried_codes.plan_changes(source, target.codes, weights=not headers_only)
         with suggest_requantize(options):
             carried_codes.require_representable(source, target.codes, changes.rounded)
+        # Weights are rounded from float32. Stored integers that are read in the model's type would
+        # be rounded twice.
         if changes.rounded.keys() & read_as_floats(source).keys():
             precise = _open(src, options, DType.FLOAT32)
         scale_dtype = carried_codes.common_scale_dtype(
             source, target.codes, changes, look=not headers_only
         )
         notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
-    kept = None if dequantize else changes
-    specs = _specs(source, cast, kept, scale_dtype, target)
-    if cast == config.dtype == source.config.dtype and specs == _specs(
-        source, None, kept, scale_dtype, target
-    ):
-        cast = None
+    spec_changes = None if dequantize else changes
+    specs = _specs(source, cast, spec_changes, scale_dtype, target)
+    # A `dtype` that changes no tensor is recorded like none: the outputs are the same.
+    if cast == config.dtype == source.config.dtype:
+        uncast_specs = _specs(source, None, spec_changes, scale_dtype, target)
+        if specs == uncast_specs:
+            cast = None
     kv_cache, kv_notes = kept_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )
@@ -149,9 +160,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     recorded = options.to_record(target.name, cast=cast, tensors_only=not source.config.runnable)
     recorded |= describe_adapters(source)
     work = Work("convert", source, encoder, side_files, recorded)
-    return Conversion(
-        dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache
-    )
+    notes = [*source.notes, *notes]
+    return Conversion(dst, options, work, target, changes, precise, notes, kv_cache)
 
 
 def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
@@ -187,13 +197,16 @@ def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
     except NotRepresentableError as error:
         if options.requantize:
             raise
-        casts = "casts scales that do not fit, and rounds anew what else cannot be held"
+        if error.by_scales:
+            remedy = "casts scales that do not fit, and rounds anew what else cannot be held"
+        else:
+            remedy = "rounds it anew"
         raise NotRepresentableError(
             error.problem,
             path=error.path,
             found=error.found,
             expected=error.expected,
-            hint=f"`requantize=True` {casts if error.by_scales else 'rounds it anew'}",
+            hint=f"`requantize=True` {remedy}",
             by_scales=error.by_scales,
         ) from error
 
@@ -209,9 +222,10 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
             raise RequestError(
                 f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`'
             )
-        if options.requantize or (
-            target.method is not None and quantized and target.name != source.method
-        ):
+        # The tensors of an unknown architecture are copied. Another format of codes would need
+        # their roles.
+        changes_codes = target.method is not None and target.name != source.method
+        if options.requantize or (quantized and changes_codes):
             raise RequestError(
                 "`tensors_only=True` changes no codes", found=f'`to="{target.name}"`'
             )
@@ -224,36 +238,37 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         return
     if options.dequantize:
         return
-    found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
+    first_format = str(next(iter([*quantized.values(), *integers.values()])))
+    # In GGUF `dtype` is the type of the float tensors, next to which codes stay as they are.
     if target.codes is None or (options.dtype is not None and target.container is not GGUF):
         if target.codes is None:
-            what = "floats"
+            written_as = "floats"
         else:
-            what = "another float type"
+            written_as = "another float type"
         raise UnsupportedError(
-            f"the source is quantized; it is written as {what} only if it is dequantized",
+            f"the source is quantized; it is written as {written_as} only if it is dequantized",
             path=source.path,
-            found=found,
+            found=first_format,
             hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
         )
     if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
-        linear = name.removesuffix(".weight") in linear_columns(source.config)
-        if linear:
-            why = "its codes are not carried over"
-        else:
-            why = "only linears have codes in this format"
         ways = ["`dequantize=True` writes floats"]
-        ways.append(
-            f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}"
-        )
+        if name.removesuffix(".weight") in linear_columns(source.config):
+            reason = "its codes are not carried over"
+            expected = f"codes that {target.name} has"
+            ways.append("`requantize=True` rounds it anew")
+        else:
+            reason = "only linears have codes in this format"
+            expected = "floats"
+            ways.append("`requantize=True` writes this one as floats")
         if source.format == GGUF.name:
             ways.insert(0, f'`to="{GGUF.name}"` keeps every code')
         raise UnsupportedError(
-            f"tensor '{name}' cannot be held exactly as {target.name}: {why}",
+            f"tensor '{name}' cannot be held exactly as {target.name}: {reason}",
             path=source.path,
             found=stored_as,
-            expected=f"codes that {target.name} has" if linear else "floats",
+            expected=expected,
             hint=", ".join(ways),
         )
 
@@ -267,12 +282,12 @@ def _code_notes(
     *,
     requantize: bool,
 ) -> list[str]:
-    """Return what the user should know about the codes."""
-    notes = []
+    """Describe for the user what happens to the codes."""
+    notes: list[str] = []
     to_round = changes.rounded
-    total = len(schemes(source)) + sum(
-        name.removesuffix(".weight") not in schemes(source) for name in to_round
-    )
+    quantized = schemes(source)
+    # Integers that are read as floats are quantized tensors too, which `schemes` does not list.
+    total = len(quantized.keys() | {name.removesuffix(".weight") for name in to_round})
     if changes.cast:
         name, cast = next(iter(changes.cast.items()))
         notes.append(
@@ -281,7 +296,7 @@ def _code_notes(
         )
     if to_round:
         name, first = next(iter(to_round.items()))
-        kinds = ", ".join(sorted({str(one.scheme) for one in to_round.values()}))
+        kinds = ", ".join(sorted({str(rounding.scheme) for rounding in to_round.values()}))
         notes.append(
             f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as"
             f" {target.name} and are rounded anew to {kinds} ('{name}': {first.reason})"
@@ -293,7 +308,7 @@ def _code_notes(
         )
     if (
         target.codes is not None
-        and EMBEDDING in schemes(source)
+        and EMBEDDING in quantized
         and is_widened_embedding(source, EMBEDDING, target.codes)
     ):
         notes.append(
@@ -302,17 +317,15 @@ def _code_notes(
         )
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
+        remaining = f" and {len(as_floats) - 1} more" if len(as_floats) > 1 else ""
         notes.append(
-            f"{dst}: '{as_floats[0]}'{f' and {len(as_floats) - 1} more' * (len(as_floats) > 1)},"
-            f" stored as integers, become {source.config.dtype}"
+            f"{dst}: '{as_floats[0]}'{remaining}, stored as integers, become {source.config.dtype}"
         )
-    if scale_dtype is None and schemes(source):
-        found = ", ".join(
-            sorted({str(source.info(f"{module}.weight").dtype) for module in schemes(source)})
-        )
+    if scale_dtype is None and quantized:
+        scale_dtypes = {str(source.info(f"{module}.weight").dtype) for module in quantized}
         notes.append(
-            f"{dst}: scales stay {found}, as {source.config.dtype} does not have them all; some"
-            " readers round"
+            f"{dst}: scales stay {', '.join(sorted(scale_dtypes))}, as {source.config.dtype} does"
+            " not have them all; some readers round"
         )
     return notes
 
@@ -324,49 +337,61 @@ def _specs(
     scale_dtype: DType | None,
     target: Target,
 ) -> list[TensorSpec]:
-    """Return the tensors of the output, in order. Without `changes` all are floats; without
-    `scale_dtype` scales keep their types.
+    """Choose shape, type and scheme of each tensor of the output, in order. Without `changes` all
+    are floats; without `scale_dtype` scales keep their types.
     """
-    config = replace(
-        source.config,
-        tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head,
-    )
-    model = DType(config.dtype)
-    assigned = {}
+    # A config without ties lists the head among the parameters. Readers of Meta's files and
+    # gpt-fast's expect a head, even if it equals the embedding.
+    tied = source.config.tied_embeddings and not target.container.stores_tied_head
+    config = replace(source.config, tied_embeddings=tied)
+    model_dtype = DType(config.dtype)
+    assigned: dict[str, QuantScheme] = {}
     if changes is not None:
-        assigned = {f"{module}.weight": scheme for module, scheme in schemes(source).items()}
-        assigned |= {name: one.scheme for name, one in changes.rounded.items()}
-    specs = []
+        for module, scheme in schemes(source).items():
+            assigned[f"{module}.weight"] = scheme
+        for name, rounding in changes.rounded.items():
+            assigned[name] = rounding.scheme
+    specs: list[TensorSpec] = []
     quantized = {name.removesuffix(".weight") for name in assigned}
     for parameter in target.container.parameters(config, quantized, target.method):
         name = parameter.name
-        scheme = assigned.get(parameter.name)
+        tensor_scheme = assigned.get(name)
         info = source.info(resolve_stored_name(source, name))
         if (
             changes is not None
             and target.codes is not None
             and is_widened_embedding(source, parameter.module, target.codes)
         ):
+            # The product of a code and its scale can need more digits than the model's type has.
             dtype = DType.FLOAT32
-            scheme = None
-        elif changes is not None and scheme is not None:
-            dtype = scale_dtype or (
-                info.dtype if info.scheme is not None and name not in changes.rounded else model
-            )
+            tensor_scheme = None
+        elif changes is not None and tensor_scheme is not None:
+            # The type of a tensor with codes is that of its scales.
+            keeps_codes = info.scheme is not None and name not in changes.rounded
+            if scale_dtype is not None:
+                dtype = scale_dtype
+            elif keeps_codes:
+                dtype = info.dtype
+            else:
+                dtype = model_dtype
         elif cast is not None and (config.runnable or info.dtype in FLOATS):
             dtype = cast
         else:
             # GGUF blocks that may store a matrix are read as float32 where that is exact.
             blocks = changes is None and of_blocks(source, info)
-            as_model = info.scheme is not None or blocks or _is_widened(source, info, model)
-            dtype = model if as_model else info.dtype
-        specs.append(TensorSpec(name, parameter.shape, dtype, scheme))
+            if info.scheme is not None or blocks or _is_widened(source, info, model_dtype):
+                dtype = model_dtype
+            else:
+                dtype = info.dtype
+        specs.append(TensorSpec(name, parameter.shape, dtype, tensor_scheme))
     return specs
 
 
 def _is_widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
-    """Return whether GGUF stores a tensor as float32, such as a norm, though the model's type holds
+    """Check whether GGUF stores a tensor as float32, such as a norm, though the model's type holds
     it exactly.
+
+    llama.cpp's converter writes all tensors of one dimension as float32.
     """
     if (
         source.format != GGUF.name

@@ -29,6 +29,7 @@ from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_ca
 from quantkit.quality.weights_only import describe_carried_tensors
 from quantkit.tensors.finite import cast_finite, require_finite_codes
 from quantkit.tensors.qtensor import QuantTensor, Solver, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 
@@ -73,15 +74,17 @@ def convert(options: ConvertArguments) -> ConvertResult:
         return _read_existing_result(plan, started, progress)
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
-    checked = options.source_check
+    source_check = options.source_check
     with writing(
-        plan.work, plan.dst, resume=options.resume, source_check=checked, progress=progress
+        plan.work, plan.dst, resume=options.resume, source_check=source_check, progress=progress
     ) as writer:
         writer.report_progress()
+        # Scales that a format cannot hold show only when their numbers are read.
         with suggest_requantize(options):
             for spec in writer.missing:
                 writer.put(spec.name, *_value(plan, spec))
         result = writer.seal()
+        # The output gets its name only if the comparison passes.
         exact, gate = _compare(plan, writer, result, progress)
         size = weight_size(result)
         manifest = writer.commit(_details(plan, writer, result, exact, gate))
@@ -98,35 +101,35 @@ def convert(options: ConvertArguments) -> ConvertResult:
 
 
 def _read_existing_result(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
-    """Return the result that exists.
+    """Check an existing output against the plan, and return its recorded result.
 
     Raises `DestinationError` if it is another one than this job would write.
     """
     work = plan.work
-    there = Existing.read(plan.dst, progress)
-    there.require_inputs(
+    existing = Existing.read(plan.dst, progress)
+    existing.require_inputs(
         work, _describe_plan(plan), source_check=plan.options.source_check, progress=progress
     )
-    there.require_files(work)
-    made = there.manifest
+    existing.require_files(work)
+    manifest = existing.manifest
     path = manifest_path(plan.dst)
-    if "quality" in made:
-        gate = there.read_passed_check(Gate, "quality")
+    if "quality" in manifest:
+        gate = existing.read_passed_check(Gate, "quality")
     else:
         gate = None
-    if "exact" in made:
-        exact = read_record(Exact, made["exact"], path, "what is equal")
+    if "exact" in manifest:
+        exact = read_record(Exact, manifest["exact"], path, "what is equal")
     else:
         exact = None
     return ConvertResult(
         plan.dst,
-        *weight_size(there.open_weights(work)),
+        *weight_size(existing.open_weights(work)),
         exact,
         len(plan.changes.rounded),
         gate,
         time.monotonic() - started,
         plan.notes,
-        made,
+        manifest,
         skipped=True,
     )
 
@@ -134,7 +137,9 @@ def _read_existing_result(plan: Conversion, started: float, progress: Progress) 
 def _value(
     plan: Conversion, spec: TensorSpec
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
-    """Return a tensor of the output, and its record for the manifest."""
+    """Read a tensor of the source and convert it for the output, with its record for the
+    manifest.
+    """
     changes = plan.changes
     allow_nonfinite = plan.options.allow_nonfinite
     dtype = spec.dtype.torch
@@ -143,6 +148,7 @@ def _value(
     else:
         source = plan.work.source
     value = source.load(resolve_stored_name(source, spec.name))
+    # Float results are checked by `cast_finite`, after their codes are multiplied by the scales.
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         require_finite_codes(value, spec.name, source.path, allow_nonfinite)
     if spec.scheme is not None and spec.name in changes.rounded:
@@ -152,7 +158,11 @@ def _value(
     if spec.scheme is not None and spec.name in changes.cast:
         return carried_codes.cast(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
-        return carried_codes.with_scales(value, spec.dtype) or value, {"solver": Solver.CARRIED}
+        # With a type that does not hold the scales, the encoder gets the value as it is and
+        # explains why it cannot be written.
+        carried = carried_codes.with_scales(value, spec.dtype) or value
+        return carried, {"solver": Solver.CARRIED}
+    # In parts, because the float32 products of all rows would need more memory than the result.
     floats = torch.empty(value.shape, dtype=dtype)
     for start, stop in row_chunks(*value.shape):
         rows = value.rows(start, stop).dequantize()
@@ -173,12 +183,12 @@ def _compare(
     if plan.kv_cache is not None:
         require_same_kv_cache(plan.kv_cache, result)
     if not plan.options.dequantize and plan.target.codes is not None:
-        dtypes = {name: one.dtypes for name, one in changes.cast.items()}
+        dtypes = {name: cast.dtypes for name, cast in changes.cast.items()}
         exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
     if changes.rounded or changes.cast:
-        planned = plan.work.encoder.planned
-        requested = {}
-        for spec in planned:
+        # The gate's bounds depend on the scheme of each module.
+        requested: dict[str, QuantScheme] = {}
+        for spec in plan.work.encoder.planned:
             if spec.scheme is not None:
                 requested[spec.name.removesuffix(".weight")] = spec.scheme
         gate = run_gate(
@@ -195,7 +205,7 @@ def _details(
     exact: Exact | None,
     gate: Gate | None,
 ) -> dict[str, object]:
-    """Return the job's part of the manifest."""
+    """Collect the job's part of the manifest."""
     source = plan.work.source
     assigned = schemes(result)
     details: dict[str, object] = {
@@ -205,23 +215,24 @@ def _details(
     if exact is not None:
         details["exact"] = exact.to_json()
     if gate is not None:
-        modules = {}
+        modules: dict[str, dict[str, object]] = {}
         for module, scheme in assigned.items():
             modules[module] = {"scheme": str(scheme), **writer.records.get(f"{module}.weight", {})}
         details |= {"quality": gate.to_json(), "modules": modules}
-    if changed := rehash_changes(source.path, result):
+    # The record of tensors that refining has changed is carried over, with the hashes that these
+    # tensors have in the new format.
+    changed_tensors = rehash_changes(source.path, result)
+    if changed_tensors:
         refined = manifest_or_empty(source.path)[REFINED]
-        details[REFINED] = {
-            **refined,
-            "tensors": {name: asdict(one) for name, one in changed.items()},
-        }
+        tensors = {name: asdict(tensor) for name, tensor in changed_tensors.items()}
+        details[REFINED] = {**refined, "tensors": tensors}
     if not source.config.runnable:
         details["carried"] = describe_carried_tensors(source, result)
     return details
 
 
 def _describe_plan(plan: Conversion) -> dict[str, object]:
-    """Return the part of it that is known before anything is written."""
+    """Collect the part of the manifest that is known before anything is written."""
     source = plan.work.source
     options = plan.work.options
     details: dict[str, object] = {

@@ -20,7 +20,7 @@ from quantkit.quality.source_check import SOURCE_CHECK
 
 
 def estimate_conversion(planned: Conversion) -> Estimate:
-    """Return what a conversion takes."""
+    """Estimate what a conversion takes."""
     work = planned.work
     notes = planned.notes
     source = work.source
@@ -28,22 +28,25 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     specs = work.encoder.planned
     disk = work.encoder.total_bytes() + side_bytes(work.side_files)
     phases = {"writing": _streaming(source, work.encoder)}
+    # The check runs while the source is hashed, and ends before the first tensor is written.
     checked = count_checked_tokens(source, planned.options.source_check)
     speed = Speed(config)
     steps = dict[str, float]()
     if checked:
         phases[SOURCE_CHECK] = forward_bytes(source, checked, models=1)
         steps[SOURCE_CHECK] = speed.forward(checked)
-    steps["convert"] = speed.writing(disk, sum(file.size for file in source.files()))
+    source_bytes = sum(file.size for file in source.files())
+    steps["convert"] = speed.writing(disk, source_bytes)
+    # Carried codes are compared as numbers. Only changed ones need a pass through both models.
     if planned.changes.rounded or planned.changes.cast:
         steps["gate"] = speed.forward(count_gate_tokens(source), models=2)
     phase = max(phases, key=lambda name: phases[name])
     linears = linear_columns(config)
-    counted = [spec for spec in specs if spec.name.removesuffix(".weight") in linears]
+    layers = Counter[str]()
+    # The report calls an empty count "unknown", as the architecture is.
     if config.runnable:
-        layers = dict(Counter(str(spec.scheme or "floats") for spec in counted))
-    else:
-        layers = {}
-    return Estimate(
-        layers, phases[phase], phase, 0, disk, 0, math.fsum(steps.values()), checked, notes, steps
-    )
+        for spec in specs:
+            if spec.name.removesuffix(".weight") in linears:
+                layers[str(spec.scheme or "floats")] += 1
+    seconds = math.fsum(steps.values())
+    return Estimate(dict(layers), phases[phase], phase, 0, disk, 0, seconds, checked, notes, steps)

@@ -96,6 +96,7 @@ class ConvertOptions:
         """Raise a `RequestError` for a value of the wrong type, or an unknown float type."""
         require_valid(self)
         float_name(self.dtype)
+        # The dataclass is frozen, and the manifest records the normalized values.
         object.__setattr__(self, "lora", adapter_words(self.lora))
         object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
@@ -107,7 +108,7 @@ class ConvertOptions:
     def to_record(
         self, target: str, *, cast: DType | None, tensors_only: bool
     ) -> dict[str, object]:
-        """Return what the manifest and the resume fingerprint record: all options that determine
+        """Collect what the manifest and the resume fingerprint record: all options that determine
         the bytes of the weights.
 
         Args:
@@ -125,7 +126,11 @@ class ConvertOptions:
             "dequantize": self.dequantize,
             "requantize": self.requantize,
             "split_max_size": self.split_max_size,
+            # Without its folder, so that the manifest is the same on every machine.
             "template": self.template and Path(self.template).name,
             "tensors_only": tensors_only,
         }
-        return options | {name: value for name, value in optional.items() if value}
+        for name, value in optional.items():
+            if value:
+                options[name] = value
+        return options

@@ -80,9 +80,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LINE_BYTES = 200  # of a result, besides its tokens
+# Of a result, besides its tokens.
+_LINE_BYTES = 200
+# Of the text of a token.
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 60  # of each likely token
+# Of each likely token.
+_LOGPROB_BYTES = 60
 Line = Mapping[str, Any]
 
 
@@ -105,17 +108,21 @@ class GeneratedFile:
     seconds: float
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Write the report for people."""
         parts = [_pluralize(self.prompts, "prompt"), _pluralize(self.tokens, "token")]
         if self.resumed:
             parts[0] += f", {self.resumed} of them from before"
         if self.tokens and self.seconds:
             parts.append(f"{self.tokens / self.seconds:.1f} tokens/s")
-        return [("" if self.output is None else f"{self.output}: ") + ", ".join(parts)]
+        report = ", ".join(parts)
+        if self.output is None:
+            return [report]
+        return [f"{self.output}: {report}"]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
-        return {**asdict(self), "output": None if self.output is None else str(self.output)}
+        """Convert all of it to plain values."""
+        output = None if self.output is None else str(self.output)
+        return {**asdict(self), "output": output}
 
 
 def generate_file(
@@ -236,7 +243,9 @@ class FileJob:
     def __post_init__(self) -> None:
         """Raise a `RequestError` for invalid options."""
         require_flags(truncate=self.truncate, resume=self.resume, allow_slow=self.allow_slow)
-        if parse_request_options(self.continuation)[0].scores_prompt and self.backend == "xla":
+        request, _ = parse_request_options(self.continuation)
+        # The programs compiled for XLA return no log-probabilities of prompts.
+        if request.scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
         if as_integer("batch_size", self.batch_size) < 1:
             raise RequestError("batch_size must be at least 1", found=self.batch_size)
@@ -249,6 +258,7 @@ class FileJob:
         """
         from quantkit.grammar.grammars import Grammars
 
+        # An output that cannot be written is reported before the prompts are read.
         if isinstance(self.output, Path):
             require_absent(self.output)
             require_room_to_build(partial_folder(self.output), resume=self.resume)
@@ -258,6 +268,14 @@ class FileJob:
         content = read_input(self.prompts, "prompts")
         config = checkpoint.config
         xla = self.backend == "xla"
+        # A batch on XLA is padded to one length. Up to this limit, the angles of rotary positions
+        # do not depend on it. Grammars are not supported there.
+        if xla:
+            max_tokens = config.max_unscaled_context
+            grammars = None
+        else:
+            max_tokens = config.max_positions
+            grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         reader = PromptReader(
             self.path,
             config,
@@ -265,11 +283,12 @@ class FileJob:
             self.continuation,
             template=self.template,
             truncate=self.truncate,
-            max_tokens=config.max_unscaled_context if xla else config.max_positions,
+            max_tokens=max_tokens,
             prompt_logprobs=not xla,
-            grammars=None if xla else Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
+            grammars=grammars,
         )
         self._read = reader.read(content, str(self.prompts))
+        # A resumed run must have these in common with the interrupted one.
         self._fingerprint = {
             "job": "generate",
             "quantkit": __version__,
@@ -309,16 +328,17 @@ class FileJob:
                 counted(new)
 
         with self._open_output(group) as out:
-            resumed = done = group.broadcast_from_rank0(len(out.done))
+            # Only rank 0 has read the prompts and the partial output.
+            resumed = group.broadcast_from_rank0(len(out.done))
+            done = resumed
             total = group.broadcast_from_rank0(len(self._read))
-            missing = [
-                (number, prompts)
-                for number, prompts in enumerate(self._read)
-                if number not in out.done
-            ]
+            missing: list[tuple[int, list[Prompt]]] = []
+            for number, prompts in enumerate(self._read):
+                if number not in out.done:
+                    missing.append((number, prompts))
             todo = group.broadcast_from_rank0(missing)
             if todo:
-                requests = []
+                requests: list[Request] = []
                 for _, prompts in todo:
                     for prompt in prompts:
                         requests.append(prompt.request)
@@ -340,20 +360,24 @@ class FileJob:
     def _open_output(
         self, group: ProcessGroup
     ) -> AbstractContextManager[ResumableLines | _Callback]:
-        """Return the destination of the lines; other processes than rank 0 drop theirs."""
+        """Open the destination of the lines; other processes than rank 0 drop theirs."""
         if not group.is_rank0:
             return nullcontext(_Callback(None))
         if not isinstance(self.output, Path):
             return nullcontext(_Callback(self.output))
+        # These change logits, so a resumed run with others would mix two kinds of results.
         numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
-        computed_by = {}
+        computed_by: dict[str, str | None] = {}
         for name, value in numeric.items():
             computed_by[f"option {name}"] = None if value is None else str(value)
-        sizes = []
+        # A request in OpenAI's format is answered by one line with all its choices.
+        sizes: list[int] = []
+        likely = 0
         for prompts in self._read:
             sizes.append(1 if prompts[0].batch else prompts[0].request.samples)
+            for prompt in prompts:
+                likely += _likely_bytes(prompt)
         fingerprint = {**self._fingerprint, **computed_by}
-        likely = sum(_likely_bytes(prompt) for prompts in self._read for prompt in prompts)
         return ResumableLines(
             self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume
         )
@@ -361,7 +385,8 @@ class FileJob:
     def _load_engine(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
     ) -> tuple[Engine | Runner[Any], Tokenizer]:
-        """Return what runs requests, and the tokenizer."""
+        """Load the model and build what runs requests on it; also return the tokenizer."""
+        # Here because `prepare` works without torch.
         import torch
 
         from quantkit.jobs.inference.load import load, load_xla
@@ -403,7 +428,7 @@ class FileJob:
 
 
 def describe_warm_up(steps: int) -> str:
-    """Return a note on the number of compiled steps."""
+    """Write a note on the number of compiled steps."""
     if steps:
         return f"{_pluralize(steps, 'step')} compiled"
     return "nothing is compiled: the steps are eager"
@@ -426,18 +451,23 @@ class _Callback:
 
 
 def _likely_bytes(prompt: Prompt) -> int:
-    """Return a rough size of a prompt's lines on disk: where they end is not known."""
+    """Estimate the size of a prompt's lines on disk, as if no answer ended early."""
     request = prompt.request
-    tokens = request.max_new_tokens + (len(request.prompt) if request.echo else 0)
+    tokens = request.max_new_tokens
+    if request.echo:
+        tokens += len(request.prompt)
     if request.logprobs is None:
         entries = 0
     else:
         entries = 1 + request.logprobs
-    return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
+    line_bytes = _LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES)
+    # Twice, as the partial file and the final one exist together at the end.
+    return 2 * request.samples * line_bytes
 
 
 def _pluralize(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    plural = "" if count == 1 else "s"
+    return f"{count} {noun}{plural}"
 
 
 def _answers(
@@ -446,19 +476,26 @@ def _answers(
     todo: Sequence[tuple[int, list[Prompt]]],
     counted: Callable[[int], None],
 ) -> Iterator[tuple[int, list[Line]]]:
-    """Continue the prompts of lines, and return what answers each line, with its number, once
-    all of it has ended.
+    """Continue the prompts of lines, and yield the answer to each line, with its number, once all
+    of it has ended.
     """
     from quantkit.grammar.grammars import Grammars
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate_batch import completions
 
     texts = TokenTexts(tokenizer)
-    prompts = [prompt for _, of_line in todo for prompt in of_line]
-    line_places = [place for place, (_, of_line) in enumerate(todo) for _ in of_line]
-    requests = [prompt.request for prompt in prompts]
-    stops = [prompt.stop for prompt in prompts]
+    prompts: list[Prompt] = []
+    requests: list[Request] = []
+    stops: list[list[str]] = []
+    line_places: list[int] = []
+    for place, (_, line_prompts) in enumerate(todo):
+        for prompt in line_prompts:
+            prompts.append(prompt)
+            requests.append(prompt.request)
+            stops.append(prompt.stop)
+            line_places.append(place)
     if any(prompt.grammar is not None for prompt in prompts):
+        # Each process binds its own constraints, which cannot be sent between processes.
         assert isinstance(engine, Engine)
         config = engine.model.config
         grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
@@ -466,15 +503,19 @@ def _answers(
     ended: dict[int, list[Completion]] = {}
     for completion in completions(engine, requests, tokenizer, stops, counted):
         place = line_places[completion.prompt]
-        number, of_line = todo[place]
+        number, line_prompts = todo[place]
         group = ended.setdefault(place, [])
         group.append(completion)
-        if len(group) < sum(prompt.request.samples for prompt in of_line):
+        if len(group) < sum(prompt.request.samples for prompt in line_prompts):
             continue
         del ended[place]
+        # Completions end in any order; lines are written in that of prompts and samples.
         group.sort(key=lambda completion: (completion.prompt, completion.sample))
         lines: list[Line] = []
-        for one in group:
-            lines.append(build_line(number, prompts[one.prompt], one, texts))
-        batch = of_line[0].batch
-        yield number, [batch_answer(number, batch, lines)] if batch else lines
+        for member in group:
+            lines.append(build_line(number, prompts[member.prompt], member, texts))
+        batch = line_prompts[0].batch
+        if batch:
+            yield number, [batch_answer(number, batch, lines)]
+        else:
+            yield number, lines

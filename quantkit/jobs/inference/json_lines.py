@@ -19,15 +19,17 @@ from quantkit.errors import CheckpointError, RequestError
 EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
 _SPELLED = re.compile(r"`(\w+)`")
 _WORD = re.compile(r"\w+")
-_MAX_DIGITS = 4000  # of an integer: Python spells at most 4300
+# Of an integer: Python raises an error when it spells more than 4300.
+_MAX_DIGITS = 4000
 _NO_NAMES: Mapping[str, str] = {}
 
 
 def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file, by numbers of their lines; blank lines at the end are none.
-    Raises `RequestError` if it is empty, not text, or of another kind.
+    """Parse the objects of a file, and yield each with the number of its line, but for blank lines
+    at the end. Raises `RequestError` if it is empty, not text, or of another kind.
     """
     try:
+        # Editors on Windows write a byte order mark.
         text = content.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
@@ -36,6 +38,7 @@ def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from error
     if not text:
         raise RequestError("the file is empty", path=name, expected=f"on each line {EXPECTED}")
+    # Not `splitlines`, which also splits at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
         yield number, strict_object(line, f"{name}:{number}", first=number == 1)
 
@@ -44,6 +47,7 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
     if not line.strip():
         raise RequestError("the line is empty", path=place, expected=EXPECTED)
     value: Any = None
+    # Invalid JSON leaves None, for which the error below names what is expected.
     with suppress(ValueError, RecursionError), at_place(place):
         value = json.loads(
             line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of
@@ -65,18 +69,23 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := find_duplicate([key for key, _ in pairs])) is not None:
-        raise RequestError(f"the key {format_value(twice)} is there twice", argument=twice)
+    duplicate = find_duplicate([key for key, _ in pairs])
+    if duplicate is not None:
+        raise RequestError(f"the key {format_value(duplicate)} is there twice", argument=duplicate)
     return dict(pairs)
 
 
 def find_duplicate(keys: list[Any]) -> Any:
-    """Return one that is among them twice; None if none is."""
-    return next((key for key, times in Counter(keys).items() if times > 1), None)
+    """Find the first key that occurs more than once; None if all differ."""
+    for key, times in Counter(keys).items():
+        if times > 1:
+            return key
+    return None
 
 
 def _integer(text: str) -> float:
     if len(text) > _MAX_DIGITS:
+        # `_require_exact` reports it, with its key.
         return math.inf
     return int(text)
 
@@ -96,33 +105,44 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
                 expected=f"at most {MAX_DEPTH} deep",
                 argument=key,
             )
-        if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
-            raise RequestError(
-                f"{format_value(key)} holds a number that is too large",
-                expected="at most 1.79e308",
-                argument=key,
-            )
-    if not any(isinstance(one, float) for one in within(values.get("id"))):
+        for item in within(value):
+            # Python reads larger numbers as infinity, without an error.
+            if isinstance(item, float) and not math.isfinite(item):
+                raise RequestError(
+                    f"{format_value(key)} holds a number that is too large",
+                    expected="at most 1.79e308",
+                    argument=key,
+                )
+    # Only the id is written again. The line is parsed a second time only if its id has a float.
+    if not any(isinstance(item, float) for item in within(values.get("id"))):
         return
-    for one in within(json.loads(line, parse_float=_Spelled)["id"]):
-        if isinstance(one, _Spelled) and not _comes_back(one):
+    spelled_id = json.loads(line, parse_float=_Spelled)["id"]
+    for item in within(spelled_id):
+        if isinstance(item, _Spelled) and not _comes_back(item):
             raise RequestError(
                 "'id' holds a number that does not come back as it is",
-                found=format_value(str(one)),
-                expected=f"{float(one)}, or a string",
+                found=format_value(str(item)),
+                expected=f"{float(item)}, or a string",
             )
 
 
 def _comes_back(text: str) -> bool:
-    """Return whether a finite number is the same when written again."""
+    """Compare a finite number, read and written again, with its spelling."""
     try:
         return Decimal(repr(float(text))) == Decimal(text)
-    except InvalidOperation:  # exponents beyond all bounds
+    except InvalidOperation:
+        # `Decimal` refuses exponents beyond its bounds, which `float` reads as 0.
         return False
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _spell_as_in_file(text: str, names: Mapping[str, str]) -> str:
+    """Quote arguments in a message as keys, and replace words by what the file calls them."""
+    quoted = _SPELLED.sub(r"'\1'", text)
+    return _WORD.sub(lambda word: names.get(word[0], word[0]), quoted)
 
 
 @contextmanager
@@ -134,22 +154,20 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
         yield
     except (RequestError, CheckpointError) as error:
         path = error.path if place is None else place
+        # An error may concern a file of the model, which the problem then names.
         if error.path in (None, path):
             problem = error.problem
         else:
             problem = f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
-        spelled = {
-            key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", text))
-            if isinstance(text, str)
-            else text
-            for key, text in texts.items()
-        }
+        for key, text in texts.items():
+            if isinstance(text, str):
+                texts[key] = _spell_as_in_file(text, names)
         if error.argument is None:
             argument = None
         else:
             argument = names.get(error.argument, error.argument)
-        raise error.restate(**spelled, path=path, argument=argument) from error
+        raise error.restate(**texts, path=path, argument=argument) from error
 
 
 @contextmanager

@@ -136,6 +136,8 @@ class Llama:
             require_backend(as_string("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
+        # Only headers are read here, so that the remaining arguments are checked before weights
+        # are read.
         checkpoint = open_runnable_checkpoint(path, None, float_name(dtype))
         context = checkpoint.config.max_positions
         if not 1 <= length <= context:
@@ -144,7 +146,8 @@ class Llama:
             )
         tokenizer = _tokenizer(tokenizer_path)
         require_rows(tokenizer, checkpoint.config.vocab_size, tokenizer_path)
-        # Before they join: who fails while they do leaves the others without a word.
+        # Before the processes join: one that fails while they do leaves the others without an
+        # explanation.
         processes = count_processes()
         if (
             model_parallel_size is not None
@@ -167,7 +170,7 @@ class Llama:
             group=group,
         )
         ends = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_ids))
-        # In Meta's folders only the tokenizer states them.
+        # In Meta's folders only the tokenizer states end tokens.
         model.config = replace(model.config, eos_token_ids=tuple(ends))
         return Llama(Engine(model, length, slots=slots), tokenizer, length, seed)
 
@@ -217,9 +220,14 @@ class Llama:
                 expected=f"at most {self._engine.slots}",
                 hint="give `Llama.build` a larger `max_batch_size`",
             )
-        tokens: list[list[int]] = [prompt if echo else [] for prompt in prompts]
-        found: list[list[float]] = [[] for _ in prompts]
+        # Prompts that get no new tokens make no request, and keep these results.
+        tokens: list[list[int]] = []
+        token_logprobs: list[list[float]] = []
+        for prompt in prompts:
+            tokens.append(prompt if echo else [])
+            token_logprobs.append([])
         requests: dict[int, Request] = {}
+        # The lock also covers the seeds: a call draws its seeds one after the other.
         with self._turn:
             for number, prompt in enumerate(prompts):
                 if len(prompt) > self._max_seq_len:
@@ -230,6 +238,7 @@ class Llama:
                         hint="give a shorter prompt, or `Llama.build` a larger `max_seq_len`",
                     )
                 new = min(count, self._max_seq_len - len(prompt))
+                # Also for prompts without a request, so that the seeds of others stay the same.
                 seed = self._seeds.getrandbits(64)
                 check_total_length(self.model.config, prompt, new)
                 if new or (logprobs and echo):
@@ -246,19 +255,19 @@ class Llama:
                 for completion in completions(
                     self._engine, list(requests.values()), None, [()] * len(requests)
                 ):
-                    tokens[numbers[completion.prompt]] = completion.token_ids
+                    number = numbers[completion.prompt]
+                    tokens[number] = completion.token_ids
                     if completion.logprobs is not None:
-                        found[numbers[completion.prompt]] = [
-                            value or 0.0 for value in completion.logprobs.tokens
-                        ]
-        ends = self.model.config.eos_token_ids
-        kept = [
-            next((at for at, token in enumerate(one) if token in ends), len(one)) for one in tokens
-        ]
-        tokens = [token[:stop] for token, stop in zip(tokens, kept, strict=True)]
-        return tokens, [
-            one[:stop] for one, stop in zip(found, kept, strict=True)
-        ] if logprobs else None
+                        # Nothing predicts the first token of a prompt. Meta's code gives it 0.
+                        values = [value or 0.0 for value in completion.logprobs.tokens]
+                        token_logprobs[number] = values
+        # Meta's code also ends an echoed prompt at an end token within it.
+        end_ids = self.model.config.eos_token_ids
+        for number, token_ids in enumerate(tokens):
+            stop = _find_end(token_ids, end_ids)
+            tokens[number] = token_ids[:stop]
+            token_logprobs[number] = token_logprobs[number][:stop]
+        return tokens, token_logprobs if logprobs else None
 
     def text_completion(
         self,
@@ -282,13 +291,13 @@ class Llama:
         Raises:
             RequestError, NonFiniteError: as `generate`.
         """
-        ids = [self.tokenizer.encode(one) for one in _several("prompts", prompts)]
-        found = self.generate(
+        ids = [self.tokenizer.encode(prompt) for prompt in _several("prompts", prompts)]
+        outputs = self.generate(
             ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs, echo
         )
         result: list[CompletionPrediction] = []
-        for one, values in _pairs(*found):
-            result.append({"generation": self._text(one), **self._details(one, values)})
+        for tokens, values in _pairs(*outputs):
+            result.append({"generation": self._text(tokens), **self._details(tokens, values)})
         return result
 
     def chat_completion(
@@ -319,26 +328,30 @@ class Llama:
             NonFiniteError: as `generate`.
         """
         chat = self._chat()
-        listed = [list(one) for one in _several("dialogs", dialogs)]
-        refused = []
-        for one in listed:
-            refused.append(isinstance(chat, Llama2Chat) and llama2_tag(one) is not None)
-        ids = [chat.encode(one) for one, no in zip(listed, refused, strict=True) if not no]
-        answers = iter(
-            _pairs(
-                *self.generate(ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs)
-            )
+        # Llama 3 has special tokens for its headers, which no text can spell. Tags of Llama 2 are
+        # plain text, so a message that spells them could imitate another role.
+        refusals: list[bool] = []
+        ids: list[list[int]] = []
+        for dialog in _several("dialogs", dialogs):
+            messages = list(dialog)
+            is_refused = isinstance(chat, Llama2Chat) and llama2_tag(messages) is not None
+            refusals.append(is_refused)
+            if not is_refused:
+                ids.append(chat.encode(messages))
+        outputs = self.generate(
+            ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs
         )
+        answers = iter(_pairs(*outputs))
         result: list[ChatPrediction] = []
-        for no in refused:
-            tokens, values = ([], [] if logprobs else None) if no else next(answers)
-            text = REFUSED if no else self._text(tokens)
-            result.append(
-                {
-                    "generation": {"role": "assistant", "content": text},
-                    **self._details(tokens, values),
-                }
-            )
+        for is_refused in refusals:
+            tokens: list[int] = []
+            values: list[float] | None = [] if logprobs else None
+            text = REFUSED
+            if not is_refused:
+                tokens, values = next(answers)
+                text = self._text(tokens)
+            details = self._details(tokens, values)
+            result.append({"generation": {"role": "assistant", "content": text}, **details})
         return result
 
     def _max_new_tokens(self, max_gen_len: int | None) -> int:
@@ -347,7 +360,7 @@ class Llama:
         return max_gen_len
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """As Meta's tokenizers decode: Llama 3's spells special tokens out, Llama 2's has no
+        """Decode as Meta's tokenizers do: Llama 3's spells special tokens out, Llama 2's has no
         spellings of them.
         """
         return self.tokenizer.decode(tokens, specials=self.tokenizer.byte_level)
@@ -379,15 +392,24 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def _sampling(temperature: float, top_p: float) -> SamplingOptions:
-    """As Meta's rule has it, a nucleus of nothing holds the likeliest token, and one of all is
-    no less than 1.
+    """Build the options for Meta's rule: a nucleus of nothing holds the likeliest token, and one
+    of all is no less than 1.
     """
     if top_p != 0:
         return {"temperature": temperature, "top_p": top_p}
     return {"temperature": 0.0}
 
 
+def _find_end(token_ids: Sequence[int], end_ids: Sequence[int]) -> int:
+    """Find the position of the first end token; without any, the length."""
+    for position, token_id in enumerate(token_ids):
+        if token_id in end_ids:
+            return position
+    return len(token_ids)
+
+
 def _several(name: str, value: Sequence[T]) -> Sequence[T]:
+    # A text is a sequence too, of characters, each of which would be continued.
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise wrong_type(name, value, "several in a list")
     return value
@@ -396,4 +418,9 @@ def _several(name: str, value: Sequence[T]) -> Sequence[T]:
 def _pairs(
     tokens: list[list[int]], logprobs: list[list[float]] | None
 ) -> list[tuple[list[int], list[float] | None]]:
-    return list(zip(tokens, [None] * len(tokens) if logprobs is None else logprobs, strict=True))
+    """Pair the tokens of each prompt with their log-probabilities, or with None."""
+    pairs: list[tuple[list[int], list[float] | None]] = []
+    for number, token_ids in enumerate(tokens):
+        values = None if logprobs is None else logprobs[number]
+        pairs.append((token_ids, values))
+    return pairs

@@ -88,6 +88,7 @@ def load(
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
         >>> model(tokenizer("My fellow citizens")).argmax(-1)
     """
+    # Arguments are checked before the folder is opened, so that a wrong one is reported at once.
     require_flags(allow_slow=allow_slow)
     if backend is not None:
         require_backend(as_string("backend", backend))
@@ -96,6 +97,7 @@ def load(
     float_dtype = float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
+    # A tokenizer that does not go with the embedding is found before weights are read.
     tokenizer, _ = load_checked_tokenizer(checkpoint)
     model = load_model(
         checkpoint,
@@ -110,13 +112,15 @@ def load(
 
 
 def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
-    """Return a smaller model that proposes tokens for another one, whose tokenizer is given. Raises
+    """Load a smaller model that proposes tokens for another one, whose tokenizer is given. Raises
     as `load`, and `RequestError` if the two encode texts in different ways.
     """
-    draft, own = load(path, **placement)
-    if (found := sample_difference(tokenizer, own)) is not None:
+    draft, draft_tokenizer = load(path, **placement)
+    # Drafts are token ids, which must mean the same to both models.
+    difference = sample_difference(tokenizer, draft_tokenizer)
+    if difference is not None:
         raise RequestError(
-            "the draft model has other tokens", path=as_path("path", path), found=found
+            "the draft model has other tokens", path=as_path("path", path), found=difference
         )
     return draft
 
@@ -130,8 +134,8 @@ def load_xla(
     multi_host: bool = False,
     progress: Progress | None = None,
 ) -> tuple[XlaModel, Tokenizer]:
-    """Return what `load` does, for the devices that JAX finds; the process can't `torch.compile`
-    from then on.
+    """Open a checkpoint as `load` does, for the devices that JAX finds; the process can't
+    `torch.compile` from then on.
 
     Args:
         path, dtype, weights: as for `load`.
@@ -150,10 +154,9 @@ def load_xla(
     path = as_path("path", path)
     progress = skip_repeated_reports(progress)
     float_dtype = float_type(dtype)
-    if devices is None:
-        devices = None
-    else:
+    if devices is not None:
         devices = as_integer("devices", devices)
+    # Before the import, which would fail without JAX and not say how to install it.
     require_packages()
     from quantkit.xla.engine import model_on_devices
 
@@ -172,8 +175,8 @@ def load_by_transformers(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> tuple[TransformersModel, Tokenizer]:
-    """Return what `load` does, for a model that transformers runs, whether there is a decoder here
-    or not.
+    """Open a checkpoint as `load` does, for a model that transformers runs, whether there is a
+    decoder here or not.
 
     Args:
         path, weights: as for `load`.
@@ -199,7 +202,7 @@ def load_by_transformers(
 def open_runnable_checkpoint(
     path: Path, weights: WeightKind | None, floats_as: DType | None
 ) -> Checkpoint:
-    """Return a checkpoint whose config names all end tokens.
+    """Open a checkpoint that a decoder here runs, and let its config name all end tokens.
 
     Args:
         floats_as: see `Container.open`.
@@ -210,6 +213,8 @@ def open_runnable_checkpoint(
     """
     checkpoint: Checkpoint = open_checkpoint(path, weights, text_part=True, floats_as=floats_as)
     require_runnable(checkpoint)
+    # Chat models often name further end tokens, such as that of a turn, only in
+    # generation_config.json.
     checkpoint.config = replace(
         checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config)
     )

@@ -22,7 +22,8 @@ _KEYS = {"custom_id", "method", "url", "body"}
 OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 """Variables of the chat template that have a place of their own in OpenAI's and vLLM's API."""
-_AS_IDS = "return_tokens_as_token_ids"  # as in vLLM
+# Named as in vLLM.
+_AS_IDS = "return_tokens_as_token_ids"
 _PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
     _CHAT: {
@@ -35,6 +36,7 @@ _OF_URL = {
     },
     _COMPLETIONS: {"prompt", "logprobs", "echo"},
 }
+# Any value of these changes nothing in an answer: they are for accounts, caches and scheduling.
 _WITHOUT_EFFECT = {
     "user",
     "metadata",
@@ -112,19 +114,21 @@ def is_batch_line(values: Mapping[str, Any]) -> bool:
 def from_batch_line(
     values: Mapping[str, Any], answered_by: str
 ) -> tuple[BatchRequest, dict[str, Any]]:
-    """Return a line in OpenAI's format, and the same request with the keys of a line of prompts.
+    """Parse a line in OpenAI's format, and convert its request to the keys of a line of prompts.
 
     Raises:
         RequestError: for another method or URL, or for a parameter that has no equivalent here, by
             its name.
     """
-    if (body := values.get("body")) is None:
+    body = values.get("body")
+    if body is None:
         raise RequestError(
             "'body' is missing", found=", ".join(values), expected="an object with the request"
         )
-    if unknown := values.keys() - _KEYS:
+    unknown_keys = values.keys() - _KEYS
+    if unknown_keys:
         raise RequestError(
-            f"unknown key {format_value(min(unknown))} next to 'body'",
+            f"unknown key {format_value(min(unknown_keys))} next to 'body'",
             expected=", ".join(sorted(_KEYS)),
         )
     custom_id = as_string("custom_id", values.get("custom_id"))
@@ -143,17 +147,22 @@ def from_batch_line(
         raise RequestError(
             "'body' is of the wrong type", found=format_value(body), expected="an object"
         )
-    given = {key: value for key, value in body.items() if value is not None}
-    if (model := given.pop("model", None)) is not None:
+    # Null is the same as absent in OpenAI's API; clients send it for parameters that are not set.
+    parameters = {key: value for key, value in body.items() if value is not None}
+    model = parameters.pop("model", None)
+    if model is not None:
         as_string("model", model)
-    if (prompt_key := "messages" if url == _CHAT else "prompt") not in given:
-        found = ", ".join(given) or "no keys"
-        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=found, argument=prompt_key)
-    tokens_as_ids = given.pop(_AS_IDS, False)
+    prompt_key = "messages" if url == _CHAT else "prompt"
+    if prompt_key not in parameters:
+        keys = ", ".join(parameters) or "no keys"
+        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=keys, argument=prompt_key)
+    tokens_as_ids = parameters.pop(_AS_IDS, False)
     require_flags(**{_AS_IDS: tokens_as_ids})
-    line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
-    lengths = {key: given.pop(key) for key in _MAX_TOKENS if key in given}
-    for key, value in given.items():
+    passed_keys = (_PASSED | _OF_URL[url]) & parameters.keys()
+    line = {key: parameters.pop(key) for key in passed_keys}
+    lengths = {key: parameters.pop(key) for key in _MAX_TOKENS if key in parameters}
+    # What remains is not supported. It may stay if it asks for what is done anyway.
+    for key, value in parameters.items():
         if key in _WITHOUT_EFFECT:
             continue
         defaults = _defaults(key, url, samples=line.get("n", 1))
@@ -164,22 +173,26 @@ def from_batch_line(
             hint += f", or give its default {format_value(defaults[0])}"
         problem = f"'{key}' in 'body' is not supported for {url}"
         raise RequestError(problem, found=format_value(value), hint=hint, argument=key)
-    if len(set(map(format_value, lengths.values()))) > 1:
-        both = " and ".join(map(format_value, lengths.values()))
-        raise RequestError(f"{' and '.join(lengths)} differ", found=both, argument=_MAX_TOKENS[0])
+    # The two names of one parameter: the older one is deprecated in OpenAI's chat API.
+    length_texts = list(map(format_value, lengths.values()))
+    if len(set(length_texts)) > 1:
+        texts = " and ".join(length_texts)
+        raise RequestError(f"{' and '.join(lengths)} differ", found=texts, argument=_MAX_TOKENS[0])
     names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
     if lengths:
         line["max_new_tokens"] = next(iter(lengths.values()))
     if url == _CHAT:
-        wanted = line.pop("logprobs", False)
+        # Chat completions have a flag and a number; elsewhere `logprobs` is the number.
+        with_logprobs = line.pop("logprobs", False)
         top = line.pop("top_logprobs", 0)
-        require_flags(logprobs=wanted)
-        if top and not wanted:
+        require_flags(logprobs=with_logprobs)
+        if top and not with_logprobs:
             expected = '"logprobs": true'
             raise RequestError(
                 "'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs"
             )
-        line |= {"logprobs": top} if wanted else {}
+        if with_logprobs:
+            line["logprobs"] = top
         names["logprobs"] = "top_logprobs"
         line["messages"] = with_arguments(line["messages"])
         _move_to_template_variables(line)
@@ -197,10 +210,11 @@ def from_batch_line(
 
 
 def _defaults(key: str, url: str, *, samples: object) -> tuple[object, ...]:
-    """Return the values of a parameter that change nothing for a request with so many samples."""
-    if key == "best_of":  # as many as are returned: nothing is chosen
+    """Find the values of a parameter that change nothing for a request with so many samples."""
+    # As many samples as are returned: none is left out.
+    if key == "best_of":
         return (*_DEFAULTS[key], samples)
-    # A chat template has printed them already.
+    # Texts get special tokens here. In messages the chat template has printed them already.
     if key == "add_special_tokens" and url == _COMPLETIONS:
         return (True,)
     return _DEFAULTS.get(key, ())
@@ -220,7 +234,7 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
     """
     variables = line.get("chat_template_kwargs", {})
     parameters = {key: line.pop(key) for key in OF_TEMPLATE if key in line}
-    # An error that is raised where they are read.
+    # Variables of a wrong type are reported where they are read.
     if not parameters or not isinstance(variables, Mapping):
         return
     for key, value in parameters.items():
@@ -238,23 +252,26 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
     if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
         problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
         raise RequestError(problem, hint="leave one of them out", argument="continue_final_message")
-    changed = {
-        key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)
-    }
+    # Without its default, a request needs no template that knows the variable.
+    changed: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if value != _DEFAULTS_OF_TEMPLATE.get(key):
+            changed[key] = value
     if changed:
         line["chat_template_kwargs"] = {**variables, **changed}
 
 
 def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line of prompts for each prompt of a request; a completion can have several, as
-    texts or token ids.
+    """Make a line of prompts for each prompt of a request; a completion can have several, as texts
+    or token ids.
     """
     prompt = line.get("prompt")
     if not isinstance(prompt, list):
         return [dict(line)]
-    rest = {key: value for key, value in line.items() if key != "prompt"}
+    options = {key: value for key, value in line.items() if key != "prompt"}
+    # `isinstance` would accept booleans.
     if all(type(part) is int for part in prompt):
-        return [{**rest, "token_ids": prompt}]
+        return [{**options, "token_ids": prompt}]
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
             "'prompt' has too many prompts",
@@ -262,20 +279,20 @@ def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
             expected=f"at most {MAX_PROMPTS}",
             argument="prompt",
         )
-    lines = []
+    lines: list[dict[str, Any]] = []
     for part in prompt:
         if isinstance(part, list):
             kind = "token_ids"
         else:
             kind = "prompt"
-        lines.append({**rest, kind: part})
+        lines.append({**options, kind: part})
     return lines
 
 
 def batch_answer(
     number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the line that answers a request. Identifiers and the time are fixed, so that the same
+    """Build the line that answers a request. Identifiers and the time are fixed, so that the same
     inputs give the same bytes.
 
     Args:
@@ -283,9 +300,15 @@ def batch_answer(
         lines: its continuations, prompt by prompt, as a file of prompts gets them, with the
             `text_offset` of tokens that have log-probabilities.
     """
+    if request.chat:
+        id_prefix = "chatcmpl"
+        object_name = "chat.completion"
+    else:
+        id_prefix = "cmpl"
+        object_name = "text_completion"
     body = {
-        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
-        "object": "chat.completion" if request.chat else "text_completion",
+        "id": f"{id_prefix}-{number}",
+        "object": object_name,
         "created": 0,
         "model": request.answered_by,
         "choices": choices_of(lines, chat=request.chat),
@@ -301,48 +324,60 @@ def batch_answer(
 
 
 def line_number(line: Mapping[str, Any]) -> Any:
-    """Return the number of the prompt whose line it is."""
+    """Read from a line of results which prompt it answers."""
+    # OpenAI's format has no field for the number. `batch_answer` writes it into the identifier.
     if "response" in line:
         return int(line["id"].rpartition("_")[2])
     return line["index"]
 
 
 def choices_of(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
-    """Return all continuations in the form of the API's responses."""
+    """Convert all continuations to the form of the API's responses."""
     choose = _chat_choice if chat else _text_choice
     return [choose(index, line) for index, line in enumerate(lines)]
 
 
 def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count the tokens of prompts, each once, and of their continuations."""
-    prompt_tokens = sum(line["prompt_tokens"] for line in lines if line["sample"] == 0)
-    new_tokens = sum(line["completion_tokens"] for line in lines)
+    prompt_tokens = 0
+    new_tokens = 0
+    reasoning_tokens = 0
+    has_reasoning = False
+    for line in lines:
+        # All samples of a prompt share its tokens.
+        if line["sample"] == 0:
+            prompt_tokens += line["prompt_tokens"]
+        new_tokens += line["completion_tokens"]
+        if "reasoning_tokens" in line:
+            has_reasoning = True
+            reasoning_tokens += line["reasoning_tokens"]
     result: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
     }
-    if any("reasoning_tokens" in line for line in lines):
-        reasoning = sum(line["reasoning_tokens"] for line in lines)
-        result["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if has_reasoning:
+        result["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return result
 
 
 def chat_message(parts: Parts, call_id: Callable[[int], str]) -> dict[str, Any]:
-    """Return an answer as a message; `call_id` makes the identifier of each call."""
+    """Convert an answer to a message; `call_id` makes the identifier of each call."""
     message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
     if parts.reasoning:
         message["reasoning_content"] = parts.reasoning
     if parts.calls:
+        # As in OpenAI's API, content is null where a message has calls only.
         message["content"] = parts.content or None
-        message["tool_calls"] = [
-            tool_call(call, call_id(place)) for place, call in enumerate(parts.calls)
-        ]
+        tool_calls: list[dict[str, Any]] = []
+        for place, call in enumerate(parts.calls):
+            tool_calls.append(tool_call(call, call_id(place)))
+        message["tool_calls"] = tool_calls
     return message
 
 
 def tool_call(call: Call, identifier: str) -> dict[str, Any]:
-    """Return a call in the form of the API's messages."""
+    """Convert a call to the form of the API's messages."""
     return {
         "id": identifier,
         "type": "function",
@@ -351,22 +386,25 @@ def tool_call(call: Call, identifier: str) -> dict[str, Any]:
 
 
 def with_arguments(messages: Any) -> Any:
-    """Messages whose calls have arguments as objects, which the API spells as JSON and chat
-    templates print. Raises `RequestError` if they are no JSON object.
+    """Parse the arguments of calls in messages, which the API spells as JSON text and chat
+    templates print as objects. Raises `RequestError` if they are no JSON object.
     """
     if not isinstance(messages, list):
         return messages
-    return [
-        _with_objects(message)
-        if isinstance(message, Mapping) and message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    parsed: list[Any] = []
+    for message in messages:
+        # Messages of a wrong type are reported by the chat format.
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            message = _with_objects(message)
+        parsed.append(message)
+    return parsed
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = []
-    for call in message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]:
+    calls: list[Mapping[str, Any]] = []
+    tool_calls = message["tool_calls"]
+    # Anything but a list is one call of the wrong type.
+    for call in tool_calls if isinstance(tool_calls, list) else [None]:
         if isinstance(call, Mapping):
             function = call.get("function")
         else:
@@ -378,14 +416,16 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
                 expected=_CALL,
                 argument="messages",
             )
+        # Some clients send objects already.
         if isinstance(function.get("arguments"), str):
-            call = {**call, "function": {**function, "arguments": _read_arguments(function)}}
+            parsed = {**function, "arguments": _read_arguments(function)}
+            call = {**call, "function": parsed}
         calls.append(call)
     return {**message, "tool_calls": calls}
 
 
 def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, whose JSON may be empty."""
+    """Parse the arguments of a call, whose JSON may be empty."""
     text = function["arguments"]
     if not text.strip():
         return {}
@@ -393,45 +433,54 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
         return strict_object(text, None)
     except RequestError as error:
         # The place is in the problem and not in the path, which a server keeps to itself.
-        problem = (
-            f"the arguments of a call of {format_value(function.get('name'))}: {error.problem}"
-        )
+        name = format_value(function.get("name"))
+        problem = f"the arguments of a call of {name}: {error.problem}"
+        # A line of prompts is no example of arguments.
         expected = '{"...": ...}' if error.expected == EXPECTED else error.expected
         raise error.restate(problem=problem, expected=expected, argument="messages") from error
 
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Log-probabilities of an answer's tokens."""
-    content = []
+    """Convert log-probabilities of an answer's tokens to the form of the chat API."""
+    content: list[dict[str, Any]] = []
     for entry in entries:
-        content.append(
-            {**_entry(entry), "top_logprobs": [_entry(top) for top in entry["top_logprobs"]]}
-        )
+        alternatives = [_entry(alternative) for alternative in entry["top_logprobs"]]
+        content.append({**_entry(entry), "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 
 def text_logprobs(entries: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> dict[str, Any]:
-    """Return log-probabilities of a text's tokens, and where each begins."""
+    """Convert log-probabilities of a text's tokens, and where each begins, to the form of the
+    completions API.
+    """
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    for entry in entries:
+        tokens.append(entry["token"])
+        token_logprobs.append(entry["logprob"])
+        top_logprobs.append(_top_by_text(entry))
     return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [_top_by_text(entry) for entry in entries],
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
         "text_offset": list(offsets),
     }
 
 
 def spell_token_id(token: int) -> str:
-    """Return a name of a token that no other token has, as vLLM spells it."""
+    """Spell a name of a token that no other token has, as vLLM does."""
     return f"token_id:{token}"
 
 
 def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the log-probabilities of a token and of the likeliest tokens in its place, by their
-    texts.
+    """Map the texts of a token and of the likeliest tokens in its place to their
+    log-probabilities.
 
     Several tokens can have the same text: each part of a character is U+FFFD. The token itself
     keeps its text, so that clients find its value under it; others are then named by their ids.
     """
+    # The first token of a prompt, which nothing predicts.
     if entry["logprob"] is None:
         return None
     values = {entry["token"]: entry["logprob"]}
@@ -452,6 +501,7 @@ def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
         logprobs = chat_logprobs(line["logprobs"])
     else:
         logprobs = None
+    # Only an answer that is split into reasoning, content and calls has a message already.
     message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
     return {
         "index": index,

@@ -24,8 +24,9 @@ def build_line(
     *,
     key: str | None = None,
 ) -> dict[str, Any]:
-    """Return what is written of a completion; see `quantkit.jobs.inference.generate_file`.
-    Identifiers of calls are made of `key`, by default the number of the prompt.
+    """Build the line that is written of a completion; see
+    `quantkit.jobs.inference.generate_file`. Identifiers of calls are made of `key`, by default the
+    number of the prompt.
     """
     if prompt.request.echo:
         echoed = len(prompt.request.prompt)
@@ -33,7 +34,7 @@ def build_line(
         echoed = 0
     text = completion.text or ""
     if prompt.begins_answer and not texts.tokenizer.byte_level:
-        # Sentencepiece puts it before a word.
+        # Sentencepiece puts a space before the first word of a text.
         text = text.removeprefix(" ")
     line: dict[str, Any] = {
         "index": number,
@@ -47,9 +48,11 @@ def build_line(
     }
     if prompt.form is not None:
         parts = Parts()
+        # The parser of streams is used here too, so that both ways give the same answer.
         parser = prompt.form.parser()
         parts.add([*parser.feed(text), *parser.close()])
-        identifiers = call_ids(prompt.form, str(number) if key is None else key, completion.sample)
+        id_key = str(number) if key is None else key
+        identifiers = call_ids(prompt.form, id_key, completion.sample)
         line["message"] = chat_message(parts, identifiers)
         line["finish_reason"] = finish_reason(completion, called=bool(parts.calls))
         if prompt.form.reasoning is not None:
@@ -63,11 +66,12 @@ def build_line(
             completion.token_ids, completion.logprobs, texts, prompt.batch
         )
         if prompt.batch and not prompt.messages:
+            # The text of a token can depend on the tokens before it.
             if prompt.request.echo:
-                before = []
+                context = []
             else:
-                before = prompt.request.prompt
-            line["text_offset"] = text_offsets(texts.tokenizer, before, completion.token_ids, text)
+                context = prompt.request.prompt
+            line["text_offset"] = text_offsets(texts.tokenizer, context, completion.token_ids, text)
             end = end_entries(completion, texts, prompt.batch)
             line["logprobs"] += end
             line["text_offset"] += [len(text)] * len(end)
@@ -75,19 +79,23 @@ def build_line(
 
 
 def call_ids(form: AnswerForm, key: str, sample: int) -> Callable[[int], str]:
-    """Identifiers of an answer's calls, by their places; Mistral's templates require 9 letters."""
+    """Make a function that names an answer's calls by their places; Mistral's templates require 9
+    letters.
+    """
 
     def identifier(place: int) -> str:
-        found = hashlib.sha256(f"{key}/{sample}/{place}".encode()).hexdigest()
+        # A hash instead of random numbers: the same inputs give the same bytes.
+        digest = hashlib.sha256(f"{key}/{sample}/{place}".encode()).hexdigest()
         if (form.syntax or "").startswith("mistral"):
-            return found[:9]
-        return f"call_{found[:24]}"
+            return digest[:9]
+        # As long as OpenAI's own identifiers.
+        return f"call_{digest[:24]}"
 
     return identifier
 
 
 def finish_reason(completion: Completion, *, called: bool) -> str:
-    """Why an answer ended, with the API's reason for one that calls tools."""
+    """Choose why an answer ended, with the API's reason for one that calls tools."""
     if called and completion.finish_reason == "stop":
         return "tool_calls"
     return completion.finish_reason
@@ -96,13 +104,16 @@ def finish_reason(completion: Completion, *, called: bool) -> str:
 def entries_of(
     tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts, batch: BatchRequest | None
 ) -> list[dict[str, Any]]:
-    """Return tokens with their log-probabilities, and those of the likeliest in their places;
-    `batch` is of a request in OpenAI's format.
+    """Build the entries of tokens, with their log-probabilities and those of the likeliest in
+    their places; `batch` is of a request in OpenAI's format.
     """
-    entries = []
+    entries: list[dict[str, Any]] = []
     for token, logprob, top in zip(tokens, logprobs.tokens, logprobs.top, strict=True):
         entry = texts.entry(token, logprob, batch)
-        entry["top_logprobs"] = [texts.entry(other, value, batch) for other, value in top.items()]
+        alternatives: list[dict[str, Any]] = []
+        for alternative, value in top.items():
+            alternatives.append(texts.entry(alternative, value, batch))
+        entry["top_logprobs"] = alternatives
         entries.append(entry)
     return entries
 
@@ -110,7 +121,7 @@ def entries_of(
 def end_entries(
     completion: Completion, texts: TokenTexts, batch: BatchRequest
 ) -> list[dict[str, Any]]:
-    """Return the entry of the token that ended a completion; none if something else did.
+    """Build the entry of the token that ended a completion; none if something else did.
 
     OpenAI's completions and vLLM's list this token with its log-probability. lm-eval drops the last
     entry of a prompt that it scores with one new token: without this entry it would drop a token of
@@ -130,16 +141,18 @@ class TokenTexts(dict[int, str]):
         self._spelled = frozenset(self)
 
     def __missing__(self, token: int) -> str:
+        # A tokenizer may drop the space at the start of a text. The second of two equal tokens
+        # keeps it.
         alone = self.tokenizer.decode([token])
-        # It keeps the space before it.
-        text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]
+        text = self.tokenizer.decode([token, token])[len(alone) :]
+        self[token] = text
         return text
 
     def entry(
         self, token: int, logprob: float | None, batch: BatchRequest | None
     ) -> dict[str, Any]:
-        """Return a token with its log-probability, and for a request in OpenAI's format with its
-        bytes.
+        """Build the entry of a token with its log-probability, and for a request in OpenAI's format
+        with its bytes.
         """
         if batch is None:
             return {"token": self[token], "token_id": token, "logprob": logprob}
@@ -155,14 +168,14 @@ class TokenTexts(dict[int, str]):
         }
 
     def _bytes_of(self, token: int) -> list[int] | None:
-        """Return the bytes that a token adds to the text; None if they depend on the tokens
-        before it.
+        """Find the bytes that a token adds to the text; None if they depend on the tokens before
+        it.
         """
         text = self[token]
-        known = self.tokenizer.token_bytes
-        if known is not None and token not in self._spelled:
-            return list(known.of(token) or b"")
-        # Without the bytes, U+FFFD stands for a part of a character.
+        token_bytes = self.tokenizer.token_bytes
+        if token_bytes is not None and token not in self._spelled:
+            return list(token_bytes.of(token) or b"")
+        # A tokenizer without bytes decodes a part of a character to U+FFFD.
         if "\ufffd" in text:
             return None
         return list(text.encode(errors="surrogatepass"))

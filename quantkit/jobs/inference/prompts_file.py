@@ -105,6 +105,7 @@ _KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials", "response_format"
 # Names in quantkit, and arguments of transformers' `apply_chat_template`: they would not reach the
 # template as such.
 _NO_VARIABLES = {"messages", "tools", "self", "budget", "chat_template", "tokenize"}
+# Names of the same options in other programs, for hints.
 _ELSEWHERE = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -120,6 +121,7 @@ _ELSEWHERE = {
 }
 # Samples, as in OpenAI's API: each needs memory.
 _MAX_CONSTRAINED = 128
+# Integers of 64 bits have at most 20 digits.
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
 
 
@@ -158,7 +160,7 @@ class Prompt:
         return self.messages and not self.continued and not self.request.echo
 
     def bound(self, grammars: Grammars) -> Request:
-        """Return the request with its grammar's `Constraint`, which cannot be sent to other
+        """Compile the grammar of the request into a `Constraint`, which cannot be sent to other
         processes.
         """
         if self.grammar is None:
@@ -210,7 +212,7 @@ class PromptReader:
         self._grammars = grammars
 
     def read(self, content: bytes, name: str) -> list[list[Prompt]]:
-        """Return the prompts of each line of a file: one, or those of a request in OpenAI's format.
+        """Read the prompts of each line of a file: one, or those of a request in OpenAI's format.
 
         Args:
             name: of the file, for messages.
@@ -220,50 +222,47 @@ class PromptReader:
                 number.
             CheckpointError: if the model's chat template or generation_config.json is damaged.
         """
-        lines = list[list[Prompt]]()
-        seen = dict[str, int]()
+        lines: list[list[Prompt]] = []
+        line_numbers: dict[str, int] = {}
+        other_models = set[str]()
         for number, values in objects(content, name):
             batch = None
             with at_place(f"{name}:{number}"):
                 if is_batch_line(values):
                     batch, values = from_batch_line(values, self._folder.name)
-                    if (before := seen.setdefault(batch.custom_id, number)) != number:
+                    # Callers find an answer by its `custom_id`.
+                    first_number = line_numbers.setdefault(batch.custom_id, number)
+                    if first_number != number:
                         raise RequestError(
-                            f"'custom_id' is that of line {before}",
+                            f"'custom_id' is that of line {first_number}",
                             found=format_value(batch.custom_id),
                         )
-                given = {key: value for key, value in values.items() if value is not None}
-                _require_known(values, _KEYS | {*OF_TOOLS} if batch else _KEYS)
-                kind = _find_prompt_key(given)
+                    if batch.model is not None and batch.model != self._folder.name:
+                        other_models.add(batch.model)
+                line_values = {key: value for key, value in values.items() if value is not None}
+                known_keys = _KEYS | {*OF_TOOLS} if batch else _KEYS
+                _require_known(values, known_keys)
+                kind = _find_prompt_key(line_values)
             if kind == "messages":
-                # An error in the model's folder is not the line's.
-                _ = (
-                    self._chat,
-                    self._chat_defaults,
-                )
+                self._load_chat_format()
             with at_place(f"{name}:{number}", batch.names if batch else {}):
                 if "id" in values:
                     known_by = {"id": values["id"]}
                 else:
                     known_by = {}
-                lines.append(self._build_prompts(given, known_by, batch))
-        batches = []
-        for prompts in lines:
-            for prompt in prompts:
-                if prompt.batch:
-                    batches.append(prompt.batch)
-        others = {batch.model for batch in batches if batch.model not in (None, self._folder.name)}
-        if others:
+                lines.append(self._build_prompts(line_values, known_by, batch))
+        # No error: files made for another name of the same model can be used as they are.
+        if other_models:
             _log.warning(
                 "%s: the requests name %s; %s answers them",
                 name,
-                ", ".join(sorted(others)),
+                ", ".join(sorted(other_models)),
                 self._folder.name,
             )
         return lines
 
     def read_request(self, url: str, number: str, body: Mapping[str, Any]) -> list[Prompt]:
-        """Return the prompts of a request to OpenAI's API.
+        """Read the prompts of a request to OpenAI's API.
 
         Args:
             url: the path of the API.
@@ -275,21 +274,26 @@ class PromptReader:
         batch, values = from_batch_line(
             {"custom_id": number, "url": url, "body": body}, self._folder.name
         )
-        given = {key: value for key, value in values.items() if value is not None}
-        kind = _find_prompt_key(given)
+        line_values = {key: value for key, value in values.items() if value is not None}
+        kind = _find_prompt_key(line_values)
         if kind == "messages":
-            _ = self._chat, self._chat_defaults
+            self._load_chat_format()
         with at_place(None, batch.names):
-            return self._build_prompts(given, {}, batch)
+            return self._build_prompts(line_values, {}, batch)
+
+    def _load_chat_format(self) -> None:
+        """Load the chat format and the sampling defaults outside of `at_place`: an error in the
+        model's folder is not one of the line.
+        """
+        _ = self._chat
+        _ = self._chat_defaults
 
     def _build_prompts(
         self, line_values: Mapping[str, Any], known_by: dict[str, Any], batch: BatchRequest | None
     ) -> list[Prompt]:
-        """Return the prompts of one line, of which only a request in OpenAI's format has
-        several.
-        """
+        """Build the prompts of one line, of which only a request in OpenAI's format has several."""
         lines = [line_values] if batch is None else split_prompts(line_values)
-        prompts = []
+        prompts: list[Prompt] = []
         for number, line in enumerate(lines):
             place = number if len(lines) > 1 else None
             prompt = self._build_prompt(
@@ -308,23 +312,29 @@ class PromptReader:
         api: bool,
         place: int | None,
     ) -> Prompt:
-        """Return a prompt of a line; `place` is its number among several."""
+        """Build a prompt of a line; `place` is its number among several."""
         tools = None
         if api and kind == "messages":
             with concerning("tools"):
-                tools = check_tools(*(line_values.get(key) for key in OF_TOOLS))
-            line_values = {**line_values, "tools": None if tools is None else tools.definitions}
+                tool_options = [line_values.get(key) for key in OF_TOOLS]
+                tools = check_tools(*tool_options)
+            # With "tool_choice": "none" there are no tools, and the template must not show them.
+            definitions = None if tools is None else tools.definitions
+            line_values = {**line_values, "tools": definitions}
+        # The sampling options in generation_config.json are meant for conversations. Other prompts
+        # are continued greedily by default, as by `quantkit.generate`.
         if kind == "messages":
             defaults = self._chat_defaults
         else:
             defaults = {}
-        chosen = {
-            **defaults,
-            **self._options,
-            **{key: line_values[key] for key in OPTIONS & line_values.keys()},
-        }
+        line_options = {key: line_values[key] for key in OPTIONS & line_values.keys()}
+        chosen = {**defaults, **self._options, **line_options}
+        # Without a number, the answer may fill the context. The length of the prompt, which that
+        # depends on, is not known before the options are checked.
         fills = chosen.get("max_new_tokens") is None
-        request, stop = parse_request_options({**chosen, "max_new_tokens": 1} if fills else chosen)
+        if fills:
+            chosen["max_new_tokens"] = 1
+        request, stop = parse_request_options(chosen)
         if request.scores_prompt and not self._prompt_logprobs:
             raise no_prompt_logprobs("echo" if "echo" in line_values else "logprobs")
         with concerning(kind, place):
@@ -340,12 +350,12 @@ class PromptReader:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
         with concerning(kind, place):
             request = with_prompt(self._config, request, cut, self._max_tokens)
-        wanted = line_values.get("response_format")
+        response_format = line_values.get("response_format")
         grammar = None
         form = None
-        if wanted is not None:
+        if response_format is not None:
             with concerning("response_format"):
-                grammar = response_grammar(wanted)
+                grammar = response_grammar(response_format)
         if api and kind == "messages":
             with concerning("tools"):
                 form, calls = self._form(tools, ids)
@@ -356,9 +366,10 @@ class PromptReader:
                     argument="response_format",
                 )
             grammar = grammar or calls
-            request = replace(
-                request, spelled={} if form is None else form.find_hidden_marks(self._tokenizer)
-            )
+            # Special tokens leave no text. Those that mark the parts of an answer are spelled out
+            # for its parser.
+            spelled = {} if form is None else form.find_hidden_marks(self._tokenizer)
+            request = replace(request, spelled=spelled)
         result = Prompt(
             request,
             stop,
@@ -369,12 +380,12 @@ class PromptReader:
             grammar,
             form,
         )
-        if kind == "messages" and line_values.get("chat_template_kwargs", {}).get(
-            "continue_final_message"
-        ):
-            result = replace(result, continued=True)
+        if kind == "messages":
+            variables = line_values.get("chat_template_kwargs", {})
+            if variables.get("continue_final_message"):
+                result = replace(result, continued=True)
         if grammar is not None:
-            if wanted is not None:
+            if response_format is not None:
                 name = "response_format"
             else:
                 name = "tool_choice"
@@ -383,13 +394,18 @@ class PromptReader:
         return result
 
     def _form(self, tools: Tools | None, ids: list[int]) -> tuple[AnswerForm | None, str | None]:
-        """Return the form of an answer, and the grammar of the calls that it must have."""
+        """Find the form of an answer, and the grammar of the calls that it must have."""
+        # A template may print the mark that begins the reasoning, so the prompt matters.
         reasoning = reasoning_of(self._tokenizer, ids)
         if tools is None:
-            return None if reasoning is None else AnswerForm(reasoning=reasoning), None
-        assert isinstance(self._chat, TemplateChat)  # others refuse tools
-        known = self._tokenizer.special_tokens or {}
-        if (syntax := syntax_of(self._chat.source(with_tools=True), known)) is None:
+            if reasoning is None:
+                return None, None
+            return AnswerForm(reasoning=reasoning), None
+        # Other formats have refused the tools while the prompt was encoded.
+        assert isinstance(self._chat, TemplateChat)
+        special_tokens = self._tokenizer.special_tokens or {}
+        syntax = syntax_of(self._chat.source(with_tools=True), special_tokens)
+        if syntax is None:
             raise RequestError(
                 "the way in which this model calls tools is not known",
                 hint='leave them out, or "tool_choice": "none"',
@@ -401,9 +417,12 @@ class PromptReader:
         """Raise a `RequestError` if the grammar of a prompt is not supported."""
         if self._grammars is None:
             raise RequestError("answers are not restricted through XLA", hint=f"leave out '{name}'")
-        if (samples := prompt.request.samples) > _MAX_CONSTRAINED:
+        samples = prompt.request.samples
+        if samples > _MAX_CONSTRAINED:
             expected = f"at most {_MAX_CONSTRAINED} with a {name}"
             raise RequestError("n is out of range", found=samples, expected=expected, argument="n")
+        # The result is dropped. A grammar that cannot be compiled is reported here, before the
+        # request is run.
         prompt.bound(self._grammars)
 
     def _require_few_constrained(self, prompt: Prompt, count: int) -> None:
@@ -422,7 +441,7 @@ class PromptReader:
     def _encode_prompt(self, kind: str, line_values: Mapping[str, Any]) -> list[int]:
         value = line_values[kind]
         if kind == "token_ids":
-            if not isinstance(value, list) or not all(type(one) is int for one in value):
+            if not isinstance(value, list) or not all(type(item) is int for item in value):
                 raise wrong_type("token_ids", value, "a list of token ids")
             return prompt_ids(value)
         if kind == "prompt":
@@ -434,14 +453,13 @@ class PromptReader:
         variables = line_values.get("chat_template_kwargs", {})
         if not isinstance(value, list):
             raise wrong_type("messages", value, "a list of objects with a role and a content")
-        if tools is not None and not (
-            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-        ):
+        if tools is not None and not _is_list_of_objects(tools):
             raise wrong_type("tools", tools, "a list of objects")
         if not isinstance(variables, dict):
             raise wrong_type("chat_template_kwargs", variables, "an object")
-        if taken := variables.keys() & _NO_VARIABLES:
-            problem = f"'{min(taken)}' is no variable of the template's own"
+        reserved = variables.keys() & _NO_VARIABLES
+        if reserved:
+            problem = f"'{min(reserved)}' is no variable of the template's own"
             raise RequestError(problem, argument="chat_template_kwargs")
         return self._chat.encode(value, tools=tools, **variables)
 
@@ -455,17 +473,19 @@ class PromptReader:
 
 
 def read_input(file: str | Path, description: str) -> bytes:
-    """Return the content of a file, or of stdin for ``-``.
+    """Read the content of a file, or of stdin for ``-``.
 
     Args:
-        what: it contains, for the error.
+        description: of the content, for the error.
 
     Raises:
         RequestError: if it cannot be read.
     """
     name = str(file)
     try:
-        with open(0 if name == STDIN else file, "rb", closefd=name != STDIN) as source:
+        # Descriptor 0 is stdin, which stays open for others.
+        is_stdin = name == STDIN
+        with open(0 if is_stdin else file, "rb", closefd=not is_stdin) as source:
             return source.read()
     except OSError as error:
         raise RequestError(
@@ -474,19 +494,22 @@ def read_input(file: str | Path, description: str) -> bytes:
 
 
 def parse_request_options(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
-    """Options as a request without its prompt, and the strings at which its text ends. Raises
-    `RequestError` for a value of the wrong type or out of its range.
+    """Convert options to a request without its prompt, and the strings at which its text ends.
+    Raises `RequestError` for a value of the wrong type or out of its range.
     """
     stop = stop_strings(chosen.get("stop", ()))
     sampling: Any = {}
     for key in SamplingOptions.__annotations__:
         if key in chosen:
             sampling[key] = chosen[key]
-    if isinstance(bias := sampling.get("logit_bias"), dict):
+    bias = sampling.get("logit_bias")
+    if isinstance(bias, dict):
         tokens = [_as_token(key) for key in bias]
-        if (twice := find_duplicate(tokens)) is not None:
+        # Spellings such as "7" and "07" differ as keys of JSON, but name one token.
+        duplicate = find_duplicate(tokens)
+        if duplicate is not None:
             raise RequestError(
-                "`logit_bias` names a token twice", found=twice, argument="logit_bias"
+                "`logit_bias` names a token twice", found=duplicate, argument="logit_bias"
             )
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = chosen.get("echo", False)
@@ -502,16 +525,22 @@ def parse_request_options(chosen: Mapping[str, Any]) -> tuple[Request, list[str]
     return request, stop
 
 
+def _is_list_of_objects(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, dict) for item in value)
+
+
 def _as_token(key: Any) -> Any:
-    """Return a token id, which JSON spells as a string."""
+    """Parse a token id, which JSON spells as a string."""
     if isinstance(key, str) and _NUMBER.fullmatch(key):
         return int(key)
     return key
 
 
 def _find_prompt_key(line_values: Mapping[str, Any]) -> str:
-    """Return which key holds the prompt. Raises `RequestError` unless there is just one, and
-    nothing that goes with another.
+    """Find the key of the prompt. Raises `RequestError` unless there is just one, and nothing that
+    goes with another.
     """
     kinds = [key for key in _PROMPTS if key in line_values]
     if not kinds:
@@ -537,13 +566,16 @@ def _find_prompt_key(line_values: Mapping[str, Any]) -> str:
 def _require_known(values: Mapping[str, Any], known_keys: Collection[str]) -> None:
     """Raise a `RequestError` for an unknown key."""
     for key in values:
+        # These are known and never supported, so a similar name would be no help.
         if key in BEAM_SEARCH:
             raise no_beam_search(key)
         if key not in known_keys:
-            close = difflib.get_close_matches(key, known_keys, 1)
-            meant = _ELSEWHERE.get(key) or (close[0] if close else None)
-            if meant:
-                hint = f"did you mean '{meant}'?"
+            if key in _ELSEWHERE:
+                suggestions = [_ELSEWHERE[key]]
+            else:
+                suggestions = difflib.get_close_matches(key, known_keys, 1)
+            if suggestions:
+                hint = f"did you mean '{suggestions[0]}'?"
             else:
                 hint = None
             raise RequestError(f"unknown key {format_value(key)}", hint=hint, argument=key)

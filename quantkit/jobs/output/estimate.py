@@ -30,12 +30,9 @@ from quantkit.tensors.dtypes import DType
 
 # What the mathematics libraries and threads set up once work begins.
 _LIBRARIES = 40 << 20
-
-
 # What oneDNN keeps for each shape that the solver and experts multiply.
 _PRODUCTS = 60 << 20
-
-
+# Steps of a shorter job are not listed.
 _LONG_SECONDS = 20
 
 
@@ -84,23 +81,22 @@ class Estimate:
     )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
+        """Convert all of it to plain values."""
         return asdict(self)
 
     def line(self) -> str:
-        """Return the figures in one line, for whoever is about to wait."""
-        taken = [f"memory {size_text(self.memory_bytes)}"]
+        """Write the figures in one line, for whoever is about to wait."""
+        figures = [f"memory {size_text(self.memory_bytes)}"]
         if self.device_bytes:
-            taken.append(f"GPU memory {size_text(self.device_bytes)}")
+            figures.append(f"GPU memory {size_text(self.device_bytes)}")
+        duration = _duration(self.seconds)
         if self.resumed:
-            most = ("at most ", ", as an interrupted run is continued")
-        else:
-            most = ("", "")
-        taken += [f"time {most[0]}{_duration(self.seconds)}{most[1]}", f"disk {self._disk()}"]
-        return "; ".join([f"this takes about {', '.join(taken)}", *self._hints()])
+            duration = f"at most {duration}, as an interrupted run is continued"
+        figures += [f"time {duration}", f"disk {self._disk()}"]
+        return "; ".join([f"this takes about {', '.join(figures)}", *self._hints()])
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Write the report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
             f"linear layers: {kinds}",
@@ -109,10 +105,11 @@ class Estimate:
             f"time: about {_duration(self.seconds)} on this machine{self._steps()}",
         ]
         if self.efforts:
-            each = ", ".join(
-                f"{name} {_duration(seconds)}" for name, seconds in self.efforts.items()
-            )
-            out.append(f"time by `effort`: {each}")
+            durations: list[str] = []
+            for name, seconds in self.efforts.items():
+                durations.append(f"{name} {_duration(seconds)}")
+            out.append(f"time by `effort`: {', '.join(durations)}")
+        # Next to the lines that they belong to.
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
         if self.kv_cache is not None:
@@ -122,10 +119,11 @@ class Estimate:
                 f"first: the source model is checked on {self.source_check_tokens} tokens of text;"
                 " see `source_check`"
             )
-        return [*out, *self._hints(), *(f"note: {note}" for note in self.notes)]
+        notes = [f"note: {note}" for note in self.notes]
+        return [*out, *self._hints(), *notes]
 
     def _disk(self) -> str:
-        """Return the size of the output, by its weights where it is compared with the source, and
+        """Write the size of the output, by its weights where it is compared with the source, and
         of activations.
         """
         if self.weights is None:
@@ -133,21 +131,20 @@ class Estimate:
         else:
             size = self.weights.text()
         if self.scratch_bytes:
-            more = f", and {size_text(self.scratch_bytes)} of activations while it runs"
-        else:
-            more = ""
-        return f"{size}{more}"
+            return f"{size}, and {size_text(self.scratch_bytes)} of activations while it runs"
+        return size
 
     def _steps(self) -> str:
-        """Return the steps that take a noticeable part of the time, if it is long."""
+        """List the steps that take a noticeable part of the time, if it is long."""
         if self.seconds < _LONG_SECONDS:
             return ""
-        long = []
-        for name, step in self.steps.items():
-            if step > self.seconds / 20:
-                long.append(f"{name} {_duration(step)}")
-        if len(long) > 1:
-            return f": {', '.join(long)}"
+        long_steps: list[str] = []
+        for name, seconds in self.steps.items():
+            if seconds > self.seconds / 20:
+                long_steps.append(f"{name} {_duration(seconds)}")
+        # A single step takes about all of the time, which is stated already.
+        if len(long_steps) > 1:
+            return f": {', '.join(long_steps)}"
         return ""
 
     def _hints(self) -> list[str]:
@@ -168,36 +165,44 @@ def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
 
 
 def process_bytes() -> int:
-    """Return what the process has in memory once work begins."""
+    """Estimate what the process has in memory once work begins."""
     return resident_bytes() + _LIBRARIES + _PRODUCTS
 
 
 def side_bytes(files: Mapping[str, bytes | Path]) -> int:
-    """Return the size of the files next to the weights."""
-    return sum(
-        len(content) if isinstance(content, bytes) else content.stat().st_size
-        for content in files.values()
-    )
+    """Add up the sizes of the files next to the weights."""
+    size = 0
+    for content in files.values():
+        if isinstance(content, bytes):
+            size += len(content)
+        else:
+            size += content.stat().st_size
+    return size
 
 
 def _streaming(source: Checkpoint, encoder: Encoder) -> int:
-    """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under
-    way.
+    """Estimate the peak of a stream of tensors: the largest as it is read, cast or split, and what
+    is under way.
     """
     largest = 0
-    for item in encoder.planned:
-        if is_scale(item.name):
+    for spec in encoder.planned:
+        # Scales of a KV cache are small, and have no tensor of the model to look up.
+        if is_scale(spec.name):
             continue
-        count = math.prod(item.shape)
-        dtype = source.info(resolve_stored_name(source, item.name)).dtype
-        copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
-        largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
+        count = math.prod(spec.shape)
+        dtype = source.info(resolve_stored_name(source, spec.name)).dtype
+        size = count * dtype.itemsize
+        # A cast or a change of layout needs a second tensor next to the one that was read.
+        if spec.scheme is None and (spec.dtype != dtype or encoder.rearranges):
+            size += count * spec.dtype.itemsize
+        largest = max(largest, size)
+    # Parts of a tensor on disk are buffered until all are there, and then joined in a copy.
     largest = max(largest, 2 * encoder.max_buffered_bytes)
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 
 
 def count_checked_tokens(source: Checkpoint, source_check: bool) -> int:
-    """Tokens on which the source is tried before anything is written."""
+    """Count the tokens on which the source is tried before anything is written."""
     tokenizer, _ = load_checked_tokenizer(source)
     if source_check and tokenizer is not None:
         return window_length(source)
@@ -205,33 +210,36 @@ def count_checked_tokens(source: Checkpoint, source_check: bool) -> int:
 
 
 def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
-    """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one
-    layer's codes.
+    """Estimate the peak of a pass through models on disk: a head, hidden states, one batch in a
+    layer, one layer's codes.
     """
     config = source.config
     if config.tensors is not None:
-        weights = (DType.FLOAT32.itemsize + DType(config.dtype).itemsize) * costs.largest_block(
-            config
-        )
+        # transformers runs blocks in float32, next to their tensors as read.
+        element_bytes = DType.FLOAT32.itemsize + DType(config.dtype).itemsize
+        weights = element_bytes * costs.largest_block(config)
     else:
         counts = sizes(config)
-        groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
-        weights = 3 * max(
-            counts[linear.dims[0]] * counts[linear.dims[1]]
-            for group in groups
-            for linear in group.linears
-        )
+        largest = 0
+        for layer in layer_kinds(config):
+            for group in input_groups(config, layer):
+                for linear in group.linears:
+                    rows, columns = linear.dims
+                    largest = max(largest, counts[rows] * counts[columns])
+        weights = 3 * largest
+    # Float32 states: input and output of the layer for each model, and four in its widest part.
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
-    head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
-    if config.runnable:
-        head += 0
-    else:
-        head += config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
+    head_weights = config.vocab_size * config.hidden_size
+    head = head_weights * DType(config.dtype).itemsize
+    # Through transformers the head is multiplied in float32.
+    if not config.runnable:
+        head += head_weights * DType.FLOAT32.itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + weights
 
 
 def _duration(seconds: float) -> str:
+    # Rounded up: an estimate should not promise less.
     if seconds < 90:
         return f"{max(math.ceil(seconds), 1)} s"
     if seconds < 5400:

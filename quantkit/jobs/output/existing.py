@@ -39,7 +39,7 @@ _HINT = "choose another name or remove it"
 
 
 def is_finished(dst: Path, if_exists: IfExists) -> bool:
-    """Return whether there is a finished output that may be kept.
+    """Look for a finished output that may be kept.
 
     Raises:
         DestinationError: if an unfinished one is next to it.
@@ -49,16 +49,18 @@ def is_finished(dst: Path, if_exists: IfExists) -> bool:
         return False
     partial = partial_folder(dst)
     with destination_errors(dst):
-        whole = is_there(dst)
-        there = is_there(manifest_path(dst))
-        unfinished = is_there(partial)
-    if whole and unfinished:
+        has_output = is_there(dst)
+        has_manifest = is_there(manifest_path(dst))
+        has_partial = is_there(partial)
+    if has_output and has_partial:
+        # A lock in the partial folder shows whether another job is writing there.
         require_room_to_build(partial, resume=True)
         problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
         raise DestinationError(
             problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}"
         )
-    return (whole or there) and not unfinished
+    # Several GGUF files have a manifest, and none is named as the destination.
+    return (has_output or has_manifest) and not has_partial
 
 
 def require_folders(dst: Path, folders: Collection[str]) -> None:
@@ -68,11 +70,11 @@ def require_folders(dst: Path, folders: Collection[str]) -> None:
     if "" in folders:
         return
     with destination_errors(dst):
+        existing_names = set[str]()
         if dst.is_dir():
-            found = {path.name for path in dst.iterdir()} - {JOURNAL}
-        else:
-            found = set()
-    if found != {*folders}:
+            existing_names = {path.name for path in dst.iterdir()}
+    # A run that was killed right after the rename leaves its journal.
+    if existing_names - {JOURNAL} != {*folders}:
         raise _differs(dst, "to")
 
 
@@ -88,12 +90,15 @@ class Existing:
 
     @classmethod
     def read(cls, dst: Path, progress: Progress) -> Existing:
-        """Return an output whose files, with the model card, have the hashes of its manifest."""
+        """Open an output and require that its files, with the model card, have the hashes of its
+        manifest.
+        """
         with _as_written(dst):
-            made, edited = require_as_written(dst, progress=progress)
-        result = cls(dst, made)
+            existing_manifest, edited = require_as_written(dst, progress=progress)
+        result = cls(dst, existing_manifest)
         if edited:
-            raise result.differs(*(f"file {name}" for name in edited))
+            edited_files = [f"file {name}" for name in edited]
+            raise result.differs(*edited_files)
         return result
 
     def require_inputs(
@@ -103,15 +108,18 @@ class Existing:
         `details`.
         """
         source = work.source
-        made = self.manifest
-        details = {**details, **({"computed_by": work.computed_by} if work.computed_by else {})}
+        if work.computed_by:
+            details = {**details, "computed_by": work.computed_by}
         hashes = source_hashes(source).result(progress)
-        now = manifest.build(work.job, source.format, hashes, {}, details, origin(source.path))
-        before, now = (
-            {key: one[key] for key in one if key not in _MEASURED} for one in (made, now)
+        expected_manifest = manifest.build(
+            work.job, source.format, hashes, {}, details, origin(source.path)
         )
-        checked = {"source_check": made.get("source_check") != NOT_CHECKED}
-        self.require(before | checked, now | {"source_check": source_check})
+        existing_values = _drop_measured(self.manifest)
+        expected = _drop_measured(expected_manifest)
+        # What the check measured is not known yet, only whether it was made.
+        existing_values["source_check"] = self.manifest.get("source_check") != NOT_CHECKED
+        expected["source_check"] = source_check
+        self.require(existing_values, expected)
 
     def require_files(self, work: Work, card: Mapping[str, bytes] | None = None) -> None:
         """Compare the names of all files, the content of those next to the weights, and the
@@ -119,17 +127,18 @@ class Existing:
         """
         encoder = work.encoder
         files = self.manifest["files"]
-        written = {**work.side_files, **encoder.extra_files(), **(card or {})}
-        now = {name: content_hash(content) for name, content in written.items()}
-        now |= {name: files.get(name) for name in encoder.files()}
-        why = dict.fromkeys(card or (), " (license, base model, or SRC's name or README)")
-        found, expected = (
-            {f"file {name}{why.get(name, '')}": one[name] for name in one} for one in (files, now)
-        )
-        self.require(found, expected)
+        side_files = {**work.side_files, **encoder.extra_files(), **(card or {})}
+        expected = {name: content_hash(content) for name, content in side_files.items()}
+        # The hashes of weights are not known before they are computed; only the names count here.
+        for name in encoder.files():
+            expected[name] = files.get(name)
+        # The content of a card depends on more than options and weights.
+        reasons = dict.fromkeys(card or (), " (license, base model, or SRC's name or README)")
+        self.require(_describe_files(files, reasons), _describe_files(expected, reasons))
         if self.dst.is_file() and self.dst.name not in files:
             # The manifest is that of several files.
             raise self.differs(f"file {self.dst.name}")
+        # Headers have names, shapes and types of all tensors, and are made without the weights.
         for name, header in encoder.headers().items():
             path = manifest_path(self.dst).with_name(name)
             with destination_errors(path), path.open("rb") as file:
@@ -138,27 +147,28 @@ class Existing:
 
     def require(self, existing_values: dict[str, Any], expected: Mapping[str, object]) -> None:
         """Compare parts of the manifest with what the job would write there."""
-        now = json.loads(json.dumps(expected))
-        if existing_values != now:
-            raise self.differs(*find_changed_keys(existing_values, now))
+        # As the manifest was read: JSON turns tuples into lists, and keys into strings.
+        expected_values = json.loads(json.dumps(expected))
+        if existing_values != expected_values:
+            raise self.differs(*find_changed_keys(existing_values, expected_values))
 
     def read_passed_check(
         self, kind: Any, key: str, *, accepted: bool = False, **fields: object
     ) -> Any:
-        """Return a check of the manifest, if it was passed, or its failure was and is `accepted`;
-        with these fields.
+        """Read a check of the manifest, with these fields, and require that it was passed, or that
+        its failure was and is `accepted`.
         """
         with _as_written(self.dst):
             check = kind.from_json(self.manifest.get(key), manifest_path(self.dst))
-        self.require(
-            {key: self.manifest[key]}, {key: replace(check, **fields).to_json(accepted=accepted)}
-        )
+        # The fields, such as the text of a certificate, must be those that this job would write.
+        expected = replace(check, **fields).to_json(accepted=accepted)
+        self.require({key: self.manifest[key]}, {key: expected})
         if check.problem() is not None and not accepted:
             raise self.differs(f"{key} (passed)")
         return check
 
     def open_weights(self, work: Work) -> StoredCheckpoint:
-        """Return its weights."""
+        """Open its weights."""
         if self.dst.is_dir():
             path = self.dst
         else:
@@ -169,8 +179,21 @@ class Existing:
             return result
 
     def differs(self, *names: str) -> DestinationError:
-        """Return the error for what differs."""
+        """Build the error for what differs."""
         return _differs(self.dst, *names)
+
+
+def _drop_measured(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a manifest without what is measured."""
+    return {key: value for key, value in values.items() if key not in _MEASURED}
+
+
+def _describe_files(hashes: Mapping[str, object], reasons: Mapping[str, str]) -> dict[str, object]:
+    """Name each file for an error, with a reason why it may differ."""
+    described: dict[str, object] = {}
+    for name, digest in hashes.items():
+        described[f"file {name}{reasons.get(name, '')}"] = digest
+    return described
 
 
 def _differs(dst: Path, *names: str) -> DestinationError:

@@ -19,7 +19,7 @@ _MAX_LISTED_LAYERS = 8
 
 
 def file_name(path: str | Path) -> str | None:
-    """Return the last part of a path, if it reads as a name."""
+    """Find the last part of a path, if it reads as a name."""
     name = Path(path).absolute().name
     if _PLAIN.fullmatch(name):
         return name
@@ -27,8 +27,8 @@ def file_name(path: str | Path) -> str | None:
 
 
 def model_name(source: Checkpoint, base: str | None = None) -> str:
-    """Return the name of a model; if none is known, that of its folder or file, or its
-    architecture. `base` is as in `find_model_name`.
+    """Find the name of a model; if none is known, that of its folder or file, or its architecture.
+    `base` is as in `find_model_name`.
     """
     if source.path.suffix == GGUF:
         path = source.path.with_suffix("")
@@ -38,49 +38,53 @@ def model_name(source: Checkpoint, base: str | None = None) -> str:
 
 
 def find_model_name(source: Checkpoint, base: str | None = None) -> str | None:
-    """Return the name of a model in its model card or GGUF's metadata, on a hub, without the owner,
+    """Find the name of a model in its model card or GGUF's metadata, on a hub, without the owner,
     or in its config.
 
     Args:
         base: its name on a hub, if it was requested.
     """
-    found = (
+    # In order of trust. A config keeps the name of the model that it was copied from.
+    full_name = (
         base
         or read_model_name(source.path)
         or find_base_model(source)
         or read_config_name(source.path)
     )
-    if found is None:
+    if full_name is None:
         return None
-    return found.rpartition("/")[2]
+    return full_name.rpartition("/")[2]
 
 
 def find_base_model(source: Checkpoint) -> str | None:
-    """Return the source's name on a hub, ``owner/name``, if its config, its place in the hub's
+    """Find the source's name on a hub, ``owner/name``, if its config, its place in the hub's
     cache, or its manifest shows one.
     """
     hub = origin(source.path)
+    # Outside of the hub's cache.
     if hub is None:
         return read_base_model(source.path)
     return _read_qualified_name(source.path) or hub["name"]
 
 
 def read_base_model(model: Path) -> str | None:
-    """Return the name of a model's source on a hub, ``owner/name``, if its config or its manifest
+    """Read the name of a model's source on a hub, ``owner/name``, if its config or its manifest
     states one.
     """
-    made = manifest_or_empty(model).get("source")
-    if isinstance(made, dict):
-        hub = made.get("hub")
-    else:
-        hub = None
-    if isinstance(hub, dict):
-        name = hub.get("name")
-    else:
-        name = None
-    return _read_qualified_name(model) or (
-        name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None
-    )
+    qualified_name = _read_qualified_name(model)
+    if qualified_name is not None:
+        return qualified_name
+    # The manifest is not checked here, so each part may have any type.
+    source = manifest_or_empty(model).get("source")
+    if not isinstance(source, dict):
+        return None
+    hub = source.get("hub")
+    if not isinstance(hub, dict):
+        return None
+    name = hub.get("name")
+    if isinstance(name, str) and HUB_NAME.fullmatch(name):
+        return name
+    return None
 
 
 def _read_qualified_name(model: Path) -> str | None:
@@ -91,73 +95,77 @@ def _read_qualified_name(model: Path) -> str | None:
 
 
 def read_config_name(model: Path) -> str | None:
-    """Return the name in a model's config.json, with or without the owner; None if there is none,
-    or a path.
+    """Read the name in a model's config.json, with or without the owner; None if there is none, or
+    a path.
     """
     config = model / "config.json"
-    if config.is_file():
-        named = read_json(config).get("_name_or_path")
-    else:
-        named = None
-    if isinstance(named, str) and HUB_NAME.fullmatch(named):
-        return named
+    if not config.is_file():
+        return None
+    # transformers writes what it loaded the model from: a name on the hub, or a local path.
+    name = read_json(config).get("_name_or_path")
+    if isinstance(name, str) and HUB_NAME.fullmatch(name):
+        return name
     return None
 
 
 def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
-    """Modules in few words: whole layers by number, others by name with the layers that contain
-    them.
+    """Name modules in few words: whole layers by number, others by name with the layers that
+    contain them.
 
     Args:
         every: all modules of the model.
     """
     every_in_layers = _by_layer(every)
-    in_layers = {
-        layer: _merge_experts(names, every_in_layers[layer])
-        for layer, names in _by_layer(modules).items()
-    }
-    whole = [
-        layer
-        for layer, names in in_layers.items()
-        if layer and names == _merge_experts(every_in_layers[layer], every_in_layers[layer])
-    ]
+    complete_layers: list[str] = []
     layers_of: dict[str, list[str]] = {}
-    for layer, names in in_layers.items():
-        for name in names if layer not in whole else ():
+    for layer, layer_modules in _by_layer(modules).items():
+        every_in_layer = every_in_layers[layer]
+        names = _merge_experts(layer_modules, every_in_layer)
+        # The empty layer has what is outside of layers, such as the head.
+        if layer and names == _merge_experts(every_in_layer, every_in_layer):
+            complete_layers.append(layer)
+            continue
+        for name in names:
             layers_of.setdefault(name, []).append(layer)
-    names_in: dict[str, list[str]] = {}
+    # Names that occur in the same layers share a part of the text.
+    names_by_place: dict[str, list[str]] = {}
     for name, layers in layers_of.items():
-        names_in.setdefault(f" of layer{_numbers(layers)}" if layers[0] else "", []).append(
-            f"`{name}`"
-        )
-    if whole:
-        parts = [f"all of layer{_numbers(whole)}"]
-    else:
-        parts = []
-    return "; ".join([*parts, *(", ".join(names) + where for where, names in names_in.items())])
+        place = f" of layer{_numbers(layers)}" if layers[0] else ""
+        names_by_place.setdefault(place, []).append(f"`{name}`")
+    parts: list[str] = []
+    if complete_layers:
+        parts.append(f"all of layer{_numbers(complete_layers)}")
+    for place, names in names_by_place.items():
+        parts.append(", ".join(names) + place)
+    return "; ".join(parts)
 
 
 def _merge_experts(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Return the names in a layer; a linear that all experts have is one name."""
+    """Shorten the names in a layer: a linear that all experts have is one name."""
 
     def numberless(name: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
     counts = Counter(map(numberless, names))
     all_counts = Counter(map(numberless, every))
-    merged = (
-        numberless(name) if counts[numberless(name)] == all_counts[numberless(name)] else name
-        for name in names
-    )
-    return list(dict.fromkeys(merged))
+    # A dict keeps the order and drops repetitions.
+    merged: dict[str, None] = {}
+    for name in names:
+        short_name = numberless(name)
+        is_complete = counts[short_name] == all_counts[short_name]
+        merged[short_name if is_complete else name] = None
+    return list(merged)
 
 
 def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of modules in each layer, by its number; "" for those outside the layers."""
+    """Group the names of modules by the number of their layer; "" for those outside the layers."""
     names: dict[str, list[str]] = {}
     for module in modules:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        names.setdefault(match[1] if match else "", []).append(match[2] if match else module)
+        if match:
+            names.setdefault(match[1], []).append(match[2])
+        else:
+            names.setdefault("", []).append(module)
     return names
 
 

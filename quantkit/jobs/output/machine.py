@@ -8,7 +8,8 @@ from quantkit.model.column_kernels import kernels_name
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """Return what sums of floats depend on, and so do solved and weighted codes."""
+    """Describe what sums of floats depend on, and so do solved and weighted codes."""
+    # Each of these changes the order in which floats are added.
     return {
         "torch": torch.__version__,
         "number of threads": torch.get_num_threads(),

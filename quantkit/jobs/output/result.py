@@ -48,7 +48,7 @@ class ConvertResult:
     skipped: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
+        """Convert all of it to plain values."""
         if self.quality is None:
             quality = None
         else:
@@ -56,16 +56,18 @@ class ConvertResult:
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
-        """Return the report for people: one line."""
+        """Write the report for people: one line."""
         facts = [size_text(self.weight_bytes), _bits(self.bits_per_weight)]
-        if self.exact is not None and not (self.rounded and not self.exact.tensors):
+        # Where all weights were rounded anew, the count of equal ones is 0 and says nothing.
+        all_rounded = self.exact is not None and self.rounded and not self.exact.tensors
+        if self.exact is not None and not all_rounded:
             facts.append(self.exact.line())
         if self.quality is not None:
-            facts += [
-                *([f"{self.rounded} rounded anew"] if self.rounded else []),
-                *quality_texts(self.quality),
-            ]
-        return [f"{_outcome(self)}: {', '.join([*facts, time_text(self.seconds)])}"]
+            if self.rounded:
+                facts.append(f"{self.rounded} rounded anew")
+            facts += quality_texts(self.quality)
+        facts.append(time_text(self.seconds))
+        return [f"{_outcome(self)}: {', '.join(facts)}"]
 
 
 @dataclass(frozen=True)
@@ -120,78 +122,87 @@ class QuantizeResult:
     formats: dict[str, QuantizeResult] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values; ``quality`` and ``positions`` as the manifest has
+        """Convert all of it to plain values; ``quality`` and ``positions`` as the manifest has
         them.
         """
-        own = {
+        if self.positions is None:
+            positions = None
+        else:
+            positions = self.positions.to_json(accepted=self.accepted)
+        values = {
             "path": str(self.path),
             "quality": self.quality.to_json(accepted=self.accepted),
-            "positions": None
-            if self.positions is None
-            else self.positions.to_json(accepted=self.accepted),
+            "positions": positions,
             "allocation": None if self.allocation is None else self.allocation.to_json(),
             "formats": {name: format_.to_json() for name, format_ in self.formats.items()},
         }
-        return asdict(replace(self, allocation=None, formats={})) | own
+        # `asdict` would copy these two in vain: they have their own conversions.
+        return asdict(replace(self, allocation=None, formats={})) | values
 
     def lines(self) -> list[str]:
-        """Return the report for people: one line, with the divergence and the growth of perplexity
+        """Write the report for people: one line, with the divergence and the growth of perplexity
         over all texts of the gate together, and those of a certificate; of a size to fit before it
         what was chosen; and last what would make the model smaller. Of several formats those of
         each, and last the size of all.
         """
-        if self.formats:
-            each = []
-            for format_ in self.formats.values():
-                for line in format_._lines():
-                    each.append(line)
-            size = size_text(sum(format_.weights.output_bytes for format_ in self.formats.values()))
-            return [
-                *each,
-                f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}",
-            ]
-        return self._lines(time_text(self.seconds))
+        duration = time_text(self.seconds)
+        if not self.formats:
+            return self._lines(duration)
+        # The formats are computed together, so only all of them have a time.
+        lines: list[str] = []
+        output_bytes = 0
+        for format_ in self.formats.values():
+            lines += format_._lines()
+            output_bytes += format_.weights.output_bytes
+        size = size_text(output_bytes)
+        lines.append(f"{_outcome(self)}: {len(self.formats)} formats, {size}, {duration}")
+        return lines
 
     def _lines(self, *extra_facts: str) -> list[str]:
-        facts = [
-            _schemes(self.schemes),
-            *([f"embedding {self.embedding}"] if self.embedding else []),
-            *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
+        facts = [_schemes(self.schemes)]
+        if self.embedding:
+            facts.append(f"embedding {self.embedding}")
+        if self.kv_cache:
+            facts.append(f"KV cache {self.kv_cache}")
+        facts += [
             self.weights.text(),
             _bits(self.bits_per_weight),
             *quality_texts(self.quality),
         ]
         if self.refined is not None:
+            # Refining keeps the weights of its best evaluation, which need not be the last one.
             start = self.refined[0]["held_back"]
-            best = min(one["held_back"] for one in self.refined)
+            best = min(evaluation["held_back"] for evaluation in self.refined)
             facts.append(f"refined: KL on text that was held back {best / start - 1:+.1%}")
-        if self.allocation is None:
-            chosen = []
-        else:
-            chosen = [*self.allocation.lines(), self.allocation.line()]
-        if self.positions is None:
-            by_position = []
-        else:
-            by_position = self.positions.lines()
-        wrote = f"{_outcome(self)}: {', '.join([*facts, *extra_facts])}"
-        return [*chosen, wrote, *by_position, *self.weights.hints()]
+        lines: list[str] = []
+        if self.allocation is not None:
+            lines += [*self.allocation.lines(), self.allocation.line()]
+        lines.append(f"{_outcome(self)}: {', '.join([*facts, *extra_facts])}")
+        if self.positions is not None:
+            lines += self.positions.lines()
+        return [*lines, *self.weights.hints()]
 
 
 def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
-    """Return the result of a run that took some seconds, given that in each folder of `path`; the
-    key of a single one is ``""``.
+    """Join the results in the folders of `path` into that of a run that took some seconds; the key
+    of a single one is ``""``.
     """
     first = next(iter(results.values()))
     if "" in results:
         return replace(first, seconds=seconds)
-    notes = list(dict.fromkeys(note for result in results.values() for note in result.notes))
-    return replace(first, path=path, seconds=seconds, notes=notes, formats=dict(results))
+    # Notes about the source are the same for all formats.
+    notes: dict[str, None] = {}
+    for result in results.values():
+        notes |= dict.fromkeys(result.notes)
+    return replace(first, path=path, seconds=seconds, notes=list(notes), formats=dict(results))
 
 
 def growth_text(ratio: Estimate) -> str:
-    """By how much a figure has grown, in percent."""
+    """Write by how much a figure has grown, in percent."""
     growth = Estimate(ratio.value - 1, ratio.error).times(100)
-    return f"{'' if growth.value < 0 else '+'}{growth} %".replace(" ±", " % ±")
+    # A negative number has a sign already.
+    sign = "" if growth.value < 0 else "+"
+    return f"{sign}{growth} %".replace(" ±", " % ±")
 
 
 def _outcome(result: ConvertResult | QuantizeResult) -> str:
@@ -203,9 +214,11 @@ def _outcome(result: ConvertResult | QuantizeResult) -> str:
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
-    return " and ".join(
-        f"{scheme} ({count} linear{'s' * (count > 1)})" for scheme, count in schemes.items()
-    )
+    parts: list[str] = []
+    for scheme, count in schemes.items():
+        noun = "linears" if count > 1 else "linear"
+        parts.append(f"{scheme} ({count} {noun})")
+    return " and ".join(parts)
 
 
 def _bits(bits_per_weight: float) -> str:
@@ -213,14 +226,21 @@ def _bits(bits_per_weight: float) -> str:
 
 
 def quality_texts(quality: Gate | WeightsOnly) -> list[str]:
-    """Return the mean KL, and by how much perplexity has grown, over all tokens of the gate's
+    """Write the mean KL, and by how much perplexity has grown, over all tokens of the gate's
     texts.
     """
     if isinstance(quality, WeightsOnly):
         return [quality.line()]
-    tokens = [text.tokens for text in quality.texts]
-    kl = average_estimates([text.kl_estimate for text in quality.texts], tokens)
-    ratio = average_estimates([text.perplexity_ratio for text in quality.texts], tokens)
+    # Each text counts by its number of tokens.
+    tokens: list[int] = []
+    kl_estimates: list[Estimate] = []
+    ratios: list[Estimate] = []
+    for text in quality.texts:
+        tokens.append(text.tokens)
+        kl_estimates.append(text.kl_estimate)
+        ratios.append(text.perplexity_ratio)
+    kl = average_estimates(kl_estimates, tokens)
+    ratio = average_estimates(ratios, tokens)
     return [f"KL {kl}", f"perplexity {growth_text(ratio)}"]
 
 
@@ -229,8 +249,9 @@ def time_text(seconds: float) -> str:
         if seconds < 10:
             return f"{seconds:.2g} s"
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    # Seconds do not matter beside hours.
     if hours:
         return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s"
+    return f"{minutes} min {remaining_seconds:02} s"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quantkit.base.memory import size_text
 from quantkit.tensors.scheme import EMBEDDING_SCHEME
 
+# An embedding of floats that takes more of the output is worth a hint.
 _LARGE_SHARE = 1 / 4
 
 
@@ -29,7 +30,7 @@ class WeightSizes:
     embedding_int8_bytes: int | None
 
     def text(self) -> str:
-        """Return the output's size and how it compares."""
+        """Write the output's size and how it compares."""
         if self.output_bytes < self.source_bytes:
             compared = "smaller"
         else:
@@ -40,13 +41,14 @@ class WeightSizes:
         )
 
     def hints(self) -> list[str]:
-        """Return what would help if the output is not smaller, or much of it is an embedding of
+        """Suggest what would help if the output is not smaller, or much of it is an embedding of
         floats.
         """
-        much = self.embedding_bytes > _LARGE_SHARE * self.output_bytes
-        if self.embedding_int8_bytes is None or (
-            self.output_bytes < self.source_bytes and not much
-        ):
+        if self.embedding_int8_bytes is None:
+            return []
+        is_smaller = self.output_bytes < self.source_bytes
+        has_large_embedding = self.embedding_bytes > _LARGE_SHARE * self.output_bytes
+        if is_smaller and not has_large_embedding:
             return []
         int8 = f'`embedding="{EMBEDDING_SCHEME}"` makes it {size_text(self.embedding_int8_bytes)}'
         return [f"the embedding is {size_text(self.embedding_bytes)} of that; {int8}"]

@@ -82,21 +82,19 @@ def check_side_files(
             folder.
     """
     root = text_folder(source.path)
+    names = sorted(path.name for path in root.iterdir())
     config_path = root / _CONFIG
-    side = SideFiles(
-        source.path,
-        root,
-        sorted(path.name for path in root.iterdir()),
-        kind=source.format,
-        config=read_settings(config_path) if config_path.is_file() else {},
-    )
+    # A GGUF file has its settings in its header.
+    config = read_settings(config_path) if config_path.is_file() else {}
+    side = SideFiles(source.path, root, names, kind=source.format, config=config)
     for finding in check_dead(side):
         raise _refusal(finding, root)
     for path in list_copyable_files(side):
+        # A license behind a link is left out with a note, instead of an error.
         if not is_private_license(path):
             require_inside(path, root)
     tokenizer, notes = load_checked_tokenizer(source)
-    # The embedding of a model that is not run may be another one than that of text tokens.
+    # The embedding of a model that is not run may be of other things than text tokens.
     if source.config.measurable:
         rows = source.config.vocab_size
     else:
@@ -125,7 +123,7 @@ def note_left_behind(
     """
     if not source.path.is_dir():
         return []
-    silent = {
+    unmentioned = {
         CONTAINERS[source.format].config_file,
         manifest.NAME,
         _CACHE,
@@ -135,13 +133,14 @@ def note_left_behind(
     }
     if (source.path / manifest.NAME).is_file():
         # The model card that quantkit wrote.
-        silent.add(README)
+        unmentioned.add(README)
+    # A dict keeps the order, and shards with the same pattern become one entry.
     names: dict[str, None] = {}
     for path in sorted(source.path.iterdir()):
         name = path.name
         if is_private_license(path):
             name += " (a link that leads out of the folder)"
-        elif name in silent or name.startswith(".") or name.endswith(_INDEX):
+        elif name in unmentioned or name.startswith(".") or name.endswith(_INDEX):
             continue
         if name == README and has_card:
             name += " (a model card takes its place)"
@@ -154,8 +153,9 @@ def note_left_behind(
 
 
 def _refusal(finding: Finding, root: Path) -> CheckpointError:
-    """Return the doctor's finding as an error."""
+    """Convert a finding of the doctor to an error."""
     path = root / finding.location
+    # A missing file has no path to show.
     if not os.path.lexists(path):
         path = root
     return CheckpointError(finding.message, path=path, hint=finding.rule.remedy)

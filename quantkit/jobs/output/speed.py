@@ -25,18 +25,22 @@ from quantkit.tensors.scheme import QuantScheme
 
 _FEWEST_RUNS = 3
 _MEASURED_SECONDS = 0.1
-_WEIGHTS = 1 << 19  # that are rounded
-_HEAD_WEIGHTS = 1 << 23  # of the head whose gradients are computed
+# That are rounded.
+_WEIGHTS = 1 << 19
+# Of the head whose gradients are computed.
+_HEAD_WEIGHTS = 1 << 23
 _ROWS_ON_GPU = 4096
-_WIDTH = 1024  # of a model known by its tensors only
-_MAX_WIDTH = 2048  # of matrices that are multiplied
+# Of a model known by its tensors only.
+_WIDTH = 1024
+# Of matrices that are multiplied: a measurement is to take a fraction of a second.
+_MAX_WIDTH = 2048
 _CPU = torch.device("cpu")
-# As measured on small models:
-_SECONDS_OF_LINEAR = 0.0015  # in one pass, to load and set up
-_SECONDS_OF_WEIGHT = 1.5e-9  # in one pass, to read and convert
-_SECONDS_OF_STATE = (
-    3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
-)
+# Measured on small models, in one pass: to load and set up a linear.
+_SECONDS_OF_LINEAR = 0.0015
+# Measured as well: to read and convert a weight.
+_SECONDS_OF_WEIGHT = 1.5e-9
+# For each element of a token's hidden state in a layer: norms, RoPE, attention, additions.
+_SECONDS_OF_STATE = 3e-8
 # Bytes a second through reading, hashing and writing; not measured here.
 _GUESSED_DISK_RATE = 1.5e9
 # Opened, hashed, synced and read back.
@@ -54,22 +58,22 @@ class Speed:
     def products(
         self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
     ) -> float:
-        """Return the time of operations in matrix products."""
-        inputs, outputs = (
-            min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config))
-        )
+        """Estimate the time of operations in matrix products."""
+        inputs = min(_MAX_WIDTH, self.config.hidden_size)
+        outputs = min(_MAX_WIDTH, inner_width(self.config))
         return flops * _seconds_of_operation(inputs, outputs, dtype, device)
 
     def forward(self, tokens: int, *, models: int = 1, passes: int = 1) -> float:
-        """Return the time of a number of tokens through models on disk, up to their logits, in a
+        """Estimate the time of a number of tokens through models on disk, up to their logits, in a
         number of passes.
         """
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
         logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
-        # Tokens through the head.
-        together = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))
-        head = config.vocab_size * config.hidden_size * max(1, tokens // together)
+        # The head is read again for each part of the tokens, because the logits of all of them
+        # would not fit into memory.
+        part_tokens = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))
+        head = config.vocab_size * config.hidden_size * max(1, tokens // part_tokens)
         weights = sum(count * group.weights for group, count in every_group(config))
         loaded = passes * (
             self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT
@@ -83,30 +87,32 @@ class Speed:
         return tokens * self.config.vocab_size * _seconds_of_head_gradient(self.config)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
-        """Return the time to round numbers of weights, by scheme; below 8 bits on scales that are
+        """Estimate the time to round numbers of weights, by scheme; below 8 bits on scales that are
         searched or span groups.
         """
         width = self.config.hidden_size or _WIDTH
-        return sum(
-            count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits < 8)
-            for scheme, count in schemes.items()
-        )
+        seconds = 0.0
+        for scheme, count in schemes.items():
+            is_searched = searched and scheme.bits < 8
+            seconds += count * _seconds_of_rounding(scheme, width, searched=is_searched)
+        return seconds
 
     def writing(self, size: int, source: int) -> float:
-        """Return the time to hash files of a source and write those of an output, of these sizes in
-        bytes.
+        """Estimate the time to hash files of a source and write those of an output, of these sizes
+        in bytes.
         """
+        # The output is written and hashed.
         return _SECONDS_OF_FILES + (source + 2 * size) / _GUESSED_DISK_RATE
 
     @cached_property
     def linears(self) -> int:
-        """Return the number of linears in the decoder."""
+        """Count the linears in the decoder."""
         return sum(count * group.count for group, count in every_group(self.config))
 
 
 @cache
 def _seconds_of_logit(vocab_size: int) -> float:
-    """For a softmax over one logit, and its use."""
+    """Measure a softmax over one logit, and its use."""
     p, q = torch.randn(2, TOKENS_THROUGH_THE_HEAD, vocab_size)
     targets = torch.zeros(len(p), dtype=torch.long)
     seconds: float = _shortest(lambda: Tally().add(p, q, targets)) / (2 * p.numel())
@@ -126,11 +132,12 @@ def _seconds_of_head_gradient(config: ModelConfig) -> float:
 
 @cache
 def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> float:
-    """For one weight of a matrix as wide as the model."""
+    """Measure the rounding of one weight of a matrix as wide as the model."""
     if scheme.group_size:
         columns = scheme.unit
     else:
         columns = min(width, _WEIGHTS)
+    # The number of groups in a row changes the time, so rows are about as wide as the model.
     columns *= max(1, width // columns)
     weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
     if searched:
@@ -144,7 +151,7 @@ def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> 
 def _seconds_of_operation(
     inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """For one of the operations of a matrix product of these widths."""
+    """Measure one of the operations of a matrix product of these widths."""
     if device.type == "cpu":
         rows = TOKENS_THROUGH_A_BLOCK
     else:
@@ -158,13 +165,14 @@ def _seconds_of_operation(
             product = bfloat16_linear(a, narrow)
         else:
             product = times(a, weight.t())
-        product[0, 0].item()  # waits for the GPU
+        # Waits for the GPU, which computes in the background.
+        product[0, 0].item()
 
     return _shortest(multiply) / (2 * rows * inputs * outputs)
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some runs."""
+    """Measure the seconds of the fastest of some runs: other work on the machine only adds time."""
     best = math.inf
     began = time.perf_counter()
     runs = 0

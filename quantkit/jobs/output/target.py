@@ -26,7 +26,7 @@ _WITH_KV_CACHE = (CompressedTensors.name, Int8Activations.name, HF.name)
 def choose_target(
     to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False
 ) -> Target | None:
-    """Return the requested target, by name or by the suffix of the destination; None if it follows
+    """Find the requested target, by name or by the suffix of the destination; None if it follows
     from the source. Raises `RequestError` for an unknown name, and for requests that contradict
     each other.
     """
@@ -47,48 +47,51 @@ def choose_target(
         result = target(GGUF.name)
     if result is None:
         return None
-    for given, name, allowed in (
-        (dequantize, "dequantize", result.floats),
-        (requantize, "requantize", result.codes is not None),
-    ):
-        if given and not allowed:
-            able = []
-            for one in targets().values():
-                if one.floats if dequantize else one.codes is not None:
-                    able.append(one.name)
-            raise RequestError(
-                f'`{name}=True` does not go with `to="{result.name}"`', expected=", ".join(able)
-            )
+    if dequantize and not result.floats:
+        able = [candidate.name for candidate in targets().values() if candidate.floats]
+        raise RequestError(
+            f'`dequantize=True` does not go with `to="{result.name}"`', expected=", ".join(able)
+        )
+    if requantize and result.codes is None:
+        raise RequestError(
+            f'`requantize=True` does not go with `to="{result.name}"`',
+            expected=", ".join(_list_code_targets()),
+        )
     return result
 
 
+def _list_code_targets() -> list[str]:
+    """List the names of the targets that hold codes."""
+    return [candidate.name for candidate in targets().values() if candidate.codes is not None]
+
+
 def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
-    """Return the default target of a source: floats as Hugging Face folders, codes as they lie
-    there if that is written, else as compressed-tensors.
+    """Choose the default target of a source: floats become Hugging Face folders. Codes keep their
+    format if quantkit writes it, and else become compressed-tensors.
     """
     if dequantize or not (schemes(source) or read_as_floats(source)):
         return target(HF.name)
-    own = targets().get(source.method or "")
-    if own is not None and own.method is not None:
-        return own
+    source_target = targets().get(source.method or "")
+    if source_target is not None and source_target.method is not None:
+        return source_target
     return target(NATIVE)
 
 
 def choose_quantized_target(to: str | None, dst: Path) -> Target:
-    """As what a model is quantized.
+    """Choose the format in which a model is quantized.
 
     Raises `RequestError` for what holds floats only; see also `choose_target`.
     """
     result = choose_target(to, dst) or target(NATIVE)
     if result.codes is None:
-        able = ", ".join(one.name for one in targets().values() if one.codes is not None)
+        able = ", ".join(_list_code_targets())
         raise RequestError(f'`to="{result.name}"` is a format of floats', expected=able)
     return result
 
 
 def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]:
-    """As what a model is quantized, in the order of `targets`, if one or several formats are
-    requested. Raises `RequestError` for none and for one that is named twice; see also
+    """Choose the formats in which a model is quantized, in the order of `targets`, if one or
+    several are requested. Raises `RequestError` for none and for one that is named twice; see also
     `choose_quantized_target`.
     """
     if to is None:
@@ -97,17 +100,17 @@ def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[
         names = [*as_strings("to", to)]
     if not names:
         raise RequestError("`to` names no format", expected="a format, or several")
-    if again := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError("`to` names a format twice", found=again)
+    for name in names:
+        if name and names.count(name) > 1:
+            raise RequestError("`to` names a format twice", found=name)
+    chosen = [choose_quantized_target(name, dst) for name in names]
+    # A fixed order: the same formats give the same output, however they are listed.
     order = list(targets())
-    return sorted(
-        (choose_quantized_target(name, dst) for name in names),
-        key=lambda one: order.index(one.name),
-    )
+    return sorted(chosen, key=lambda candidate: order.index(candidate.name))
 
 
 def shard_bytes(requested: int | None, container: Container) -> int:
-    """Return the bytes of the largest file of weights. Raises `RequestError` for a size that no
+    """Choose the bytes of the largest file of weights. Raises `RequestError` for a size that no
     file can have, or a container whose files are not split by size.
     """
     if requested is None:
@@ -128,19 +131,20 @@ def shard_bytes(requested: int | None, container: Container) -> int:
 def kept_kv_cache(
     source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
 ) -> tuple[KvCache | None, list[str]]:
-    """Return what a conversion writes again, as it is, of its source's quantized key/value cache,
-    and notes for the user. Raises `NonFiniteError` or `CheckpointError`: see
-    `KvCache.require_sound`.
+    """Decide whether a conversion writes the settings of its source's quantized key/value cache
+    again, as they are; also return notes for the user. Raises `NonFiniteError` or
+    `CheckpointError`: see `KvCache.require_sound`.
     """
     cache = source.kv_cache
-    if cache is None or not cache.rewritable or dequantize or target.name not in _WITH_KV_CACHE:
+    can_hold = not dequantize and target.name in _WITH_KV_CACHE
+    if cache is None or not cache.rewritable or not can_hold:
         return None, note_dropped_cache(source, dst)
     cache.require_sound(allow_nonfinite=allow_nonfinite)
     return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
 
 
 def note_dropped_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
-    """Return a note where an output says nothing of its source's quantized key/value cache, or has
+    """Write a note where an output says nothing of its source's quantized key/value cache, or has
     it calibrated `again`.
     """
     if source.kv_cache is None:
@@ -158,6 +162,7 @@ def require_holds_kv_cache(target: Target, dst: Path) -> None:
     format of codes.
     """
     if target.name not in _WITH_KV_CACHE:
+        # A folder of floats holds such scales too, but is no format for quantized models.
         able = ", ".join(name for name in _WITH_KV_CACHE if name != HF.name)
         raise UnsupportedError(
             f"{target.name} has no place for scales of a KV cache",
@@ -172,16 +177,17 @@ def require_kv_cache_run(source: StoredCheckpoint) -> None:
     checked for a model.
     """
     config = source.config
+    # Latent attention caches one vector for all heads, and not keys and values.
     if config.runnable and config.latent_attention is None:
         return
-    why = "it has no keys and values but latent ones (MLA)"
+    reason = "it has no keys and values but latent ones (MLA)"
     if not config.runnable:
         if config.run_by is not None:
-            why = f"{config.run_by} runs it"
+            reason = f"{config.run_by} runs it"
         else:
-            why = "it is known by its tensors only"
+            reason = "it is known by its tensors only"
     raise UnsupportedError(
-        f"scales of a KV cache are calibrated for models of quantkit's own decoder; {why}",
+        f"scales of a KV cache are calibrated for models of quantkit's own decoder; {reason}",
         path=source.path,
         found=config.architecture,
         hint="leave `kv_cache` out",

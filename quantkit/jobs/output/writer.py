@@ -84,41 +84,39 @@ class Work:
     scratch_bytes: int = 0
 
     def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
-        """Return what a run must have in common with the interrupted run that it resumes."""
-        written = {}
-        for name, content in self.side_files.items():
-            if isinstance(content, bytes):
-                written[name] = content
-        tokenizer = []
-        for name in written:
-            if PurePosixPath(name).name in TOKENIZER_FILES:
-                tokenizer.append(name)
-        return {
+        """Collect what a run must have in common with the interrupted run that it resumes."""
+        fingerprint: dict[str, object] = {
             "job": self.job,
             "quantkit": __version__,
+            # Not the hashes of whole files, which are known only after all were read.
             "source": manifest.identity(self.source.files()),
-            **{option_key(key): value for key, value in self.options.items()},
-            **{f"file {name}": content_hash(written[name]) for name in tokenizer},
-            **self.computed_by,
-            **{f"file {name}": digest for name, digest in copied_hashes.items()},
         }
+        for option, value in self.options.items():
+            fingerprint[option_key(option)] = value
+        for name, content in self.side_files.items():
+            if isinstance(content, bytes) and PurePosixPath(name).name in TOKENIZER_FILES:
+                fingerprint[f"file {name}"] = content_hash(content)
+        fingerprint.update(self.computed_by)
+        for name, digest in copied_hashes.items():
+            fingerprint[f"file {name}"] = digest
+        return fingerprint
 
 
 def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
-    """Return the sha256 of all files of a source that an output depends on."""
+    """Start to hash all files of a source that an output depends on."""
     path = source.path
-    # a single file contains its tokenizer
     if path.is_dir():
-        extra = tokenizer_files(path)
+        root = path
+        extra_files = tokenizer_files(path)
     else:
-        extra = []
-    return manifest.SourceHashes(
-        [*source.files(), *extra, *code_files(source)], path if path.is_dir() else path.parent
-    )
+        root = path.parent
+        # A single file contains its tokenizer.
+        extra_files = []
+    return manifest.SourceHashes([*source.files(), *extra_files, *code_files(source)], root)
 
 
 def option_key(name: str) -> str:
-    """Return the key of an option in a fingerprint."""
+    """Build the key of an option in a fingerprint."""
     return f"option {name}"
 
 
@@ -159,15 +157,15 @@ class Writer:
     """
 
     def __init__(self, work: Work, dst: Path, *, resume: bool, progress: Progress) -> None:
-        """See `writing`, which also closes it."""
+        """Open the partial output; `writing` also closes it."""
         self._work = work
         self._encoder = work.encoder
         self._progress = progress
-        self._copied_hashes = {
-            name: content_hash(value)
-            for name, value in work.side_files.items()
-            if isinstance(value, Path)
-        }
+        # Compared again when the files are copied: they could change in between.
+        self._copied_hashes: dict[str, str] = {}
+        for name, content in work.side_files.items():
+            if isinstance(content, Path):
+                self._copied_hashes[name] = content_hash(content)
         fingerprint = work.fingerprint(self._copied_hashes)
         files = output_files(dst, self._encoder.files())
         self._in_folder = files is None
@@ -178,6 +176,7 @@ class Writer:
         else:
             self._manifest_name = files[0]
         needed = self._encoder.total_bytes() + work.scratch_bytes
+        # Of several formats: each is a folder in the output.
         folders = {name.rpartition("/")[0] for name in self._encoder.files()} - {""}
         self._staging = Staging(
             dst, fingerprint, needed, resume=resume, files=files, folders=folders
@@ -198,22 +197,23 @@ class Writer:
             self._mark_kept(error)
             self._staging.close()
             raise
-        self.done = self._next = last.tensors
+        self.done = last.tensors
+        self._next = last.tensors
         self._layer_ends = _layer_ends(work)
 
     @property
     def existing_tensors(self) -> Written:
-        """Return the tensors that an interrupted run has written."""
+        """Open the tensors that an interrupted run has written."""
         return Written(self._encoder, self.path, self.done)
 
     @property
     def missing(self) -> list[TensorSpec]:
-        """Return the tensors still to put, in order."""
+        """List the tensors still to put, in order."""
         return list(self._encoder.planned[self._next :])
 
     @property
     def notes(self) -> list[str]:
-        """Return what the check of the source found that the user should know."""
+        """Collect what the check of the source found that the user should know."""
         if isinstance(self._source_check, SourceCheck):
             note = self._source_check.note()
         else:
@@ -227,17 +227,19 @@ class Writer:
         `check_source`.
         """
         source = self._work.source
+        # Hashing takes about as long as reading, so it runs beside the check and the job.
         self._hashing = source_hashes(source)
         if check:
-            found = check_source(
+            outcome = check_source(
                 source,
                 allow_nonfinite=self._work.options["allow_nonfinite"] is True,
                 progress=in_phase(self._progress, "check of the source"),
             )
-            if isinstance(found, SourceCheck):
-                self._source_check = found
+            # A source without a tokenizer, for example, is not measured; a text says why.
+            if isinstance(outcome, SourceCheck):
+                self._source_check = outcome
             else:
-                self._source_check = f"not measured: {found}"
+                self._source_check = f"not measured: {outcome}"
 
     def put(
         self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None
@@ -259,6 +261,7 @@ class Writer:
         if record is not None:
             self._unsaved_records[name] = record
         self._next += 1
+        # The parts of a tensor that the encoder holds are lost if the process ends.
         if self._unsaved_bytes >= CHECKPOINT_BYTES and not self._encoder.holds:
             self.checkpoint()
         self.report_progress()
@@ -279,17 +282,19 @@ class Writer:
             raise RuntimeError(
                 f"a checkpoint among the parts of one tensor on disk, after {self._next} tensors"
             )
+        # The journal may name only bytes that are on the disk, so they are synced first.
         sizes = self._sink.sync()
         point = SafePoint(
             self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records
         )
         self._staging.record(asdict(point))
+        # The journal has each record once: a safe point lists those since the last one.
         self.records.update(self._unsaved_records)
         self._unsaved_records = {}
         self._unsaved_bytes = 0
 
     def seal(self) -> StoredCheckpoint:
-        """Complete the weights and write the side files; the result, opened.
+        """Complete the weights, write the side files, and open the result.
 
         Raises:
             CheckpointError: if the source changed since it was opened.
@@ -302,23 +307,28 @@ class Writer:
         """Complete the weights and write the side files, as `seal` does, without opening the
         result.
         """
+        # Fails if the source changed, before the output looks complete.
         self._source_hashes = self._hashing.result(self._progress)
         self.checkpoint()
         for name, data in self._encoder.finish():
             self._sink.append(name, data)
         self._sink.sync()
         self._hashes = self._sink.close()
-        for name, value in self._work.side_files.items():
-            self._add_file(name, value if isinstance(value, bytes) else _content(value))
-            if isinstance(value, Path) and self._hashes[name] != self._copied_hashes[name]:
-                raise CheckpointError("the source changed while it was read", path=value)
+        for name, source_file in self._work.side_files.items():
+            if isinstance(source_file, bytes):
+                self._add_file(name, source_file)
+                continue
+            self._add_file(name, _content(source_file))
+            if self._hashes[name] != self._copied_hashes[name]:
+                raise CheckpointError("the source changed while it was read", path=source_file)
         for name, content in self._encoder.extra_files().items():
             self._add_file(name, content)
+        # Somebody may have moved the folder while it was written.
         self._staging.require_in_place()
         self._is_complete = True
 
     def read_back(self, folder: str = "") -> StoredCheckpoint:
-        """Return the result, or that in one of its folders, opened.
+        """Open the result, or that in one of its folders.
 
         Raises `DestinationError` if it cannot be read back.
         """
@@ -351,16 +361,20 @@ class Writer:
             files: further side files, if the output is a folder.
             folder: the folder in the output that it is for.
         """
-        for name, content in (files or {}).items() if self._in_folder else ():
-            self._add_file(in_folder(folder, name), content)
-        check = self._source_check
+        if self._in_folder and files is not None:
+            for name, content in files.items():
+                self._add_file(in_folder(folder, name), content)
+        if isinstance(self._source_check, SourceCheck):
+            source_check: object = asdict(self._source_check)
+        else:
+            source_check = self._source_check
         source = self._work.source
         written = manifest.build(
             self._work.job,
             source.format,
             self._source_hashes,
             dict(sorted(of_folder(folder, self._hashes).items())),
-            {"source_check": asdict(check) if isinstance(check, SourceCheck) else check, **details},
+            {"source_check": source_check, **details},
             origin(source.path),
         )
         name = in_folder(folder, self._manifest_name)
@@ -382,11 +396,13 @@ class Writer:
             self._staging.close()
         else:
             self._staging.discard()
+            # After an interruption users may look for a partial output. The note says that there
+            # is none.
             if not isinstance(error, QuantkitError):
                 mark_kept(error, self.path)
 
     def _is_worth_keeping(self, error: BaseException) -> bool:
-        """Return whether another run can continue from what is written, or may not remove it."""
+        """Check whether another run can continue from what is written, or may not remove it."""
         if self._is_complete or isinstance(error, _DESTINATION_ERRORS):
             return True
         return self._next > 0 and not isinstance(error, _SOURCE_ERRORS)
@@ -403,6 +419,7 @@ class Writer:
     def _last_safe_point(self) -> SafePoint:
         last = SafePoint(0, {}, {}, None, {})
         names = frozenset(spec.name for spec in self._encoder.planned)
+        # Entries of another form are those of a journal that no such run wrote.
         try:
             for entry in self._staging.entries:
                 last = SafePoint.from_json(entry, names, self._encoder.files())
@@ -415,15 +432,17 @@ class Writer:
 
 
 def _layer_ends(work: Work) -> set[int]:
-    """Return the index of each layer's last tensor; what follows the last layer counts as part
-    of it.
+    """Find the index of each layer's last tensor; what follows the last layer counts as part of
+    it.
     """
     planned = work.encoder.planned
     layers = {parameter.name: parameter.layer for parameter in parameters(work.source.config)}
-    last = {}
+    last_indices: dict[int, int] = {}
     for index in range(len(planned)):
-        last[layers.get(work.encoder.canonical_name(index))] = index
-    ends = sorted(index for layer, index in last.items() if layer is not None)
+        layer = layers.get(work.encoder.canonical_name(index))
+        if layer is not None:
+            last_indices[layer] = index
+    ends = sorted(last_indices.values())
     return {*ends[:-1], len(planned) - 1}
 
 
@@ -435,8 +454,10 @@ def _content(path: Path) -> bytes:
 
 
 def content_hash(content: bytes | Path) -> str:
-    """Return the sha256 of a side file."""
-    return sha256(_content(content) if isinstance(content, Path) else content).hexdigest()
+    """Compute the sha256 of a side file."""
+    if isinstance(content, Path):
+        content = _content(content)
+    return sha256(content).hexdigest()
 
 
 def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
@@ -450,6 +471,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
     try:
         result = with_codes(open_unfinished(path, tensors_only=not config.runnable))
         unstack(result, config.code)
+        # A second reader that was not written for these files.
         for file in sorted(path.glob("*.safetensors")):
             require_readable(file)
     except CheckpointError as error:
@@ -463,7 +485,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
-    """Return the manifest's main facts about a model."""
+    """Collect the manifest's main facts about a model."""
     return {
         "architecture": source.config.architecture,
         "parameters": parameter_count(source),

@@ -50,7 +50,7 @@ class Card:
 def model_card(
     model: Path, files: Mapping[str, Path], name: str, base_model: str | None, license: str | None
 ) -> Card:
-    """Return the model card of a model.
+    """Build the model card of a model.
 
     Args:
         files: what is sent, by name.
@@ -62,7 +62,7 @@ def model_card(
         RequestError: if README.md is not UTF-8, or its metadata is not what a hub reads.
     """
     readme = files.get(CARD)
-    made = manifest_or_empty(model)
+    manifest = manifest_or_empty(model)
     if readme is None and any(name.startswith(f"{CARD}/") for name in files):
         raise RequestError(
             "is a folder, and the place of the model card", path=model / CARD, hint="rename it"
@@ -72,41 +72,50 @@ def model_card(
     else:
         original = readme.read_bytes()
     card = _read(original, readme or model / CARD)
-    before = card.data.to_dict()
-    recorded, relation = (
-        (read_base_model(model), _choose_relation(made, files)) if made else (None, None)
-    )
-    new: dict[str, Any] = {}
+    existing = card.data.to_dict()
+    recorded_base = None
+    relation = None
+    # Without a manifest, a name in config.json may be that of the model itself.
+    if manifest:
+        recorded_base = read_base_model(model)
+        relation = _choose_relation(manifest, files)
+    added: dict[str, Any] = {}
     if readme is None:
-        stated = _gguf_authorship(model, files)
-        if recorded is not None:
-            stated.pop("base_model", None)  # of the source, of which this is a conversion
-        new = stated | _describe_model(model, files, made, stated.get("tags", []))
-        before = stated
-    base = base_model or before.get("base_model") or recorded
-    if base and base != before.get("base_model"):
-        new |= {"base_model": base} | ({"base_model_relation": relation} if relation else {})
-    elif relation and base and base == recorded and not before.get("base_model_relation"):
-        new["base_model_relation"] = relation
-    if license is not None and license != before.get("license"):
-        new["license"] = license
-        for key in LICENSE_DETAILS:  # of the other licence
+        existing = _gguf_authorship(model, files)
+        # The metadata of a GGUF file names the base of the source. The model of the card is a
+        # conversion of that source.
+        if recorded_base is not None:
+            existing.pop("base_model", None)
+        added = existing | _describe_model(model, files, manifest, existing.get("tags", []))
+    base = base_model or existing.get("base_model") or recorded_base
+    if base and base != existing.get("base_model"):
+        added["base_model"] = base
+        if relation:
+            added["base_model_relation"] = relation
+    elif relation and base and base == recorded_base and not existing.get("base_model_relation"):
+        added["base_model_relation"] = relation
+    if license is not None and license != existing.get("license"):
+        added["license"] = license
+        # Name and link of the licence that is replaced.
+        for key in LICENSE_DETAILS:
             card.data.pop(key, None)
-            new.pop(key, None)
-    for key, value in new.items():
+            added.pop(key, None)
+    for key, value in added.items():
         card.data[key] = value
     if readme is None:
-        card.text = _write_body(name, made, base)
+        card.text = _write_body(name, manifest, base)
     sent = card.data.to_dict()
-    if readme is not None and not new:
+    # A card that needs nothing keeps its bytes, also where YAML could be written in other ways.
+    if readme is not None and not added:
         content = original
     else:
         content = _text(card, original).encode()
-    return Card(content, list(new), readme is None, sent.get("license"), bool(made) and not base)
+    lacks_base = bool(manifest) and not base
+    return Card(content, list(added), readme is None, sent.get("license"), lacks_base)
 
 
 def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what the metadata of GGUF files states; several files of a folder are one model in
+    """Read what the metadata of GGUF files states; several files of a folder are one model in
     several types.
     """
     paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
@@ -114,11 +123,13 @@ def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _read(content: bytes, path: Path) -> Any:
+    # Imported late: it takes long, and only a model that passed the checks needs it.
     from huggingface_hub import ModelCard
 
     hint = "correct the lines between --- at its beginning"
     try:
         text = content.decode("utf-8-sig")
+        # The library takes such a card for one without metadata, and would put new lines above it.
         if _BEGUN.match(text) and not _ENDED.search(text):
             raise RequestError(
                 "its metadata does not end", path=path, expected="a line ---", hint=hint
@@ -143,55 +154,51 @@ def _read(content: bytes, path: Path) -> Any:
 
 
 def _text(card: Any, original: bytes) -> str:
-    """Return the text of a card, with the line ends and the order of the metadata that it had;
-    older versions of the library have no fixed order for new metadata.
-    """
+    """Write the text of a card, with the line ends and the order of the metadata that it had."""
     if not card.data.to_dict():
         return str(card.text)
     end = "\r\n" if b"\r\n" in original else "\n"
+    # Older versions of the library have no fixed order for new metadata.
     order = list(dict.fromkeys([*getattr(card, "_original_order", ()), *vars(card.data)]))
-    return (
-        f"---{end}{card.data.to_yaml(line_break=end, original_order=order)}{end}---{end}{card.text}"
-    )
+    metadata = card.data.to_yaml(line_break=end, original_order=order)
+    return f"---{end}{metadata}{end}---{end}{card.text}"
 
 
 def _describe_model(
     model: Path, files: Mapping[str, Path], manifest: Mapping[str, Any], tags: list[str]
 ) -> dict[str, Any]:
-    """Return the metadata of a new model card but for base model and licence, without what is not
+    """Collect the metadata of a new model card but for base model and licence, without what is not
     known; `tags` are the model's own.
     """
-    floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
+    has_weights = any(name.endswith(_FLOATS) and "/" not in name for name in files)
+    has_gguf = _has_gguf(files)
     if "config.json" in files:
         config = read_json(model / "config.json")
     else:
         config = {}
     classes = config.get("architectures")
-    causal = isinstance(classes, list) and any(
+    is_causal = isinstance(classes, list) and any(
         str(class_).endswith("ForCausalLM") for class_ in classes
     )
-    facts = {
-        "library_name": (
-            "transformers" if floats and classes and manifest.get("job") != "quantize" else None
-        ),
-        "pipeline_tag": "text-generation" if causal or (manifest and _has_gguf(files)) else None,
-        "tags": list(
-            dict.fromkeys(
-                [
-                    *tags,
-                    *(["quantkit"] if manifest else []),
-                    *(["gguf"] if _has_gguf(files) else []),
-                ]
-            )
-        ),
-    }
-    return {key: value for key, value in facts.items() if value}
+    facts: dict[str, Any] = {}
+    if has_weights and classes and manifest.get("job") != "quantize":
+        facts["library_name"] = "transformers"
+    # Other GGUF files can be of any kind, such as embedding models.
+    if is_causal or (manifest and has_gguf):
+        facts["pipeline_tag"] = "text-generation"
+    all_tags = list(tags)
+    if manifest:
+        all_tags.append("quantkit")
+    if has_gguf:
+        all_tags.append("gguf")
+    if all_tags:
+        facts["tags"] = list(dict.fromkeys(all_tags))
+    return facts
 
 
 def _choose_relation(manifest: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
-    """Return how hubs call the relation of what quantkit made to the base model; None leaves it to
-    the hub.
-    """
+    """Choose the relation to the base model, in the words of hubs; None leaves it to the hub."""
+    # GGUF counts as quantized on hubs, also with floats.
     if manifest.get("job") == "quantize" or _has_gguf(files):
         return "quantized"
     if manifest.get("lora"):

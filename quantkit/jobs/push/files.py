@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import format_value
 from quantkit.doctor.diagnose import diagnose
-from quantkit.doctor.findings import Diagnosis
+from quantkit.doctor.findings import Diagnosis, Finding
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import safetensors_io
 from quantkit.files.gguf_io import read_header
@@ -23,7 +23,8 @@ from quantkit.formats import manifest
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 
-_UNFINISHED = (PARTIAL, ".incomplete")  # of quantkit, and of the hub's library
+# Of quantkit, and of the hub's library.
+_UNFINISHED = (PARTIAL, ".incomplete")
 _CACHE = "__pycache__"
 _PICKLES = (".bin", ".pth", ".pt")
 _PARSED = (".safetensors", GGUF)
@@ -31,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 def require_sound(model: Path) -> Path:
-    """Return the path of a model in which `quantkit.diagnose` finds no error, a folder or a GGUF
-    file; its warnings are logged.
+    """Find a model, a folder or a GGUF file, and require that `quantkit.diagnose` finds no error in
+    it; its warnings are logged.
 
     Raises:
         RequestError: if it is neither.
@@ -44,26 +45,26 @@ def require_sound(model: Path) -> Path:
             found=format_value(str(model)),
             expected="a folder or a GGUF file to push",
         )
-    found = require_there(model)
-    if not found.is_dir() and found.suffix.lower() != GGUF:
+    path = require_there(model)
+    if not path.is_dir() and path.suffix.lower() != GGUF:
         raise RequestError(
             "is one file of a model", path=model, expected="its folder, or a GGUF file"
         )
-    require_finished(found, manifest.NAME)
-    if found.resolve().name.endswith(PARTIAL):
-        raise _build_unfinished_error(found)
-    _require_no_errors(diagnose(found), found)
-    if found.is_dir():
-        several = gguf_models(found)
-    else:
-        several = []
-    for one in several if len(several) > 1 else ():
-        _require_no_errors(diagnose(one), one)
-    return found
+    require_finished(path, manifest.NAME)
+    # A link may hide the name of a partial folder.
+    if path.resolve().name.endswith(PARTIAL):
+        raise _build_unfinished_error(path)
+    _require_no_errors(diagnose(path), path)
+    gguf_paths = gguf_models(path) if path.is_dir() else []
+    # The doctor checks one model at a time, and a folder can contain several.
+    if len(gguf_paths) > 1:
+        for gguf_path in gguf_paths:
+            _require_no_errors(diagnose(gguf_path), gguf_path)
+    return path
 
 
 def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
-    """Return the files to send by their names in the repository; and the hidden files and folders,
+    """List the files to send by their names in the repository; and the hidden files and folders,
     which are not sent.
 
     All files of a folder, also in folders in it; or all files of a GGUF model, with its own
@@ -76,16 +77,16 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
     """
     hidden: list[str] = []
     if model.is_dir():
+        root = model
         files = dict(sorted(_walk(model, hidden)))
     else:
-        own = manifest_path(model)
+        root = model.parent
         paths = [part.path for part in read_parts(model)]
-        if own.name != manifest.NAME and own.is_file():
-            paths += [own]
-        else:
-            paths += []
+        # A manifest of the whole folder has files that are not sent.
+        model_manifest = manifest_path(model)
+        if model_manifest.name != manifest.NAME and model_manifest.is_file():
+            paths.append(model_manifest)
         files = {path.name: path for path in paths}
-    root = model if model.is_dir() else model.parent
     for name, path in files.items():
         _require_readable(name, path)
         # The header of safetensors and GGUF files was read: they are weights, which may be on
@@ -96,15 +97,22 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def manifests(model: Path) -> list[Path]:
-    """Return what has a manifest: the folder or the GGUF file, and each GGUF model in the
-    folder.
-    """
-    found = [model, *(gguf_models(model) if model.is_dir() else ())]
-    own = {manifest_path(one): one for one in reversed(found)}
-    return [one for path, one in own.items() if path.is_file()]
+    """List what has a manifest: the folder or the GGUF file, and each GGUF model in the folder."""
+    models = [model]
+    if model.is_dir():
+        models += gguf_models(model)
+    # Models can share the manifest of their folder. Reversed, so that it counts for the first one,
+    # the folder.
+    model_of: dict[Path, Path] = {}
+    for candidate in reversed(models):
+        model_of[manifest_path(candidate)] = candidate
+    return [candidate for path, candidate in model_of.items() if path.is_file()]
 
 
 def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the files to send by their relative names, and append what is left out to `hidden`."""
+
+    # `os.walk` skips folders that it cannot read, unless this raises an error.
     def raise_unreadable(error: OSError) -> None:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=error.filename)
 
@@ -112,7 +120,7 @@ def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
         for name in sorted(folders + names):
             path = Path(root, name)
             relative = path.relative_to(folder).as_posix()
-            if name.startswith(".") or name == _CACHE:
+            if _is_hidden(name):
                 hidden.append(relative)
             elif name.endswith(_UNFINISHED):
                 raise _build_unfinished_error(path)
@@ -122,9 +130,12 @@ def _walk(folder: Path, hidden: list[str]) -> Iterator[tuple[str, Path]]:
                 problem = "is a link to a folder, whose files would not be sent"
                 hint = "copy the folder, or remove it"
                 raise RequestError(problem, path=path, hint=hint)
-        folders[:] = sorted(
-            name for name in folders if not (name.startswith(".") or name == _CACHE)
-        )
+        # `os.walk` goes on with what remains in this list.
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == _CACHE
 
 
 def _require_readable(name: str, path: Path) -> None:
@@ -136,6 +147,7 @@ def _require_readable(name: str, path: Path) -> None:
         )
     if path.is_symlink() and not path.exists():
         raise CheckpointError("is a link to a file that is missing", path=path)
+    # A pointer of git-lfs stands in for the content in clones without it.
     SourceFile(path).require_content()
     suffix = path.suffix.lower()
     # Also weights in inner folders, which the doctor does not read.
@@ -152,21 +164,25 @@ def _require_readable(name: str, path: Path) -> None:
 
 
 def _require_no_errors(diagnosis: Diagnosis, model: Path) -> None:
-    errors = [finding for finding in diagnosis.findings if diagnosis.severity(finding) == "error"]
+    errors: list[Finding] = []
+    warnings: list[Finding] = []
+    for finding in diagnosis.findings:
+        severity = diagnosis.severity(finding)
+        if severity == "error":
+            errors.append(finding)
+        elif severity == "warning":
+            warnings.append(finding)
     if errors:
         first = errors[0]
-        more = len(errors) - 1
-        hint = first.rule.remedy + (
-            f"; there are {more} more errors, run the doctor" if more else ""
-        )
+        hint = first.rule.remedy
+        # One line for the first error. The doctor lists all of them.
+        if len(errors) > 1:
+            hint += f"; there are {len(errors) - 1} more errors, run the doctor"
         raise CheckpointError(
             f"{first.rule.name}: {first.location}: {first.message}", path=model, hint=hint
         )
-    for finding in diagnosis.findings:
-        if diagnosis.severity(finding) == "warning":
-            _log.warning(
-                "%s: %s: %s: %s", model, finding.rule.name, finding.location, finding.message
-            )
+    for warning in warnings:
+        _log.warning("%s: %s: %s: %s", model, warning.rule.name, warning.location, warning.message)
 
 
 def _build_unfinished_error(path: Path) -> CheckpointError:

@@ -37,7 +37,7 @@ from quantkit.quality.manifest_files import is_loaded, require_as_written
 
 _KEPT = ".gitattributes"
 """The hub makes it, and it decides what is stored in LFS."""
-# bytes in a second, for the time left
+# Bytes in a second, for estimates of the remaining time.
 _HASH_SPEED = 1e9
 _UPLOAD_SPEED = 2e7
 _COMMIT_SECONDS = 5.0
@@ -102,53 +102,70 @@ def push(
     name = _repository_name(name)
     _require_valid(base_model, license, revision, message)
     progress = skip_repeated_reports(progress)
+    # Local checks come first: an error in the model needs no network.
     model = require_sound(as_path("path", path))
     paths, hidden = model_files(model)
     card = model_card(model, paths, name, base_model, license)
     notes = _Notes()
-    notes.extend([f"hidden files are not sent: {some_names(hidden)}"] if hidden else [])
+    if hidden:
+        notes.extend([f"hidden files are not sent: {some_names(hidden)}"])
     if not dry_run:
         require_token(name)
-    there, private = _before(name, revision, public, dry_run, notes)
-    sends_card = not card.is_new or there is None or README not in there.files
+    repository, private = _before(name, revision, public, dry_run, notes)
+    # A short new card must not replace one that somebody wrote.
+    sends_card = not card.is_new or repository is None or README not in repository.files
     if sends_card:
         _check_card(card, private, notes)
     else:
         notes.extend([f"{README} there stays as it is: {model} has none"])
-    names = {*paths, *([README] if sends_card else [])}
-    if there is None:
-        others = []
+    names = set(paths)
+    if sends_card:
+        names.add(README)
+    if repository is None:
+        other_names = []
     else:
-        others = sorted(set(there.files) - names - {_KEPT, README})
+        other_names = sorted(set(repository.files) - names - {_KEPT, README})
     if not delete_others:
-        _require_no_mixture(name, names, others)
+        _require_no_mixture(name, names, other_names)
     files = _local_files(model, paths, dry_run, on_steps, notes, progress)
     if sends_card and (card.changed or card.is_new):
         files[README] = in_memory(README, card.content)
-    states = {file.name: _compare_with_repository(file, there) for file in files.values()}
-    changed = [file for file in files.values() if states[file.name] != "same"]
-    deleted = others if delete_others else []
-    created = there is None
-    if not dry_run and (there is None or not there.has_branch or changed or deleted):
+    states: dict[str, State] = {}
+    changed: list[LocalFile] = []
+    for file in files.values():
+        state = _compare_with_repository(file, repository)
+        states[file.name] = state
+        if state != "same":
+            changed.append(file)
+    if delete_others:
+        deleted = other_names
+        kept = []
+    else:
+        deleted = []
+        kept = other_names
+    created = repository is None
+    has_branch = repository is not None and repository.has_branch
+    if not dry_run and (not has_branch or changed or deleted):
+        # The hub would refuse an invalid card only after large files were sent.
         if README in states and states[README] != "same":
             validate_model_card(card.content.decode("utf-8-sig"), name)
-        there = _ensure_destination(name, revision, there, private=not public)
+        repository = _ensure_destination(name, revision, repository, private=not public)
         if changed or deleted:
-            commit = commit_files(
-                changed, deleted, there, message or f"Upload {name} with quantkit", progress
-            )
+            commit_message = message or f"Upload {name} with quantkit"
+            commit = commit_files(changed, deleted, repository, commit_message, progress)
             _compare(list(files.values()), name, commit)
-            there = replace(there, commit=commit)
+            repository = replace(repository, commit=commit)
+    pushed = [PushedFile(file, files[file].size, states[file]) for file in sorted(files)]
     return PushResult(
         name,
         f"{HfApi().endpoint}/{name}",
         revision,
-        None if there is None else there.commit,
+        None if repository is None else repository.commit,
         private,
         created,
-        [PushedFile(file, files[file].size, states[file]) for file in sorted(files)],
+        pushed,
         deleted,
-        [] if delete_others else others,
+        kept,
         dry_run,
         notes.lines,
     )
@@ -167,6 +184,7 @@ class _Notes:
 
 
 def _repository_name(name: str) -> str:
+    # Other commands take names with the prefix, so users may write it here too.
     plain = as_string("name", name).removeprefix(PREFIX)
     if not HUB_NAME.fullmatch(plain) or "/" not in plain:
         raise RequestError(
@@ -192,6 +210,7 @@ def _require_valid(
             )
     if base_model is not None and "/" not in base_model:
         raise RequestError("`base_model` has no owner", found=base_model, expected="owner/name")
+    # Where a model is read, a revision may be a commit as well.
     if revision is not None and COMMIT.fullmatch(revision):
         raise RequestError(
             "`revision` is a commit, which does not change", found=revision, expected="a branch"
@@ -203,24 +222,25 @@ def _require_valid(
 def _before(
     name: str, branch: str | None, public: bool, dry_run: bool, notes: _Notes
 ) -> tuple[Repository | None, bool | None]:
-    """Return the repository, None if it is not there, and whether it is private or will be.
+    """Read the repository, None if it is not there, and find whether it is private or will be.
 
     A dry run continues without it.
     """
     try:
-        there = read_repository(name, branch)
+        repository = read_repository(name, branch)
     except QuantkitError as error:
         if not dry_run:
             raise
         notes.extend([f"files are not compared with the hub: {error}"])
-        there = None
-    if there is None:
+        repository = None
+    if repository is None:
         return None, not public
-    if public and there.private:
+    if public and repository.private:
         notes.extend([f"{name} exists and stays private; its settings on the hub change that"])
-    elif not public and there.private is False:
+    # The hub may not state the visibility, which is None then.
+    elif not public and repository.private is False:
         notes.extend([f"{name} exists and is public: the model is published"])
-    return there, there.private
+    return repository, repository.private
 
 
 def _local_files(
@@ -231,7 +251,7 @@ def _local_files(
     notes: _Notes,
     progress: Progress,
 ) -> dict[str, LocalFile]:
-    """Return the files with their hashes, compared with the manifests."""
+    """Hash the files, and compare them with the manifests."""
     if on_steps is not None and not dry_run:
         size = sum(path.stat().st_size for path in paths.values())
         on_steps(
@@ -243,22 +263,22 @@ def _local_files(
         )
     files = hash_files(paths, progress)
     digests = {paths[name]: file.sha256 for name, file in files.items()}
-    found = manifests(model)
-    for one in found:
-        _, edited = require_as_written(
-            one, sha256=lambda path: digests.get(path) or SourceFile(path).sha256()
-        )
-        notes.extend(
-            [f"{file} was {what} since quantkit wrote it" for file, what in edited.items()]
-        )
-        if one.is_file() and manifest_path(one) not in digests:
+
+    def find_digest(path: Path) -> str:
+        # A manifest can also list files that are not sent. All others are hashed once.
+        return digests.get(path) or SourceFile(path).sha256()
+
+    models_with_manifest = manifests(model)
+    for listed_model in models_with_manifest:
+        _, edited = require_as_written(listed_model, sha256=find_digest)
+        for file_name, change in edited.items():
+            notes.extend([f"{file_name} was {change} since quantkit wrote it"])
+        path = manifest_path(listed_model)
+        if listed_model.is_file() and path not in digests:
             notes.extend(
-                [
-                    f"{manifest_path(one)} is of the whole folder, and not sent: pass the folder to"
-                    " send it"
-                ]
+                [f"{path} is of the whole folder, and not sent: pass the folder to send it"]
             )
-    if not found:
+    if not models_with_manifest:
         notes.extend([f"{model} has no manifest of quantkit to compare its files with"])
     return files
 
@@ -317,10 +337,11 @@ def _require_no_mixture(name: str, files: Collection[str], other_files: Sequence
 def _ensure_destination(
     name: str, branch: str | None, repository: Repository | None, *, private: bool
 ) -> Repository:
-    """Return the repository at the branch, which are created if they are not there."""
+    """Create the repository and the branch if they are not there, and read them."""
     if repository is None:
         create_repository(name, private=private)
         repository = read_repository(name, branch)
+        # What was meant to be private must not be published by a setting of the hub.
         if private and repository is not None and repository.private is False:
             problem = "the hub has created a public repository"
             raise RequestError(problem, path=PREFIX + name, hint="`public=True` uses it")
@@ -344,4 +365,7 @@ def _compare(files: list[LocalFile], name: str, commit: str) -> None:
 
 
 def _and(names: list[str]) -> str:
-    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+    *first_names, last_name = names
+    if not first_names:
+        return last_name
+    return f"{', '.join(first_names)} and {last_name}"

@@ -53,64 +53,59 @@ class PushResult:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Convert the result to plain values."""
         return {**vars(self), "files": [vars(file) for file in self.files]}
 
     def lines(self) -> list[str]:
-        """Return the result as text; for a dry run every file."""
+        """Write the result as text; for a dry run with every file."""
         sent = [file for file in self.files if file.state != "same"]
-        same = len(self.files) - len(sent)
+        same_count = len(self.files) - len(sent)
         visibility = {True: "private", False: "public", None: "visibility unknown"}[self.private]
-        where = f"{self.url} ({visibility}{f', branch {self.branch}' if self.branch else ''})"
+        if self.branch:
+            visibility += f", branch {self.branch}"
+        destination = f"{self.url} ({visibility})"
         amount = f"{file_count(len(sent))}, {size_text(sum(file.size for file in sent))}"
-        if same:
-            there = [f"{file_count(same)} there already"]
-        else:
-            there = []
+        # What is said of files that are not sent.
+        same_text: list[str] = []
+        if same_count:
+            same_text.append(f"{file_count(same_count)} there already")
+        other_texts: list[str] = []
         if self.deleted:
-            others = [f"{file_count(len(self.deleted))} deleted"]
-        else:
-            others = []
-        if len(self.kept) == 1:
-            stay = "file stays"
-        else:
-            stay = "files stay"
+            other_texts.append(f"{file_count(len(self.deleted))} deleted")
         if self.kept:
-            others += [f"{len(self.kept)} other {stay}: {some_names(self.kept)}"]
-        else:
-            others += []
+            stay = "file stays" if len(self.kept) == 1 else "files stay"
+            other_texts.append(f"{len(self.kept)} other {stay}: {some_names(self.kept)}")
         if self.dry_run:
+            action = "would create" if self.created else "would send to"
             width = max((len(file.name) for file in self.files), default=0)
-            rows = []
+            lines = [f"{action} {destination}"]
             for file in self.files:
-                rows.append(f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}")
-            rows += [f"  {'delete':<8}{name}" for name in self.deleted]
-            if self.created:
-                made = "would create"
-            else:
-                made = "would send to"
-            return [
-                f"{made} {where}",
-                *rows,
-                "; ".join([f"{amount} to send", *there, *others]),
-                "nothing was sent",
-            ]
+                lines.append(f"  {file.state:<8}{file.name:<{width}}  {size_text(file.size)}")
+            for name in self.deleted:
+                lines.append(f"  {'delete':<8}{name}")
+            lines.append("; ".join([f"{amount} to send", *same_text, *other_texts]))
+            lines.append("nothing was sent")
+            return lines
+        # No commit was made, so there is none to name.
         if not sent and not self.deleted:
             return [
-                f"{where}: nothing to send",
-                "; ".join(["every file there is the same", *others]),
+                f"{destination}: nothing to send",
+                "; ".join(["every file there is the same", *other_texts]),
             ]
-        made = "created, " if self.created else ""
-        done = "; ".join([f"sent {amount}", *there, *others, "the hub's list of files is as here"])
-        return [f"{where}: {made}commit {self.commit}", done]
+        created = "created, " if self.created else ""
+        parts = [f"sent {amount}", *same_text, *other_texts, "the hub's list of files is as here"]
+        return [f"{destination}: {created}commit {self.commit}", "; ".join(parts)]
 
 
 def file_count(count: int) -> str:
-    """Return a number of files in words."""
-    return f"{count} file{'' if count == 1 else 's'}"
+    """Write a number of files in words."""
+    noun = "file" if count == 1 else "files"
+    return f"{count} {noun}"
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Return the first of several names."""
-    more = len(names) - _MAX_NAMED
-    return ", ".join([*names[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])
+    """List the first of several names, and count the remaining ones."""
+    parts = list(names[:_MAX_NAMED])
+    if len(names) > _MAX_NAMED:
+        parts.append(f"and {len(names) - _MAX_NAMED} more")
+    return ", ".join(parts)
