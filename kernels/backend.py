@@ -253,7 +253,7 @@ class Backend:
     def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
-        """Why it does not support this case; None if it does."""
+        """Explain why the backend does not support this case; None if it does."""
         if scheme.of_small_floats:
             return "multiplies integers"
         if dtype.is_floating_point:
@@ -275,27 +275,29 @@ class Backend:
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
     def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to
-        the head.
+        """Dequantize rows of the weight by index [N] to float32 [N, I], for an embedding that is
+        tied to the head.
         """
-        return (
-            QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
-            .take(index)
-            .dequantize()
-        )
+        weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+        # Only the requested rows become floats: the whole embedding would be a second, larger copy.
+        return weight.take(index).dequantize()
 
     def operations(self) -> Operations | None:
-        """Return what else it provides; None if nothing."""
+        """Return what else the backend provides; None if nothing."""
         return None
 
     def linear(
         self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
-        weight = QuantTensor(
-            prepared["codes"], prepared["scale"], prepared.get("zero"), scheme
-        ).dequantize()
-        return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+        """Compute ``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
+        quantized = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+        weight = quantized.dequantize()
+        # float32 throughout, rounded once at the end: the other backends are tested against this.
+        if bias is None:
+            wide_bias = None
+        else:
+            wide_bias = bias.float()
+        return F.linear(x.float(), weight, wide_bias).to(x.dtype)
 
 
 REFERENCE = Backend()
@@ -304,15 +306,15 @@ REFERENCE = Backend()
 def apply_gate(
     gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA
 ) -> Tensor:
-    """Return the product of an activated gate and `up`, [..., F] each; it may reuse their
-    memory.
-    """
+    """Multiply an activated gate by `up`, [..., F] each; it may reuse their memory."""
     if activation == "silu":
+        # Autograd needs the values of the gate for the gradient of SiLU.
         return F.silu(gate, inplace=not gate.requires_grad).mul_(up)
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     assert activation == "swiglu_oai", activation
     if limit is not None:
+        # gpt-oss limits the gate from above only, and `up` on both sides.
         gate = gate.clamp(max=limit)
         up = up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))

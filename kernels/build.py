@@ -34,8 +34,8 @@ _FLAGS = (
     "-pthread",
     "-fvisibility=hidden",
     "-w",
+    # These two change no result; without them exp stays scalar.
     "-fno-trapping-math",
-    # Change no result; without them exp stays scalar.
     "-fno-math-errno",
 )
 if platform.machine() in ("aarch64", "arm64"):
@@ -50,15 +50,18 @@ def cache_folder() -> Path:
     """Return where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's
     cache folder.
     """
-    if named := os.environ.get("QUANTKIT_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit"
+    folder = os.environ.get("QUANTKIT_CACHE")
+    if folder:
+        return Path(folder)
+    # By the XDG specification, an empty variable counts as one that is not set.
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(user_cache) / "quantkit"
 
 
 def ensure_compiled(name: str) -> Path:
-    """Return the library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is
-    in the cache. Raises `UnsupportedError` if there is no compiler, it fails, or the cache can't be
-    written.
+    """Compile the kernels for one of `VARIANTS`, or `NATIVE`, unless they are in the cache, and
+    return the library. Raises `UnsupportedError` if there is no compiler, it fails, or the cache
+    can't be written.
     """
     command, target = _library(name)
     if intact(target):
@@ -66,18 +69,20 @@ def ensure_compiled(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
-            # Another process may be compiling.
+            # Another process may be compiling the same library.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not intact(target):
                 _log.info("compiling the CPU kernels, once for this machine")
-                for path in target.parent.glob(f"{target.stem}.*/"):
-                    shutil.rmtree(path, ignore_errors=True)  # by a process that was killed
+                # A process that was killed leaves its folder behind.
+                for stale_folder in target.parent.glob(f"{target.stem}.*/"):
+                    shutil.rmtree(stale_folder, ignore_errors=True)
+                # In the same folder as the target, because `os.replace` needs one file system.
                 with tempfile.TemporaryDirectory(
                     prefix=f"{target.stem}.", dir=target.parent
                 ) as folder:
-                    made = Path(folder, "made.so")
-                    compile_library(command, made)
-                    seal(made, target)
+                    library = Path(folder, "made.so")
+                    compile_library(command, library)
+                    seal(library, target)
     except OSError as error:
         raise UnsupportedError(
             f"the cache of compiled kernels can't be written: {error.strerror}",
@@ -88,11 +93,12 @@ def ensure_compiled(name: str) -> Path:
 
 
 def is_compiled(name: str) -> bool:
-    """Return whether `compiled` finds the library in the cache.
+    """Check whether `ensure_compiled` would find the library in the cache.
 
     Raises `UnsupportedError` if there is no compiler.
     """
-    return intact(_library(name)[1])
+    _, target = _library(name)
+    return intact(target)
 
 
 def seal(library: Path, target: Path) -> None:
@@ -102,32 +108,48 @@ def seal(library: Path, target: Path) -> None:
 
 
 def intact(library: Path) -> bool:
-    """Return whether a library is there as `seal` left it: a truncated one would end the process
+    """Check that a library is there as `seal` left it: a truncated one would end the process
     when it is loaded.
     """
     try:
-        return (
-            library.with_suffix(".sha256").read_text()
-            == hashlib.sha256(library.read_bytes()).hexdigest()
-        )
+        expected = library.with_suffix(".sha256").read_text()
+        actual = hashlib.sha256(library.read_bytes()).hexdigest()
+        return expected == actual
     except (OSError, ValueError):
         return False
 
 
 def _library(name: str) -> tuple[list[str], Path]:
-    """Return the command that compiles the kernels, and where in the cache they are."""
-    found = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
-    compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
+    """Find a compiler; return the command that compiles the kernels, and their cached path."""
+    # CXX may include arguments, such as "zig c++".
+    compiler = shlex.split(os.environ.get("CXX", "")) or _find_compiler()
     if not compiler:
         raise UnsupportedError(
             "there is no C++ compiler", hint="install g++ or clang++, or name one in CXX"
         )
-    command = [*compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
-    # The compiler and the processor.
-    known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])
-    sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
-    key = hashlib.sha256(repr((known, _FLAGS, command[1:], sources)).encode())
+    if name in VARIANTS:
+        flags = VARIANTS[name].flags
+    else:
+        flags = _NATIVE_FLAGS
+    command = [*compiler, *flags]
+    # They identify the compiler's version and, with "native", the processor's instructions.
+    predefined_macros = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])
+    sources = []
+    for path in sorted(_SOURCES.iterdir()):
+        sources.append((path.name, path.read_bytes()))
+    # A new version of quantkit, of the compiler or another processor gets another file. The
+    # compiler's own path does not matter.
+    key = hashlib.sha256(repr((predefined_macros, _FLAGS, command[1:], sources)).encode())
     return command, cache_folder() / f"quantkit-{name}-{key.hexdigest()[:32]}.so"
+
+
+def _find_compiler() -> list[str]:
+    """Look for the system's C++ compilers; return the path of the first, or an empty list."""
+    for name in ("c++", "g++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            return [path]
+    return []
 
 
 def compile_library(command: Sequence[str], target: Path) -> None:
@@ -137,12 +159,15 @@ def compile_library(command: Sequence[str], target: Path) -> None:
     objects = {}
     for source in _SOURCES.glob("*.cpp"):
         objects[str(source)] = f"{target}.{source.stem}.o"
-    _run(*([*command, *_FLAGS, "-c", source, "-o", object_] for source, object_ in objects.items()))
+    compile_commands = []
+    for source_path, object_path in objects.items():
+        compile_commands.append([*command, *_FLAGS, "-c", source_path, "-o", object_path])
+    _run(*compile_commands)
     _run([*command, "-shared", "-pthread", *objects.values(), "-o", str(target)])
 
 
 def _run(*commands: list[str]) -> str:
-    """Run commands at the same time; what the last prints."""
+    """Run commands at the same time, and return what the last one prints."""
     running: list[tuple[str, subprocess.Popen[str]]] = []
     for command in commands:
         try:
@@ -156,6 +181,7 @@ def _run(*commands: list[str]) -> str:
     printed = [process.communicate() for _, process in running]
     for (compiler, process), (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
+            # A compiler reports a full disk only by the system's message among its own.
             full = os.strerror(errno.ENOSPC) in errors
             if full:
                 hint = "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR"

@@ -34,9 +34,9 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# That share an activation scale.
+# Columns that share an activation scale.
 _COLUMNS = 32
-# the largest integers that activations become
+# The largest integers that activations become.
 _EXACT_MAX = 127 * 256
 _FAST_MAX = 127
 BLOCK_FEATURES = frozenset(
@@ -69,7 +69,7 @@ class CpuBackend(Backend):
     def __init__(self, name: str, *, exact: bool) -> None:
         self.name = name
         self._exact = exact
-        # Once `explain_unsupported` has found that they can be had.
+        # `explain_unsupported` sets it: to load the kernels may need a compiler, and may fail.
         self._operators: Any = None
 
     def explain_unsupported(
@@ -100,9 +100,9 @@ class CpuBackend(Backend):
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
+        # The kernels read memory without gaps; parts of a sharded weight have some.
         codes = weight.codes.contiguous()
         scale = weight.scale.contiguous()
-        # parts of a sharded weight have gaps
         if weight.zero is None:
             zero = None
         else:
@@ -116,11 +116,9 @@ class CpuBackend(Backend):
     def linear(
         self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        if bias is None:
-            added = None
-        else:
-            added = bias.to(x.dtype)
-        product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        product: Tensor = self._operators.linear(x, prepared["packed"], bias, rows)
         return product
 
     def operations(self) -> Operations | None:
@@ -139,9 +137,9 @@ class CpuBackend(Backend):
         ) -> Tensor:
             if scale is None:
                 scale = queries.shape[-1] ** -0.5
-            else:
-                scale = scale
-            sinks = None if sinks is None else sinks.float()
+            if sinks is not None:
+                sinks = sinks.float()
+            # The kernels take a window of 0 for all positions.
             scores = window or 0, scale, softcap, sinks
             mixed: Tensor = operators.cached_attention(
                 queries, *keys, *values, positions, slots, *scores
@@ -172,7 +170,7 @@ class CpuBackend(Backend):
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """See `Operations.single_threaded`; without OpenMP there is nothing to do."""
+    """Run torch on one thread, see `Operations.single_threaded`; do nothing without OpenMP."""
     functions = ctypes.PyDLL(None)
     try:
         count = functions.omp_get_max_threads
@@ -193,24 +191,29 @@ def prepare_blocks(
     layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]],
     dtype: torch.dtype,
 ) -> backend.RunBlocks:
-    """See `BlockKernel`; hidden states are float32 [B, T, D], updated in place."""
-    blocks = operators.prepare_blocks(
-        [_operands(weights, settings) for weights, settings in layers]
-    )
-    turned = [settings.rotary for _, settings in layers]
+    """Prepare blocks, see `BlockKernel`, for float32 hidden states [B, T, D], updated in place."""
+    operands = []
+    has_rotary = []
+    for weights, settings in layers:
+        operands.append(_operands(weights, settings))
+        has_rotary.append(settings.rotary)
+    blocks = operators.prepare_blocks(operands)
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
         angles: list[Tensor] = []
-        for rotary, (cosine, sine) in zip(turned, step.angles, strict=True):
+        for rotary, (cosine, sine) in zip(has_rotary, step.angles, strict=True):
             if rotary:
                 angles += (cosine, sine)
             else:
+                # The kernels always rotate: by an angle of zero, nothing changes.
                 angles += (torch.ones_like(cosine), torch.zeros_like(sine))
-        cached = (
-            []
-            if step.cached is None
-            else [one for rows in step.cached for part in rows for one in part if one is not None]
-        )
+        cached: list[Tensor] = []
+        if step.cached is not None:
+            for keys, values in step.cached:
+                # Codes and their scales; floats have no scales.
+                for tensor in (*keys, *values):
+                    if tensor is not None:
+                        cached.append(tensor)
         operators.run_blocks(
             x,
             blocks.number,
@@ -227,7 +230,9 @@ def prepare_blocks(
 
 
 def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) -> BlockOperands:
-    """Return the weights of attention and of the feed-forward, and the settings."""
+    """Order a block's weights of attention and of the feed-forward, and its settings, as the
+    kernels take them.
+    """
     attention = [
         weights.input_norm,
         *_extract_packed(weights.qkv),
@@ -238,15 +243,21 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
         weights.attention_output_norm,
     ]
     inside = [*_extract_packed(weights.gate_up), *_extract_packed(weights.down)]
+    # Zero experts per token stand for none; the second setting is then ignored.
     routing = (0, True)
-    if (experts := weights.experts) is not None:
-        banks = (
-            bank
-            for own in (experts.gate_up, experts.down)
-            for bank in (own.prepared["packed"], own.bias)
-        )
-        inside = [experts.router, experts.router_bias, *banks, *inside, experts.shared_gate]
-        routing = experts.per_token, experts.normalized
+    experts = weights.experts
+    if experts is not None:
+        inside = [
+            experts.router,
+            experts.router_bias,
+            experts.gate_up.prepared["packed"],
+            experts.gate_up.bias,
+            experts.down.prepared["packed"],
+            experts.down.bias,
+            *inside,
+            experts.shared_gate,
+        ]
+        routing = (experts.per_token, experts.normalized)
     return (
         attention,
         [weights.mlp_norm, *inside, weights.mlp_output_norm],
@@ -269,7 +280,11 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
 def _extract_packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
     if linear is None:
         return None, None
-    return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()
+    bias = linear.bias
+    # Blocks compute in float32, whatever the model's dtype.
+    if bias is not None:
+        bias = bias.float()
+    return linear.prepared["packed"], bias
 
 
 CPU_EXACT = CpuBackend("cpu-exact", exact=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.kernels.library import load_kernels
 
+# The numbers by which the C++ functions know the types of scales.
 _FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -27,9 +28,9 @@ def search_scales(
     coarse: Sequence[float],
     fine: Sequence[float],
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 where codes are not symmetric, of
-    groups of `size` inputs: the best of some steps, in units of what spans the group, then of those
-    next to it.
+    """Search the scale [G, O] in `scale_dtype`, and the zero point [G, O] uint8 if codes are not
+    symmetric, of groups of `size` inputs: first among some steps, in units of the step that spans
+    the group, then among those next to the best.
 
     Args:
         weight: [I, O] float32.
@@ -44,8 +45,10 @@ def search_scales(
     scale = torch.empty(inputs // size, outputs, dtype=scale_dtype)
     if symmetric:
         zero = None
+        zero_pointer = None
     else:
         zero = torch.empty_like(scale, dtype=torch.uint8)
+        zero_pointer = _pointer(zero, torch.uint8)
     _functions().quantkit_search_scales(
         *_sizes(inputs, outputs, size, levels),
         _floats(weight),
@@ -56,7 +59,7 @@ def search_scales(
         c_int64(len(fine)),
         c_int64(_FLOAT_TYPES[scale_dtype]),
         _pointer(scale, scale_dtype),
-        None if zero is None else _pointer(zero, torch.uint8),
+        zero_pointer,
         torch.get_num_threads(),
     )
     return scale, zero
@@ -75,17 +78,22 @@ def _in_turn(
     codes: Tensor,
     errors: Tensor,
 ) -> None:
-    # held until the call is over
-    read = []
-    for one in (start, other, ratios):
-        read.append(one.contiguous())
-    getattr(_functions(), name)(
+    step = getattr(_functions(), name)
+    # The list keeps copies alive until the call is over: C++ has only their addresses.
+    operands = []
+    for operand in (start, other, ratios):
+        operands.append(operand.contiguous())
+    if zero is None:
+        zero_pointer = None
+    else:
+        zero_pointer = _floats(zero)
+    step(
         *_sizes(*codes.shape, size, levels),
         c_int64(len(start)),
-        *(_floats(one) for one in read),
+        *[_floats(operand) for operand in operands],
         _pointer(columns, torch.int64),
         _floats(scale),
-        None if zero is None else _floats(zero),
+        zero_pointer,
         _floats(codes),
         _floats(errors),
         torch.get_num_threads(),
@@ -112,7 +120,7 @@ def _floats(tensor: Tensor) -> c_void_p:
 
 
 def _pointer(tensor: Tensor, dtype: torch.dtype) -> c_void_p:
-    """Return the address of a tensor; raises `ValueError` for one that C++ would read wrongly."""
+    """Take the address of a tensor; raise `ValueError` for one that C++ would read wrongly."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}"

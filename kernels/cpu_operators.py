@@ -29,13 +29,18 @@ _TYPES = {
     torch.uint8: 4,
     torch.int64: 5,
 }
+# The kernels refuse a tensor of any other dtype, with a message.
 _OTHER = len(_TYPES)
-# Whose methods have no types.
+# torch's methods of this class have no type annotations.
 _LIBRARY: Any = torch.library.Library
 _DIMS = 4
+# The struct of ``tensor.h`` for each number of dimensions: the address, the type, the number of
+# dimensions and the sizes, padded to `_DIMS` of them.
 _VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
-_MISSING = _VIEWS[0].pack(0, 0, -1)  # in a list
-_HUGE_PAGE = 2 << 20  # bytes
+# None in a list of tensors, where there is a struct for each.
+_MISSING = _VIEWS[0].pack(0, 0, -1)
+# In bytes.
+_HUGE_PAGE = 2 << 20
 # Bytes before a packed weight's numbers, which say how it is packed.
 _HEAD = 64
 
@@ -56,26 +61,27 @@ class Operators:
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.library = library
         self.name = name
-        self._functions = {
-            one: _function(library, one, *types) for one, types in _FUNCTIONS.items()
-        }
+        self._functions: dict[str, Any] = {}
+        for function_name, types in _FUNCTIONS.items():
+            self._functions[function_name] = _function(library, function_name, *types)
         library.quantkit_instructions.restype = ctypes.c_char_p
         library.quantkit_new_blocks.restype = ctypes.c_void_p
         library.quantkit_free_blocks.argtypes = [ctypes.c_void_p]
         self._blocks: dict[int, tuple[ctypes.c_void_p, int]] = {}
         self._numbers = itertools.count()
         self._traced = _LIBRARY(f"quantkit_{name.replace('-', '_')}", "FRAGMENT")
-        for one, (schema, returned) in _TRACED.items():
-            run = getattr(self, one)
-            self._traced.define(one + schema)
-            self._traced.impl(one, run, "CPU")
-            register_fake(f"{self._traced.ns}::{one}", returned, lib=self._traced)
-            setattr(self, one, _traceable(run, getattr(self.namespace, one)))
+        for operator, (schema, make_output) in _TRACED.items():
+            run = getattr(self, operator)
+            self._traced.define(operator + schema)
+            self._traced.impl(operator, run, "CPU")
+            register_fake(f"{self._traced.ns}::{operator}", make_output, lib=self._traced)
+            # Outside of graphs, callers skip torch's dispatcher.
+            setattr(self, operator, _traceable(run, getattr(self.namespace, operator)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         from quantkit.kernels.library import load_kernels
 
-        # Copies of a model share them.
+        # Copies of a model share the library, which cannot be pickled.
         return load_kernels, (self.name,)
 
     @property
@@ -91,7 +97,7 @@ class Operators:
     def pack(
         self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool
     ) -> Tensor:
-        """Return a weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O,
+        """Pack a weight [O, I] into bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O,
         G]; `exact` is for activations of 16 bits.
         """
         count = ctypes.c_int64()
@@ -102,14 +108,14 @@ class Operators:
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-        """``x @ weight.T + bias``: [..., I] to [..., O]; O is `rows`."""
+        """Compute ``x @ weight.T + bias``: [..., I] to [..., O]; O is `rows`."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], rows))
         self._call("linear", x, packed, bias, rows, torch.get_num_threads(), y)
         return y
 
     def rows(self, packed: Tensor, index: Tensor, columns: int) -> Tensor:
-        """Rows of a packed weight as float32 [N, I], by index [N]; I is `columns`."""
+        """Dequantize rows of a packed weight to float32 [N, I], by index [N]; I is `columns`."""
         y = index.new_empty((*index.shape, columns), dtype=torch.float32)
         self._call("rows", packed, index.contiguous(), columns, y)
         return y
@@ -128,7 +134,7 @@ class Operators:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `ScoredAttention`; a window of 0 is all."""
+        """Attend to a cache, see `ScoredAttention`; a window of 0 is all."""
         batch, heads, tokens, size = queries.shape
         out = queries.new_empty((batch, tokens, heads * size))
         self._call(
@@ -150,20 +156,19 @@ class Operators:
         return out
 
     def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` with a weight of floats [O, I], in the dtype of x."""
+        """Compute ``x @ weight.T`` with a weight of floats [O, I], in the dtype of x."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         self._call("float_linear", x, weight, torch.get_num_threads(), y)
         return y
 
     def stack(self, packed: Sequence[Tensor]) -> Tensor:
-        """Packed weights of one shape, one after the other: [E, bytes]."""
+        """Copy packed weights of one shape one after the other: [E, bytes]."""
         first = packed[0]
-        if any(
-            one.shape != first.shape or not torch.equal(one[:_HEAD], first[:_HEAD])
-            for one in packed
-        ):
-            raise RuntimeError("weights of different shapes or schemes")
+        for weight in packed:
+            # The head says the shape and the scheme.
+            if weight.shape != first.shape or not torch.equal(weight[:_HEAD], first[:_HEAD]):
+                raise RuntimeError("weights of different shapes or schemes")
         stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
         return torch.stack(list(packed), out=stacked)
 
@@ -179,7 +184,8 @@ class Operators:
         activation: str,
         limit: float | None,
     ) -> Tensor:
-        """See `ExpertKernel`."""
+        """Run the chosen experts of each row, see `ExpertKernel`."""
+        # The kernels add each expert's output in float32.
         y = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._call(
             "experts",
@@ -198,13 +204,15 @@ class Operators:
         return y.to(x.dtype)
 
     def prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
-        """Blocks that follow each other, checked once."""
-        prepared = Blocks(
-            next(self._numbers),
-            [one for operands in blocks for half in operands[:2] for one in half],
-        )
+        """Register blocks that follow each other, whose operands are checked once."""
+        tensors: list[Tensor | None] = []
+        for attention, feed_forward, _ in blocks:
+            tensors += attention
+            tensors += feed_forward
+        prepared = Blocks(next(self._numbers), tensors)
         pointer = ctypes.c_void_p(self.library.quantkit_new_blocks())
         self._blocks[prepared.number] = pointer, len(blocks)
+        # The end of the process frees the memory as well.
         weakref.finalize(prepared, self._forget, prepared.number).atexit = False
         for attention, feed_forward, settings in blocks:
             self._call(
@@ -219,7 +227,8 @@ class Operators:
         return prepared
 
     def _forget(self, number: int) -> None:
-        self.library.quantkit_free_blocks(self._blocks.pop(number)[0])
+        pointer, _ = self._blocks.pop(number)
+        self.library.quantkit_free_blocks(pointer)
 
     def run_blocks(
         self,
@@ -244,10 +253,10 @@ class Operators:
         pointer, count = self._blocks[blocks]
         stored = list[Tensor | None](cached)
         if len(stored) == 2 * count:
+            # Float rows without scales: the kernels expect two tensors for each.
             stored = []
             for rows in cached:
-                for one in (rows, None):
-                    stored.append(one)
+                stored += (rows, None)
         if len(angles) != 2 * count or len(stored) not in (0, 4 * count):
             raise RuntimeError(f"expected angles and cached rows of {count} blocks")
         self._call(
@@ -292,8 +301,8 @@ def _traceable(run: Callable[..., Any], operator: Any) -> Callable[..., Any]:
 
 
 class _View:
-    """What ``tensor.h`` says about a tensor or None. ctypes calls `from_param`, and keeps the
-    result until the function returns.
+    """Converts a tensor or None to the struct of ``tensor.h``. ctypes calls `from_param`, and keeps
+    the result until the function returns.
     """
 
     @staticmethod
@@ -302,15 +311,15 @@ class _View:
             return None
         dims = tensor.dim()
         if not (tensor.is_cpu and tensor.is_contiguous() and dims <= _DIMS):
-            found = f"{tuple(tensor.shape)} in steps of {tensor.stride()} on {tensor.device}"
-            raise RuntimeError(f"expected a tensor without gaps on the CPU, found {found}")
+            layout = f"{tuple(tensor.shape)} in steps of {tensor.stride()} on {tensor.device}"
+            raise RuntimeError(f"expected a tensor without gaps on the CPU, found {layout}")
         return _VIEWS[dims].pack(
             tensor.data_ptr(), _TYPES.get(tensor.dtype, _OTHER), dims, *tensor.shape
         )
 
 
 class _Views:
-    """The same of a list of tensors."""
+    """Converts a list of tensors to structs, one after the other."""
 
     @staticmethod
     def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
@@ -320,7 +329,7 @@ class _Views:
 
 
 class _Output:
-    """Where a tensor's numbers are."""
+    """Converts a tensor to the address of its numbers."""
 
     @staticmethod
     def from_param(tensor: Tensor) -> ctypes.c_void_p:
@@ -328,7 +337,7 @@ class _Output:
 
 
 class _Optional:
-    """A number; None is NaN."""
+    """Converts a number; None becomes NaN."""
 
     @staticmethod
     def from_param(value: float | None) -> ctypes.c_double:
@@ -342,16 +351,18 @@ class _Text:
 
 
 def _allocate(count: int) -> Tensor:
-    """Memory for packed weights, on huge pages where the system gives them, so that it takes few
-    address translations.
+    """Allocate memory for packed weights, on huge pages if the system has them, so that reading it
+    takes few address translations.
     """
+    # A smaller weight does not fill a page, and not every system has the call.
     if count < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=torch.uint8)
+    # One page more than needed, because a mapping does not begin at the start of a huge page.
     memory = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -buffer.data_ptr() % _HUGE_PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, count)
-    return whole[start : start + count]
+    return buffer[start : start + count]
 
 
 _INT = ctypes.c_int64

@@ -36,25 +36,30 @@ _SPAN = 64
 
 def require_backend(name: str | None) -> None:
     """Raise `RequestError` if no backend has the name; None stands for any backend."""
-    if name is not None and name not in [backend.name for backend in BACKENDS]:
-        raise RequestError(
-            "unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS)
-        )
+    names = [backend.name for backend in BACKENDS]
+    if name is not None and name not in names:
+        raise RequestError("unknown backend", found=name, expected=", ".join(names))
 
 
 def list_allowed_backends(
     name: str | None = None, *, allow_slow: bool = False
 ) -> tuple[Backend, ...]:
-    """Return the backends that may run a model, fastest first: the named one, or all with kernels
+    """List the backends that may run a model, fastest first: the named one, or all with kernels
     if `name` is None; with `allow_slow` also the reference, for layers that these do not support.
     Raises `RequestError` for an unknown name.
     """
     require_backend(name)
-    return tuple(
-        one
-        for one in BACKENDS
-        if one.name == name or (allow_slow if one is REFERENCE else name is None)
-    )
+    allowed = []
+    for backend in BACKENDS:
+        if backend.name == name:
+            allowed.append(backend)
+        elif backend is REFERENCE:
+            # It is so slow that a user has to allow or to name it.
+            if allow_slow:
+                allowed.append(backend)
+        elif name is None:
+            allowed.append(backend)
+    return tuple(allowed)
 
 
 def select_backend(
@@ -64,14 +69,14 @@ def select_backend(
     scale_dtype: torch.dtype,
     allowed: Sequence[Backend],
 ) -> Backend:
-    """Return the first of the allowed backends for activations of `dtype` on `device` and weights
-    of `scheme` with scales of `scale_dtype`. If it is the reference, for lack of kernels, a warning
-    says so.
+    """Choose the first of the allowed backends that supports activations of `dtype` on `device` and
+    weights of `scheme` with scales of `scale_dtype`, and passes the self-test. If it is the
+    reference, for lack of kernels, log a warning.
 
     Raises:
         RequestError: if none supports the case, with every backend's reason.
     """
-    # The backends that have each.
+    # Each reason with the names of the backends that give it.
     reasons: dict[str, list[str]] = {}
     for backend in allowed:
         reason = backend.explain_unsupported(scheme, device, dtype)
@@ -84,16 +89,18 @@ def select_backend(
                 )
             return backend
         reasons.setdefault(reason, []).append(backend.name)
+    if REFERENCE in allowed:
+        hint = None
+    else:
+        hint = f"`allow_slow=True` runs it without kernels ({_slower(device)})"
     raise RequestError(
         f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_join_reasons(reasons)}",
-        hint=None
-        if REFERENCE in allowed
-        else f"`allow_slow=True` runs it without kernels ({_slower(device)})",
+        hint=hint,
     )
 
 
 def _slower(device: torch.device) -> str:
-    """Return how the reference compares with kernels; docs/kernels.md has the measurements, which
+    """Describe how the reference compares with kernels; docs/kernels.md has the measurements, which
     are of CPUs.
     """
     if device.type == "cpu":
@@ -102,7 +109,10 @@ def _slower(device: torch.device) -> str:
 
 
 def _join_reasons(reasons: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    parts = []
+    for reason, names in reasons.items():
+        parts.append(f"{', '.join(names)}: {reason}")
+    return "; ".join(parts)
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
@@ -112,6 +122,7 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
     if device.type == "cpu":
         return None
     for backend in BACKENDS:
+        # Float models have no scheme; the backends for GPUs all support int8 with one scale a row.
         if backend.explain_unsupported(QuantScheme(8, None), device, dtype) is None:
             return backend.operations()
     return None
@@ -155,21 +166,22 @@ def self_test(
     dtype: torch.dtype,
     scale_dtype: torch.dtype,
 ) -> str | None:
-    """Return what is wrong with a backend's products of activations of `dtype` with weights whose
-    scales are of `scale_dtype`; None if each is within the backend's `Rounding`.
+    """Test a backend's products of activations of `dtype` with weights whose scales are of
+    `scale_dtype`. Return what is wrong with them; None if each is within the backend's `Rounding`.
     """
-    for size in ON_GPUS if device.type == "cuda" else (SMALL,):
+    sizes: tuple[_Size, ...] = (SMALL,)
+    if device.type == "cuda":
+        sizes = ON_GPUS
+    for size in sizes:
         try:
-            wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
+            wrong_tokens = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
         except Exception as error:
             # Drivers and compilers have their own exception types.
-            return (
-                f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[
-                    :300
-                ]
-            )
-        if wrong is not None:
-            return f"its products of {wrong} tokens are wrong on this machine"
+            message = " ".join(str(error).split()) or type(error).__name__
+            # A compiler's message may be long.
+            return f"it fails on this machine: {message}"[:300]
+        if wrong_tokens is not None:
+            return f"its products of {wrong_tokens} tokens are wrong on this machine"
     return None
 
 
@@ -181,7 +193,7 @@ def _wrong_tokens(
     scale_dtype: torch.dtype,
     size: _Size,
 ) -> int | None:
-    """Return a number of tokens whose products with an example are wrong."""
+    """Multiply an example in each number of tokens; return the first whose products are wrong."""
     weight = _example(scheme, size, scale_dtype).to(device)
     bias = _wave(size.rows).to(device, dtype)
     wide = weight.dequantize().double()
@@ -191,32 +203,40 @@ def _wrong_tokens(
         tokens = min(count, size.max_values // wide.shape[1])
         for even, x in _activations(wide, scheme, tokens):
             x = x.to(dtype)
-            added = None if even else bias
-            found = backend.linear(x, prepared, scheme, size.rows, added)
-            right = x.double() @ wide.t() + (0 if added is None else added.double())
-            off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
-            if not is_within(
-                found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result
-            ):
+            exact = x.double()
+            expected = exact @ wide.t()
+            relative_error = rounding.weights
+            if even:
+                # Backends take these activations exactly: no error of theirs hides a wrong weight.
+                product = backend.linear(x, prepared, scheme, size.rows, None)
+            else:
+                product = backend.linear(x, prepared, scheme, size.rows, bias)
+                expected += bias.double()
+                relative_error += rounding.activations
+            relative_error += _SUMS * wide.shape[1]
+            slack = relative_error * _norms(exact) @ _norms(wide).t()
+            if not is_within(product, expected, slack, rounding.result):
                 return tokens
     return None
 
 
 def is_within(result: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
-    """Return whether each number is right, up to its slack and `steps` steps of its dtype; false if
+    """Check that each number is right, up to its slack and `steps` steps of its dtype; false if
     one is not finite.
     """
-    own = torch.finfo(result.dtype)
+    limits = torch.finfo(result.dtype)
     # A step of the smallest numbers.
-    smallest = own.smallest_normal * own.eps
-    rounding = steps * own.eps * (right.abs() + slack) + smallest
-    return result.shape == right.shape and bool(
-        ((result.double() - right).abs() <= slack + rounding).all()
-    )
+    smallest = limits.smallest_normal * limits.eps
+    rounding = steps * limits.eps * (right.abs() + slack) + smallest
+    if result.shape != right.shape:
+        return False
+    errors = (result.double() - right).abs()
+    # A comparison with NaN is false.
+    return bool((errors <= slack + rounding).all())
 
 
 def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> QuantTensor:
-    """Return a weight with every code in it, all zero points, and scales of either sign and of many
+    """Build a weight with every code in it, all zero points, and scales of either sign and of many
     sizes; in an odd number of groups, or in columns that fill no word of kernels.
     """
     rows = size.rows
@@ -232,23 +252,21 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
         else:
             columns = group * max(1, size.columns // group)
     groups = scheme.groups(columns)
+    # The factors of codes and zero points are odd: they take all values, for any power of two.
     codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
     wave = _wave(rows * groups).view(rows, groups)
     scale = torch.where(wave < 0, -1, 1) * 2 ** (-4 - 8 * wave.abs())
     zero = None
     if not scheme.symmetric:
-        zero = (
-            ((torch.arange(rows * groups) * 5 + 3) % scheme.levels)
-            .to(torch.uint8)
-            .view(rows, groups)
-        )
+        points = (torch.arange(rows * groups) * 5 + 3) % scheme.levels
+        zero = points.to(torch.uint8).view(rows, groups)
     return QuantTensor(
         codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme
     )
 
 
 def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:
-    """Even activations [T, I], see `Rounding`, and then others, for weights [O, I].
+    """Yield even activations [T, I], see `Rounding`, and then others, for weights [O, I].
 
     The first leans towards all rows and each of the others towards one, every second of them in one
     group only: so products are as large as they can be, and each row's and each group's mistakes
@@ -276,5 +294,5 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _wave(count: int) -> Tensor:
-    """Numbers that look random, without a generator."""
+    """Compute numbers that look random, without a generator, whose state belongs to callers."""
     return torch.sin(torch.arange(count, dtype=torch.float64).square()).float()

@@ -33,17 +33,18 @@ native.
 
 
 def load_kernels(name: str | None = None) -> Operators:
-    """Return the kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none
+    """Load the kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none
     of that name, and `UnsupportedError` if they do not run here or cannot be compiled.
     """
-    once = _load_once(_choose_kernels(name))
-    if isinstance(once, UnsupportedError):
-        raise once
-    return once
+    loaded = _load_once(_choose_kernels(name))
+    if isinstance(loaded, UnsupportedError):
+        raise loaded
+    return loaded
 
 
 def describe_kernels() -> str:
-    """Return which kernels `load_kernels` chooses and where they come from, or why there are none.
+    """Describe which kernels `load_kernels` chooses and where they come from, or why there are
+    none.
 
     Compiles nothing.
     """
@@ -59,19 +60,24 @@ def describe_kernels() -> str:
 
 
 def _choose_kernels(name: str | None) -> str:
-    name = (
-        name
-        or os.environ.get(SETTING)
-        or next(filter(_find_shipped_library, filter(runs_here, VARIANTS)), NATIVE)
-    )
+    name = name or os.environ.get(SETTING) or _find_fastest_shipped()
     if name not in (NATIVE, *VARIANTS):
         expected = ", ".join((NATIVE, *VARIANTS))
         raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
     if name != NATIVE and not runs_here(name):
+        # Such a library would end the process with an illegal instruction.
         raise UnsupportedError(
             f"the processor does not have the instructions of the {name} kernels"
         )
     return name
+
+
+def _find_fastest_shipped() -> str:
+    """Find the fastest kernels that come with quantkit and run here, or else choose `NATIVE`."""
+    for variant in VARIANTS:
+        if runs_here(variant) and _find_shipped_library(variant):
+            return variant
+    return NATIVE
 
 
 def compile_ahead() -> Thread:
@@ -82,9 +88,11 @@ def compile_ahead() -> Thread:
 
     def work() -> None:
         with suppress(QuantkitError):
-            if not _find_shipped_library(name := _choose_kernels(None)):
+            name = _choose_kernels(None)
+            if not _find_shipped_library(name):
                 ensure_compiled(name)
 
+    # A daemon, so that the end of the process does not wait for the compiler.
     thread = Thread(target=work, daemon=True)
     thread.start()
     return thread
@@ -92,14 +100,15 @@ def compile_ahead() -> Thread:
 
 @functools.cache
 def _load_once(name: str) -> Operators | UnsupportedError:
-    """Return the kernels or the error: a compiler that fails is not called again for every
+    """Load kernels, or return the error: a compiler that fails is not called again for every
     layer.
     """
     try:
         return _open(_find_shipped_library(name) or ensure_compiled(name), name)
     except UnsupportedError as error:
         return error
-    except (OSError, AttributeError) as error:  # of a library without the functions
+    except (OSError, AttributeError) as error:
+        # ctypes raises `AttributeError` for a library without the functions.
         if _find_shipped_library(name):
             hint = "reinstall quantkit"
         else:
@@ -112,6 +121,7 @@ def _open(path: Path, name: str) -> Operators:
     from quantkit.kernels.cpu_operators import Operators
 
     operators = Operators(ctypes.CDLL(str(path)), name)
+    # Native kernels call themselves by the instructions that they were compiled for.
     if name != NATIVE and operators.instructions() != name:
         raise UnsupportedError(
             "these are other kernels", path=path, found=operators.instructions(), expected=name
@@ -121,7 +131,7 @@ def _open(path: Path, name: str) -> Operators:
 
 @functools.cache
 def _find_shipped_library(name: str) -> Path | None:
-    """Return the library that this installation of quantkit has; None if it has none, or, with a
+    """Find the library that this installation of quantkit has; None if it has none, or, with a
     warning, a damaged one.
     """
     path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"

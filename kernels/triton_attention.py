@@ -26,10 +26,14 @@ from quantkit.kernels.triton_skinny import last_to_arrive
 from quantkit.kernels.triton_tiles import GpuSpec, gpu_spec
 from quantkit.kernels.triton_words import WIDEN, dot_add, operator
 
-_MAX_ROWS = 64  # queries of one program
-_TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
-_MAX_SPANS = 64  # that one program can join
-_WAVES = 2  # programs for each processor
+# Queries of one program.
+_MAX_ROWS = 64
+# Bytes of keys that a program holds at a time, and as many of values.
+_TILE_BYTES = 1 << 14
+# That one program can join.
+_MAX_SPANS = 64
+# Programs for each processor.
+_WAVES = 2
 MAX_CODE = tl.constexpr(127.0)
 """Of int8.
 
@@ -61,8 +65,8 @@ def live(
     SPANS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The first position that a query sees, the first beyond those seen, and how many make a
-    span.
+    """Find the first position that a query sees, the first beyond the last one, and the length of
+    a span.
     """
     token = tl.arange(0, TOKENS)
     position = tl.load(positions + tl.where(token < tokens, token, 0)).to(tl.int32)
@@ -75,7 +79,7 @@ def live(
 def load_cached_rows(
     rows, at, inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not
+    """Load rows [N, BLOCK_D] of a cache, floats or codes, as floats; zeros for those that are not
     inside.
     """
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -83,13 +87,15 @@ def load_cached_rows(
         rows + at[:, None] * SIZE + column, mask=inside[:, None] & (column < SIZE), other=0
     )
     if WIDEN and rows.dtype.element_ty == tl.int8:
-        values = values.to(tl.float32)  # Triton's interpreter makes no bfloat16 of integers
+        # Triton's interpreter does not convert integers to bfloat16.
+        values = values.to(tl.float32)
     return values.to(DTYPE)
 
 
 @triton.jit
 def apply_softcap(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(scores / SOFTCAP)."""
+    """Compute ``SOFTCAP * tanh(scores / SOFTCAP)``."""
+    # tanh by one exponential: 1 - 2 / (1 + exp(2 x)).
     return SOFTCAP * (1 - 2 / (1 + tl.exp2(scores * (2 * LOG2_E / SOFTCAP))))
 
 
@@ -121,8 +127,8 @@ def attend_span(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One span for up to BLOCK_M queries: values weighted by exponentials, the largest score, the
-    exponentials' sum; nothing for one that lies beyond the live part.
+    """Attend to one span for up to BLOCK_M queries: store values weighted by exponentials, the
+    largest score and the exponentials' sum; nothing for a span beyond the live part.
 
     SCALE is of products with keys, to scores to the base of 2, or with a SOFTCAP to the base of e.
     Codes are multiplied as they are: scales of keys are for their scores, and those of values for
@@ -163,9 +169,8 @@ def attend_span(
             distance = position - at[None, :]
             scores = tl.where((distance >= 0) & (distance < window), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
-            base = tl.where(
-                higher == float("-inf"), 0.0, higher
-            )  # of a query that has seen nothing yet
+            # For a query that has seen nothing yet, the difference would be NaN.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - base[:, None])
             before = tl.exp2(high - base)
             sums = sums * before + tl.sum(weights, 1)
@@ -173,9 +178,9 @@ def attend_span(
                 weights *= tl.load(value_scales + at, mask=at < last, other=0)[None, :] * MAX_CODE
             value = load_cached_rows(values, at, at < last, SIZE, BLOCK_D, DTYPE)
             if CODES and BLOCK_M < 64 and not WIDEN:
-                # By one: a dot that takes what was loaded, converted only, gathers codes one by one
-                # from shared memory; of products it takes pairs, transposed on the way. Of 64 rows
-                # it always does.
+                # A multiplication by one: for values that are only loaded and converted, the dot
+                # gathers codes one by one from shared memory; of products it takes pairs,
+                # transposed on the way. With 64 rows it always takes pairs.
                 value *= (at < last).to(DTYPE)[:, None]
             weighted = dot_add(weights.to(DTYPE), value, weighted * before[:, None])
             high = higher
@@ -213,14 +218,14 @@ def join_line(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
+    """Join the spans of one query, and its head's sink if there are any; store to [B, T, H, Dh]."""
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
-    COLUMNS: tl.constexpr = min(
-        BLOCK_D, 64
-    )  # at a time: no more fit in registers next to attention's
+    # At a time: more do not fit in registers next to attention's.
+    COLUMNS: tl.constexpr = min(BLOCK_D, 64)
     span = tl.arange(0, BLOCK_S)
-    there = first + span * each < last  # nothing was written for the others
+    # Nothing is written for spans beyond the live part.
+    there = first + span * each < last
     part = line * SPANS + span
     high = tl.load(largest + part, mask=there, other=float("-inf"), cache_modifier=".cg")
     highest = tl.max(high, 0)
@@ -264,7 +269,7 @@ def join_spans(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A query for each program; see `join_line`."""
+    """Join the spans of one query for each program; see `join_line`."""
     join_line(
         tl.program_id(0).to(tl.int64),
         positions,
@@ -322,7 +327,7 @@ def attend_and_join(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A span for each program, which the last of them to arrive joins."""
+    """Attend to a span in each program; the last program to arrive joins them."""
     attend_span(
         queries,
         keys,
@@ -401,11 +406,11 @@ def attend_to_cache(
     arrived: Tensor | None,
     spans: int | None,
 ) -> Tensor:
-    """Grouped-query attention; each query sees the positions cached in its sequence's slot up to
-    its own.
+    """Compute grouped-query attention; each query sees the positions cached in its sequence's slot
+    up to its own.
 
-    What lies in the cache before or beyond all that the queries see is never read. Products are of
-    the queries' dtype, sums and the softmax of float32.
+    Positions before or beyond all that the queries see are never read. Products are of the queries'
+    dtype, sums and the softmax of float32.
 
     Args:
         queries: [B, H, T, Dh], for a few T.
@@ -415,7 +420,7 @@ def attend_to_cache(
         slots: of the sequences, [B]; None is 0, 1, 2, ...
         window: positions seen, the own included; None for all.
         scale: of products of queries and keys; None is 1 over the root of Dh.
-        softcap: what scores are bent to stay below; None for no bound.
+        softcap: the bound of scores, see `apply_softcap`; None for no bound.
         sinks: a score of each head that has no value, [H]; None for none.
         arrived: from `attention_counters`, for one launch, in which the last program joins the
             spans; None is two.
@@ -426,15 +431,28 @@ def attend_to_cache(
     """
     batch, heads, tokens, size = queries.shape
     kv_heads, length = keys.shape[1:3]
-    pairs, rows, gpu = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
+    pairs = batch * kv_heads
+    rows = heads // kv_heads * tokens
+    gpu = gpu_spec(queries.device)
     tile = tile_for(rows, size, queries.dtype, gpu)
     spans = spans or spans_for(pairs, rows, length, tile, gpu)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
     parts = mixed, mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
     out = queries.new_empty(batch, tokens, heads * size)
-    seen = length if window is None else window
-    stride = 0 if positions.dim() == 1 else tokens
-    scale = size**-0.5 if scale is None else scale
+    if window is None:
+        window = length
+    # All sequences read the same positions, or each its own row of them.
+    if positions.dim() == 1:
+        stride = 0
+    else:
+        stride = tokens
+    if scale is None:
+        scale = size**-0.5
+    # The kernel applies a soft cap to the base of e, and changes the base after it.
+    if softcap:
+        score_scale = scale
+    else:
+        score_scale = scale * LOG2_E.value
     constants = {
         "SIZE": size,
         "TOKENS": triton.next_power_of_2(tokens),
@@ -443,7 +461,7 @@ def attend_to_cache(
         "BLOCK_D": tile.block_d,
     }
     of_spans = {
-        "SCALE": scale if softcap else scale * LOG2_E.value,
+        "SCALE": score_scale,
         "SOFTCAP": softcap or 0.0,
         "SLOTS": slots is not None,
         "BLOCK_M": tile.block_m,
@@ -451,8 +469,10 @@ def attend_to_cache(
     }
     of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
     grid = spans, triton.cdiv(rows, tile.block_m), pairs
-    keys, values = keys.contiguous(), values.contiguous()
-    given = (
+    keys = keys.contiguous()
+    values = values.contiguous()
+    # A kernel takes no None. It reads none of these stand-ins: of floats, without SLOTS or SINKS.
+    inputs = (
         queries.contiguous(),
         keys,
         keys if key_scales is None else key_scales.contiguous(),
@@ -461,10 +481,11 @@ def attend_to_cache(
         positions,
         positions if slots is None else slots,
     )
-    sinks = mixed if sinks is None else sinks
+    if sinks is None:
+        sinks = mixed
     if arrived is not None:
         wrap_triton(attend_and_join)[grid](
-            *given,
+            *inputs,
             *parts,
             sinks,
             out,
@@ -473,7 +494,7 @@ def attend_to_cache(
             rows,
             heads,
             length,
-            seen,
+            window,
             kv_heads,
             stride,
             **of_spans,
@@ -483,12 +504,12 @@ def attend_to_cache(
         )
         return out
     wrap_triton(attend_span)[grid](
-        *given,
+        *inputs,
         *parts,
         tokens,
         rows,
         length,
-        seen,
+        window,
         kv_heads,
         stride,
         **of_spans,
@@ -503,7 +524,7 @@ def attend_to_cache(
         tokens,
         heads,
         length,
-        seen,
+        window,
         stride,
         **of_join,
         **constants,
@@ -514,9 +535,11 @@ def attend_to_cache(
 
 
 def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
-    """The tile for queries [rows, size] of a dtype that share keys."""
+    """Choose the tile for queries [rows, size] of a dtype that share keys."""
+    # Tensor cores take at least 16 rows and columns, and Triton powers of two.
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
+    # Each stage holds a tile of keys and one of values; as much as one tile stays free.
     stages = min(3, max(1, (gpu.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
     return Tile(
         min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))),
@@ -527,14 +550,16 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
 
 
 def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
-    """How many programs share a cache of `length` positions: as many as fit on the processors."""
-    wanted = triton.cdiv(_WAVES * gpu.processors, pairs * triton.cdiv(rows, tile.block_m))
-    return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
+    """Count the programs that share a cache of `length` positions: as many as fit on the
+    processors.
+    """
+    fitting = triton.cdiv(_WAVES * gpu.processors, pairs * triton.cdiv(rows, tile.block_m))
+    return int(min(fitting, triton.cdiv(length, tile.block_n), _MAX_SPANS))
 
 
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
-    """Counters of the programs that have arrived, for up to `tokens` tokens: int32 zeros before
-    and after a launch.
+    """Allocate counters of the programs that have arrived, for up to `tokens` tokens: int32 zeros
+    before and after a launch.
     """
     count = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
     return torch.zeros(count, dtype=torch.int32, device=device)

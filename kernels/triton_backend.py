@@ -40,13 +40,14 @@ BLOCKS_SETTING = "QUANTKIT_BLOCKS"
 blocks.
 """
 
-_TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
+# Words of a weight, below which measuring is not worth it.
+_TUNE_WORDS = 1 << 17
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
-# Up to which attention is bound by reading the cache.
+# Tokens up to which attention is bound by reading the cache.
 _FEW_TOKENS = 16
-# steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by
-# default
+# Steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by
+# default.
 _PARTS = 1.0
 # The interpreter truncates floats to bfloat16.
 _TRUNCATES = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,6 +75,7 @@ class TritonBackend(Backend):
             return "serves int8 per row, and int4 in groups of 32, 64 or 128"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
+        # torch reports AMD's GPUs as "cuda" too; their versions are not compute capabilities.
         if device.type == "cuda" and torch.version.hip is None:
             device_capability = torch.cuda.get_device_capability(device)
             if device_capability < _MIN_CAPABILITY[dtype]:
@@ -107,6 +109,7 @@ class TritonBackend(Backend):
             zero = {}
         else:
             zero = {"zero": _pad_groups(weight.zero, weight)}
+        # The counters are allocated once: a launch leaves them at zero for the next.
         prepared = {
             "words": words,
             "scale": scale,
@@ -136,11 +139,9 @@ class TritonBackend(Backend):
         from quantkit.kernels.triton_block import FEATURES, prepare_blocks
         from quantkit.kernels.triton_projections import MAX_TOKENS
 
-        blocks = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
-        if os.environ.get(BLOCKS_SETTING) == "0":
-            block = None
-        else:
-            block = blocks
+        block = None
+        if os.environ.get(BLOCKS_SETTING) != "0":
+            block = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
         return Operations(
             _attend_to_cache, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
         )
@@ -171,7 +172,7 @@ def _attend_to_cache(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ScoredAttention`."""
+    """Attend to a cache, see `ScoredAttention`."""
     operands = queries, *keys, *values, positions, slots, window, scale, softcap, sinks
     mixed: Tensor = torch.ops.quantkit_triton.cached_attention(*operands, None, None)
     return mixed
@@ -186,15 +187,16 @@ def _experts(
     activation: str,
     limit: float | None,
 ) -> Tensor:
-    """See `ExpertKernel`."""
+    """Run the chosen experts of each row, see `ExpertKernel`."""
     gate, up = _of_chosen(rows, chosen, gate_up).chunk(2, dim=-1)
-    given = _of_chosen(apply_gate(gate, up, activation, limit), chosen, down)
-    return (given.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    outputs = _of_chosen(apply_gate(gate, up, activation, limit), chosen, down)
+    # Weighted and added in float32, rounded once.
+    return (outputs.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
-    """Return the outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or
-    [N, K, I].
+    """Multiply tokens [N, I] or [N, K, I] by a linear of each token's experts [N, K], to
+    [N, K, O].
     """
     words = linear.prepared["words"]
     scale = linear.prepared["scale"]
@@ -205,9 +207,7 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
 
 
 def _pad_groups(values: Tensor, weight: QuantTensor) -> Tensor:
-    """Scales or zero points [O, G], padded with zeros for the groups that fill the last unit of
-    words.
-    """
+    """Pad scales or zero points [O, G] with zeros for the groups that fill the last unit."""
     size = weight.scheme.group_size
     if size is None:
         missing = 0
@@ -228,7 +228,8 @@ def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     else:
         scheme = f"int4-g{weight.scheme.group_size}"
     gpu = gpu_spec(weight.codes.device)
-    if f"{rows}x{columns}" not in read_measured_configs().get(gpu.name, {}).get(scheme, {}):
+    measured_shapes = read_measured_configs().get(gpu.name, {}).get(scheme, {})
+    if f"{rows}x{columns}" not in measured_shapes:
         save_configs(
             cache_folder() / CACHED_FILE,
             gpu,

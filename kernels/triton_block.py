@@ -51,7 +51,7 @@ FEATURES = frozenset(
 """What they serve, see `BlockKernel`; of norms of queries and keys those of each head."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# What head sizes are multiples of, up to the most.
+# Supported head sizes are multiples of `_HEADS`, up to `_MAX_HEAD`.
 _HEADS = 16
 _MAX_HEAD = 256
 
@@ -80,21 +80,29 @@ class _Block:
         self._norm = norm
         self._next_norm = next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
-        self._qkv, self._out = _operands(weights.qkv), _operands(weights.out)
-        self._gate_up, self._down = _operands(weights.gate_up), _operands(weights.down)
+        self._qkv = _operands(weights.qkv)
+        self._out = _operands(weights.out)
+        self._gate_up = _operands(weights.gate_up)
+        self._down = _operands(weights.down)
         self._head_norms: Tensor | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
-            self._head_norms = torch.stack([weights.q_norm, weights.k_norm])  # [2, Dh]
+            # [2, Dh]
+            self._head_norms = torch.stack([weights.q_norm, weights.k_norm])
         self._sinks = weights.sinks
         heads = settings.num_heads, settings.num_kv_heads
         self._arrived = attention_counters(MAX_TOKENS, *heads, norm.weight.device)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all that the kernels read or count in."""
+        """Yield all tensors that the kernels read or count in."""
         for value in vars(self).values():
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, Tensor):
-                    yield one
+            # Norms and the operands of linears are tuples of tensors and numbers.
+            if isinstance(value, tuple):
+                operands = value
+            else:
+                operands = (value,)
+            for operand in operands:
+                if isinstance(operand, Tensor):
+                    yield operand
 
     def run(
         self,
@@ -105,23 +113,27 @@ class _Block:
         step: BlockStep,
         batch: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [M, D], weighted for the next block, and their sums of squares."""
+        """Run the five launches; return hidden states [M, D], these weighted for the next block,
+        and their sums of squares.
+        """
         assert step.cached is not None
-        own = self._settings
-        where = (step.positions, step.slots)
+        settings = self._settings
+        places = (step.positions, step.slots)
         keys, values = step.cached[number]
-        turn = step.angles[number] if own.rotary else (None, None)
+        turn: tuple[Tensor | None, Tensor | None] = (None, None)
+        if settings.rotary:
+            turn = step.angles[number]
         queries = project_qkv(
             weighted,
             squares,
             *self._qkv,
-            own.norm_eps,
+            settings.norm_eps,
             self._norm.growth,
             self._head_norms,
-            own.clip_qkv or 0.0,
+            settings.clip_qkv or 0.0,
             *turn,
             step.query_scale,
-            *where,
+            *places,
             batch,
             *keys,
             *values,
@@ -130,28 +142,28 @@ class _Block:
             queries,
             *keys,
             *values,
-            *where,
-            own.window,
-            own.attention_scale,
-            own.attention_softcap,
+            *places,
+            settings.window,
+            settings.attention_scale,
+            settings.attention_softcap,
             self._sinks,
             self._arrived,
             None,
         )
         mixed = mixed.flatten(0, 1)
-        after = (self._mlp_norm.weight, own.residual_multiplier)
+        after = (self._mlp_norm.weight, settings.residual_multiplier)
         states, weighted, squares = project_and_add(mixed, states, *self._out, *after)
         inner = project_and_gate(
             weighted,
             squares,
             *self._gate_up,
-            own.norm_eps,
+            settings.norm_eps,
             self._mlp_norm.growth,
-            ACTIVATIONS.index(own.activation),
-            own.activation_limit or 0.0,
-            own.activation_alpha,
+            ACTIVATIONS.index(settings.activation),
+            settings.activation_limit or 0.0,
+            settings.activation_alpha,
         )
-        after = self._next_norm.weight, own.residual_multiplier
+        after = (self._next_norm.weight, settings.residual_multiplier)
         result: tuple[Tensor, Tensor, Tensor] = project_and_add(inner, states, *self._down, *after)
         return result
 
@@ -159,20 +171,29 @@ class _Block:
 def prepare_blocks(
     layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype
 ) -> RunBlocks | None:
-    """See `BlockKernel`; the linears' tensors are those of `TritonBackend.prepare`."""
-    if dtype not in _DTYPES or not all(_serves(weights, settings) for weights, settings in layers):
+    """Prepare blocks, see `BlockKernel`; the linears' tensors are those of
+    `TritonBackend.prepare`.
+    """
+    if dtype not in _DTYPES:
         return None
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # counters may be counted in outside of it as well
+    for weights, settings in layers:
+        if not _serves(weights, settings):
+            return None
+    # Tensors made in inference mode, the counters among them, could not be changed outside of it.
+    with torch.inference_mode(False), torch.no_grad():
         norms = [_norm(weights.input_norm) for weights, _ in layers]
+        # Nothing reads what the last block weighs for the next one; it needs some norm.
         following = [*norms[1:], norms[0]]
         blocks = []
         for layer, *pair in zip(layers, norms, following, strict=True):
             blocks.append(_Block(*layer, *pair))
     if norms[0].weight.is_cuda:
-        for tensor in {id(one): one for block in blocks for one in block.tensors()}.values():
+        # Blocks share norms: each tensor is marked once.
+        tensors: dict[int, Tensor] = {}
+        for block in blocks:
+            for tensor in block.tensors():
+                tensors[id(tensor)] = tensor
+        for tensor in tensors.values():
             # Else each recorded step would copy it.
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -187,30 +208,33 @@ def prepare_blocks(
 
 
 def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
-    """Return whether the kernels support a block."""
+    """Check that the kernels support a block."""
     size = settings.head_dim
-    return (
-        weights.experts is None
-        and weights.attention_output_norm is None
-        and weights.mlp_output_norm is None
-        and weights.input_norm is not None
-        and weights.mlp_norm is not None
-        and size % _HEADS == 0
-        and size <= _MAX_HEAD
-        and (weights.q_norm is None or len(weights.q_norm) == size)
-    )
+    if weights.experts is not None:
+        return False
+    if weights.attention_output_norm is not None or weights.mlp_output_norm is not None:
+        return False
+    if weights.input_norm is None or weights.mlp_norm is None:
+        return False
+    if size % _HEADS != 0 or size > _MAX_HEAD:
+        return False
+    # A norm over all heads needs the sums of squares of several programs.
+    return weights.q_norm is None or len(weights.q_norm) == size
 
 
 def _operands(linear: PreparedLinear) -> _Operands:
-    """Words, scales, zero points, bias, counters and group of a linear."""
-    found = linear.prepared
+    """List words, scales, zero points, bias, counters and group of a linear."""
+    prepared = linear.prepared
+    zero = prepared.get("zero")
+    # For kernels, 0 stands for 8 bits with one scale a row.
     group = linear.scheme.group_size or 0
-    return found["words"], found["scale"], found.get("zero"), linear.bias, found["arrived"], group
+    return prepared["words"], prepared["scale"], zero, linear.bias, prepared["arrived"], group
 
 
 def _norm(weight: Tensor | None) -> _Norm:
     assert weight is not None
     largest = float(weight.abs().max())
+    # A power of two changes no digit of the weights.
     if 0 < largest < math.inf:
         growth = 2.0 ** math.ceil(math.log2(largest))
     else:

@@ -10,6 +10,7 @@ the host.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -30,12 +31,15 @@ from quantkit.kernels.triton_tiles import (
 )
 from quantkit.kernels.triton_words import MAGIC, operator
 
-_MAX_TOKENS = 512  # of an expert, beyond which tiles grow no more
+# Tokens of an expert, beyond which tiles do not grow.
+_MAX_TOKENS = 512
 
 
 @triton.jit
 def block_of(places, experts, axis: tl.constexpr, m, BLOCK_M: tl.constexpr):
-    """The expert of this program's block, and the block's places; those that are `m` are none."""
+    """Load the expert of this program's block, the block's places, and which of them are used: the
+    others are `m`.
+    """
     block = tl.program_id(axis)
     place = tl.load(places + block * BLOCK_M + tl.arange(0, BLOCK_M))
     return tl.load(experts + block).to(tl.int64), place, place < m
@@ -66,8 +70,9 @@ def grouped_gemv(
     UNITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Few places of an expert; codes of 8 bits where GROUP is 0."""
+    """Multiply few places of an expert; codes of 8 bits where GROUP is 0."""
     expert, place, there = block_of(places, experts, 2, m, BLOCK_M)
+    # A block that is left over, see the module.
     if expert >= count:
         return
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -122,8 +127,9 @@ def grouped_gemm(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """More places of an expert; codes of 8 bits where GROUP is 0."""
+    """Multiply more places of an expert; codes of 8 bits where GROUP is 0."""
     expert, place, there = block_of(places, experts, 0, m, BLOCK_M)
+    # A block that is left over, see the module.
     if expert >= count:
         return
     first_row = tl.program_id(1) * BLOCK_N
@@ -143,8 +149,8 @@ def grouped_gemm(
 
 
 def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Places in blocks of one expert each, int32 [blocks * size], and the experts of the blocks,
-    int32 [blocks].
+    """Sort places into blocks of one expert each, int32 [blocks * size], and list the experts of
+    the blocks, int32 [blocks].
 
     Args:
         chosen: of `count` experts, [N, K].
@@ -154,16 +160,19 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     flat = chosen.flatten()
     total = len(flat)
     if size == 1:
+        # Every place is a block: nothing to sort.
         return torch.arange(total, dtype=torch.int32, device=flat.device), flat.to(torch.int32)
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    # Not `bincount`, whose result has a size that the host would have to wait for.
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + size - 1) // size * size
     ends = padded.cumsum(0)
     order = flat.argsort(stable=True)
     owner = flat[order]
     index = torch.arange(total, device=flat.device)
-    within = index - (counts.cumsum(0) - counts)[owner]  # among the places of its expert
+    # The index of a place among those of its expert.
+    within = index - (counts.cumsum(0) - counts)[owner]
+    # Full blocks, and for each expert with places one that may not be full.
     blocks = total // size + min(total, count)
     places = torch.full((blocks * size,), total, dtype=torch.int32, device=flat.device)
     places.scatter_(0, (ends - padded)[owner] + within, order.to(torch.int32))
@@ -174,21 +183,30 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
 def config_for(
     bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
-    """The tiles for `places` places of `count` experts with weights [rows, columns]; `wide`: see
-    `default_config`.
+    """Choose the tiles for `places` places of `count` experts with weights [rows, columns]; `wide`:
+    see `default_config`.
     """
-    if places <= count:  # most experts that are chosen are chosen once
+    if places <= count:
+        # Most experts that are chosen are chosen once.
         config = gemv_config(bits, 1, rows, columns, gpu)
     else:
-        each = min(max(bits, places // count), _MAX_TOKENS)
-        tokens = next(size for size in TOKENS if each <= size)
+        expected = min(max(bits, places // count), _MAX_TOKENS)
+        tokens = next(size for size in TOKENS if expected <= size)
         config = gemm_config(bits, tokens, rows, columns, gpu, wide)
-    return replace(config, split=1, block_n=512 if gpu is INTERPRETER else config.block_n)
+    if gpu is INTERPRETER:
+        # The interpreter's time depends on the number of programs.
+        config = replace(config, block_n=512)
+    # The kernels write their products once: no program shares a row with others.
+    return replace(config, split=1)
 
 
-@operator(
-    "grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1])
-)  # of `chosen`
+def _empty_products(x: Tensor, words: Tensor, *operands: Any) -> Tensor:
+    # By position, because operators are called so: `chosen` is the last but one.
+    chosen = operands[-2]
+    return x.new_empty(*chosen.shape, words.shape[1])
+
+
+@operator("grouped_linear", _empty_products)
 def grouped_linear(
     x: Tensor,
     words: Tensor,
@@ -198,7 +216,7 @@ def grouped_linear(
     chosen: Tensor,
     group: int | None,
 ) -> Tensor:
-    """The product of each token with each of its experts, [N, K, O] in the dtype of x.
+    """Multiply each token by each of its experts, [N, K, O] in the dtype of x.
 
     Args:
         x: [N, I], or [N, K, I] with a row for each expert of a token.
@@ -206,22 +224,36 @@ def grouped_linear(
         chosen: the experts, int64 [N, K].
     """
     count, n, width = words.shape
-    k, total = x.shape[-1], chosen.numel()
-    per_row = chosen.shape[1] if x.dim() == 2 else 1
+    k = x.shape[-1]
+    total = chosen.numel()
+    # Places that read the same row of x.
+    if x.dim() == 2:
+        per_row = chosen.shape[1]
+    else:
+        per_row = 1
     out = x.new_empty(*chosen.shape, n)
     if total == 0:
         return out
-    bits = 8 if group is None else 4
+    if group is None:
+        bits = 8
+    else:
+        bits = 4
     config = config_for(bits, total, count, n, k, x.dtype == torch.float32, gpu_spec(x.device))
     places, experts = blocks_of(chosen, count, config.block_m)
-    units, blocks = width // (4 * bits), triton.cdiv(n, config.block_n)
-    weight = words, scale, scale if zero is None else zero, scale if bias is None else bias
+    units = width // (4 * bits)
+    blocks = triton.cdiv(n, config.block_n)
     constants = {
         "GROUP": group or 0,
         "SYMMETRIC": zero is None,
         "BIAS": bias is not None,
         **config.constants(),
     }
+    # A kernel takes no None; these constants keep it from reading what stands for it.
+    if zero is None:
+        zero = scale
+    if bias is None:
+        bias = scale
+    weight = (words, scale, zero, bias)
     if config.path == "gemv":
         wrap_triton(grouped_gemv)[(blocks, 1, len(experts))](
             x.contiguous(),

@@ -31,14 +31,16 @@ from quantkit.kernels.triton_words import (
 
 
 def dot_order(x: Tensor, bits: int) -> Tensor:
-    """Activations [..., I] with columns in the order in which words of codes are multiplied, zeros
-    filling the last unit: [..., ceil(I / UNIT) * UNIT].
+    """Permute the columns of activations [..., I] to the order in which words of codes are
+    multiplied; zeros fill the last unit: [..., ceil(I / UNIT) * UNIT].
     """
     *leading, columns = x.shape
     x = F.pad(x, (0, -columns % UNIT))
-    if bits == 4:  # halves of a word, threads, words of a thread
+    if bits == 4:
+        # Halves of a word, threads, words of a thread.
         ordered = x.view(*leading, -1, 2, 4, 4).transpose(-1, -3)
-    else:  # halves of a word, pairs, halves of a unit, threads, words of a thread
+    else:
+        # Halves of a word, pairs, halves of a unit, threads, words of a thread.
         ordered = x.view(*leading, -1, 2, 2, 2, 4, 4).movedim(
             (-3, -4, -1, -2, -5), (-5, -4, -3, -2, -1)
         )
@@ -46,20 +48,22 @@ def dot_order(x: Tensor, bits: int) -> Tensor:
 
 
 def base_of(dtype: torch.dtype) -> int:
-    """The bits of the float under a code, once in a word or twice."""
-    return MAGIC if dtype == torch.float32 else base_bits(dtype)
+    """Return the bits of the float under a code, once in a word or twice."""
+    if dtype == torch.float32:
+        return MAGIC
+    return base_bits(dtype)
 
 
 @triton.constexpr_function
 def under(dtype):
-    """The number under a code."""
+    """Return the number under a code."""
     return 2.0**23 if dtype == tl.float32 else 128.0 if dtype == tl.bfloat16 else 1024.0
 
 
 @triton.jit
 def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes in the lower and upper halves of words as floats: what lies under them plus the
-    codes.
+    """Convert the codes in the lower and upper halves of words to floats: what lies under them plus
+    the codes.
 
     ADD: `base` has bits where codes have some.
     """
@@ -67,7 +71,8 @@ def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr
         low, high = codes & MASK, (codes >> 16) & MASK
         low, high = (low + base, high + base) if ADD else (low | base, high | base)
         low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    else:  # a return above would not keep Triton from compiling this
+    else:
+        # Not after a return above, which would not keep Triton from compiling this part.
         codes = codes & (MASK * 0x10001)
         low, high = halves(codes + base if ADD else codes | base, DTYPE)
     return low, high
@@ -75,7 +80,7 @@ def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def times(number, step):
-    """``number * step`` in the dtype of the first, rounded once."""
+    """Multiply ``number * step`` in the dtype of the first, rounded once."""
     if step.dtype == number.dtype and not WIDEN:
         return number * step
     return (number.to(tl.float32) * step.to(tl.float32)).to(number.dtype)
@@ -83,8 +88,9 @@ def times(number, step):
 
 @triton.jit
 def tile_rows(first, ROWS: tl.constexpr):
-    """Which row is loaded where: of each 16 a thread of tensor cores holds one of the first eight
-    and one of the others, and of a tile it loads one of the first half and one of the second.
+    """Compute the order in which rows are loaded: of each 16 a thread of tensor cores holds one of
+    the first eight and one of the others, and of a tile it loads one of the first half and one of
+    the second.
     """
     index = tl.arange(0, ROWS)
     return first + index % (ROWS // 2) // 8 * 16 + index // (ROWS // 2) * 8 + index % 8
@@ -92,8 +98,8 @@ def tile_rows(first, ROWS: tl.constexpr):
 
 @triton.jit
 def in_order(low, high, ROWS: tl.constexpr):
-    """Pairs [ROWS, 16] as [ROWS, 32]: rows as in the weight; of four threads with four words
-    each, the threads last.
+    """Arrange pairs [ROWS, 16] as [ROWS, 32]: rows as in the weight; of four threads with four
+    words each, the threads last.
     """
     tile = tl.reshape(tl.join(low, high), (2, ROWS // 16, 8, 4, 4, 2))
     return tl.reshape(tl.permute(tile, (1, 0, 2, 4, 3, 5)), (ROWS, 32))
@@ -101,7 +107,7 @@ def in_order(low, high, ROWS: tl.constexpr):
 
 @triton.jit
 def side_by_side(tile0, tile1, tile2, tile3, ROWS: tl.constexpr):
-    """Four tiles [ROWS, 32] as one [ROWS, 128]."""
+    """Join four tiles [ROWS, 32] to one [ROWS, 128]."""
     tile = tl.join(tl.join(tile0, tile2), tl.join(tile1, tile3))
     return tl.reshape(tl.permute(tile, (0, 2, 3, 1)), (ROWS, 128))
 
@@ -119,14 +125,15 @@ def int4_pair(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One of four tiles [ROWS, 32] of weights of 4 bits."""
+    """Convert one of four tiles [ROWS, 32] of weights of 4 bits."""
     at = group + NUMBER * PARTS // 4
     lanes: tl.constexpr = 1 if DTYPE.is_fp32() else 0x10001
     step = tl.load(scale + at)
     if SYMMETRIC:
         low, high = pair(words >> 4 * NUMBER, base, False, 15, DTYPE)
         centre = tl.full(low.shape, 8 + under(DTYPE), DTYPE)
-    else:  # the zero point leaves as an integer: subtracted from floats it would take pairs apart
+    else:
+        # The zero point is subtracted as an integer: from floats, it would take pairs apart.
         raised = base + (16 - tl.load(zero + at).to(tl.int32)) * lanes
         low, high = pair(words >> 4 * NUMBER, raised, True, 15, DTYPE)
         centre = tl.full(low.shape, 16 + under(DTYPE), DTYPE)
@@ -135,9 +142,10 @@ def int4_pair(
 
 @triton.jit
 def int8_pair(words, base, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    """One of two tiles [ROWS, 32] of codes of 8 bits less 128, of half a unit."""
+    """Convert one of two tiles [ROWS, 32] of codes of 8 bits less 128, of half a unit."""
     codes = words >> 8 * NUMBER
-    if DTYPE.is_bf16():  # 7 bits for a code: the last one chooses what is subtracted
+    if DTYPE.is_bf16():
+        # bfloat16 has 7 bits for a code: the eighth one chooses what is subtracted.
         low, high = pair(codes, base, False, 0x7F, DTYPE)
         low_base, high_base = pair(~codes, base, False, 0x80, DTYPE)
     else:
@@ -161,7 +169,7 @@ def pair_tile(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One of the four tiles [ROWS, 32] of a unit; codes of 8 bits where GROUP is 0."""
+    """Convert one of the four tiles [ROWS, 32] of a unit; codes of 8 bits where GROUP is 0."""
     if GROUP == 0:
         tile = int8_pair(left if NUMBER < 2 else right, base, NUMBER % 2, DTYPE, ROWS)
     else:
@@ -173,7 +181,7 @@ def pair_tile(
 
 @triton.jit
 def load_tokens(x, unit, units, NUMBER: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr):
-    """Some columns of a unit of tokens [COLUMNS, M], zeros where it is beyond the last."""
+    """Load some columns of a unit of tokens [COLUMNS, M], zeros where it is beyond the last."""
     column = unit * 128 + NUMBER * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     if UNITS == 1:
         return tl.load(x + column)
@@ -196,7 +204,7 @@ def gemm_tile(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Products [N, M] of rows from the first one on and pointers to tokens [1, M] in `dot_order`;
+    """Multiply rows from the first one on by pointers to tokens [1, M] in `dot_order`, to [N, M];
     codes of 8 bits where GROUP is 0. Weights of 4 bits are rounded to the dtype of x, codes of 8
     bits are exact in it.
     """
@@ -215,7 +223,8 @@ def gemm_tile(
             left = tl.load(word + here * WIDTH)
             right = tl.load(word + here * WIDTH + 16) if GROUP == 0 else left
             group = safe * (units * PARTS) + here * PARTS
-            if DTYPE.is_fp32():  # no tensor cores: as much at a time as the registers hold
+            if DTYPE.is_fp32():
+                # No tensor cores: as much at a time as the registers hold.
                 for number in tl.static_range(4):
                     tokens = load_tokens(x, unit, units, number, 32, UNITS)
                     tile = pair_tile(
@@ -274,7 +283,7 @@ def gemm(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """The transposed product; codes of 8 bits where GROUP is 0."""
+    """Compute the transposed product; codes of 8 bits where GROUP is 0."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     x += (tl.where(token < m, token, 0) * (units * 128))[None, :]
     first_row = tl.program_id(1) * BLOCK_N
@@ -299,9 +308,15 @@ def gemm_product(
     group: int | None,
     config: TileConfig,
 ) -> Tensor:
-    """``x @ weight.T + bias``; arguments as for the operators."""
-    (m, _), n, bits = x.shape, len(scale), 8 if group is None else 4
+    """Compute ``x @ weight.T + bias``; arguments as for the operators."""
+    m = x.shape[0]
+    n = len(scale)
+    if group is None:
+        bits = 8
+    else:
+        bits = 4
     out = product_buffer(x, n, config)
+    # With several programs for a row, `sum_splits` adds the bias to the sum of their parts.
     fused = bias is not None and config.split == 1
     grid = triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split
     wrap_triton(gemm)[grid](

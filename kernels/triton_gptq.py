@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quantkit.kernels.triton_words import INTERPRETED
 
-_ROWS = (
-    512 if INTERPRETED else 32
-)  # of one program, which is a warp: a few hundred of them fill a GPU
-_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
+# Rows of one program, which is a warp: a few hundred of them fill a GPU.
+_ROWS = 512 if INTERPRETED else 32
+# A float that it is added to keeps no fraction.
+_WHOLE = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
@@ -44,7 +44,8 @@ def round_columns(
     row = row.to(tl.int64)
     for i in tl.range(0, count):
         here = tl.load(start + i * rows + row, mask=mask, other=0.0)
-        for j in tl.range(0, i):  # each thread has stored these itself
+        # Each thread has stored these errors itself, so it need not wait for others.
+        for j in tl.range(0, i):
             here += tl.load(ratios + j * count + i) * tl.load(
                 errors + j * rows + row, mask=mask, other=0.0
             )
@@ -87,18 +88,28 @@ def _in_turn(
     descend: bool,
 ) -> None:
     count, rows = start.shape
-    wanted, inverse = (start, other) if descend else (other, ratios)
-    read = (start, wanted, ratios, inverse, columns, scale, scale if zero is None else zero)
+    # The kernel reads `inverse` only to descend, and `target` only otherwise: any tensor stands
+    # for the other.
+    if descend:
+        target = start
+        inverse = other
+    else:
+        target = other
+        inverse = ratios
+    symmetric = zero is None
+    if zero is None:
+        zero = scale
+    operands = (start, target, ratios, inverse, columns, scale, zero)
     with torch.cuda.device_of(start):
         round_columns[triton.cdiv(rows, _ROWS),](
-            *(one.contiguous() for one in read),
+            *[operand.contiguous() for operand in operands],
             codes,
             errors,
             rows,
             count,
             size,
             float(levels),
-            SYMMETRIC=zero is None,
+            SYMMETRIC=symmetric,
             DESCEND=descend,
             ROWS=_ROWS,
             num_warps=1,

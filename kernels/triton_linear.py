@@ -27,16 +27,18 @@ from quantkit.kernels.triton_words import (
     unit_range,
 )
 
-FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
-_ROWS = 128  # that are converted at a time, at least
+# Bytes of a weight that are converted to floats in memory at a time.
+FLOAT_BYTES = 512 << 20
+# Rows that are converted at a time, at least.
+_ROWS = 128
 
 
 @triton.jit
 def group_of(
     scale, zero, row, unit, units, GROUP: tl.constexpr, PART: tl.constexpr, SYMMETRIC: tl.constexpr
 ):
-    """Scale and zero point, float32, of one group in each unit [rows, units]; of a row of 8 bits
-    [rows, 1].
+    """Load scale and zero point, float32, of one group in each unit [rows, units]; of a row of 8
+    bits [rows, 1].
     """
     if GROUP == 0:
         step = tl.load(scale + row).to(tl.float32)
@@ -53,7 +55,8 @@ def group_of(
 
 @triton.jit
 def center_codes(words, centre, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """``(code - zero) * 2**bit_position`` of one plane, exact in float32."""
+    """Compute ``(code - zero) * 2**bit_position`` of one plane, exact in float32."""
+    # 8388608 is 2**23, under whose exponent `to_biased_floats` puts the codes.
     return to_biased_floats(words, magic, PLANE, BITS) - (
         8388608.0 + centre * 2.0 ** bit_position(PLANE, BITS)
     )
@@ -76,7 +79,7 @@ def gemv_tile(
     UNITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Products [M, N] of pointers to tokens [M, 1, 1] and rows [N]: each thread multiplies words of
+    """Multiply pointers to tokens [M, 1, 1] by rows [N], to [M, N]: each thread multiplies words of
     BLOCK_N rows, in float32.
     """
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
@@ -132,7 +135,7 @@ def gemv(
     UNITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Few tokens."""
+    """Multiply few tokens."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     token = tl.arange(0, BLOCK_M)
@@ -176,7 +179,7 @@ def floats(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """The weight [n, k] in the dtype of `out`."""
+    """Convert the weight [n, k] to the dtype of `out`."""
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
     PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
     PLANES: tl.constexpr = 32 // BITS
@@ -213,7 +216,7 @@ def linear(
     group: int | None,
     arrived: Tensor,
 ) -> Tensor:
-    """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
+    """Compute ``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
     Args:
         words: int32 [O, W], from `pack`.
@@ -222,7 +225,10 @@ def linear(
         group: columns that share a scale, with 4 bits.
         arrived: for `skinny_product`.
     """
-    scheme = "int8" if group is None else f"int4-g{group}"
+    if group is None:
+        scheme = "int8"
+    else:
+        scheme = f"int4-g{group}"
     config = tile_config_for(scheme, len(x), len(scale), x.shape[1], x.dtype, gpu_spec(x.device))
     return linear_product(x, words, scale, zero, bias, group, config, arrived)
 
@@ -237,8 +243,14 @@ def linear_product(
     config: TileConfig,
     arrived: Tensor,
 ) -> Tensor:
-    """As `linear`, in the tiles of this config."""
-    (m, k), n, units = x.shape, len(scale), words.shape[1] // (32 if group is None else 16)
+    """Compute the product of `linear`, in the tiles of this config."""
+    m, k = x.shape
+    n = len(scale)
+    # A unit of 128 columns fills 32 words with codes of 8 bits, and 16 with codes of 4.
+    if group is None:
+        units = words.shape[1] // 32
+    else:
+        units = words.shape[1] // 16
     if m == 0:
         return x.new_empty(0, n)
     if config.path == "skinny":
@@ -246,18 +258,22 @@ def linear_product(
     if config.path == "gemm":
         return gemm_product(x, words, scale, zero, bias, group, config)
     constants = {"GROUP": group or 0, "SYMMETRIC": zero is None}
-    weight = words, scale, scale if zero is None else zero
-    if (
-        config.path == "matmul"
-    ):  # by torch, with parts of a large weight as floats, one after the other
-        products, size = [], max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
+    # A kernel takes no None; with SYMMETRIC it does not read what stands for it.
+    if zero is None:
+        zero = scale
+    if config.path == "matmul":
+        # By torch, with parts of a large weight as floats, one after the other.
+        products = []
+        size = max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
         for start in range(0, n, size):
             part = slice(start, min(start + size, n))
             weights = x.new_empty(part.stop - start, k)
             wrap_triton(floats)[
                 (triton.cdiv(units, config.units), triton.cdiv(len(weights), config.block_n))
             ](
-                *(tensor[part] for tensor in weight),
+                words[part],
+                scale[part],
+                zero[part],
                 weights,
                 len(weights),
                 k,
@@ -269,13 +285,22 @@ def linear_product(
                 num_warps=config.warps,
                 num_stages=config.stages,
             )
-            products.append(F.linear(x, weights, None if bias is None else bias[part]))
-        return products[0] if len(products) == 1 else torch.cat(products, 1)
+            if bias is None:
+                products.append(F.linear(x, weights))
+            else:
+                products.append(F.linear(x, weights, bias[part]))
+        # `cat` would copy the only product.
+        if len(products) == 1:
+            return products[0]
+        return torch.cat(products, 1)
     out = tw.product_buffer(x, n, config)
+    # With several programs for a row, `sum_splits` adds the bias to the sum of their parts.
     fused = bias is not None and config.split == 1
     wrap_triton(gemv)[(triton.cdiv(n, config.block_n), config.split)](
         x.contiguous(),
-        *weight,
+        words,
+        scale,
+        zero,
         bias if fused else scale,
         out,
         m,

@@ -36,19 +36,22 @@ MAX_TOKENS = 16
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Of a gate, by the numbers that kernels know them by."""
 
-_COLUMNS = 2048  # of hidden states that a program weighs at a time
+# Columns of hidden states that a program weighs at a time.
+_COLUMNS = 2048
 SUM_ROWS = tl.constexpr(SKINNY_ROWS)
 """Columns of hidden states whose squares are summed up together, at least."""
 
-_SUMS = tl.constexpr(1024)  # sums of squares that a program adds up at a time
+# Sums of squares that a program adds up at a time.
+_SUMS = tl.constexpr(1024)
 
 
 @triton.jit
 def complete(arrived, PROGRAMS: tl.constexpr):
-    """Whether all of the programs that share an output have stored their sums; called at the end
-    of a program.
+    """Check whether all of the programs that share an output have stored their sums; called at the
+    end of a program.
     """
     if PROGRAMS == 1:
+        # The program's own threads read what others of them have stored.
         tl.debug_barrier()
         last = True
     else:
@@ -66,18 +69,19 @@ def store_part(parts, product, m, n, row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sum_parts(parts, m, n, token, row, mask, SPLIT: tl.constexpr):
-    """The sums of all parts for tokens and rows that go with each other, [A, B]; zeros for those
-    that are not there.
+    """Add up all parts for tokens and rows that go with each other, [A, B]; zeros for those that
+    are not there.
     """
     part = tl.arange(0, SPLIT)[:, None, None] * m
     at = (part + token[None, :, :]).to(tl.int64) * n + row[None, :, :]
     mask = tl.broadcast_to(mask[None, :, :], at.shape)
+    # Past the processor's own cache, which may not have what other programs have stored.
     return tl.sum(tl.load(parts + at, mask=mask, other=0, cache_modifier=".cg"), 0)
 
 
 @triton.jit
 def inverse_rms(squares, token, mask, blocks, columns, EPS: tl.constexpr, TOKENS: tl.constexpr):
-    """1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m,
+    """Compute 1 over the root mean square of tokens [TOKENS], whose squares are summed up in [m,
     blocks].
     """
     CHUNK: tl.constexpr = _SUMS // TOKENS
@@ -94,7 +98,9 @@ def inverse_rms(squares, token, mask, blocks, columns, EPS: tl.constexpr, TOKENS
 
 @triton.jit
 def weigh_states(x, norm, weighted, squares, k, BLOCK: tl.constexpr):
-    """Hidden states of one token [k] weighted by a norm's weights, and the sum of their squares."""
+    """Store hidden states of one token [k] weighted by a norm's weights, and the sum of their
+    squares.
+    """
     token = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, k, BLOCK):
@@ -140,7 +146,7 @@ def add_product(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Hidden states [m, n] with products added, and what the next norm needs of them."""
+    """Add products to hidden states [m, n], and store what the next norm needs of them."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     product = skinny_tile(
@@ -171,12 +177,15 @@ def add_product(
             total += tl.load(bias + safe)[None, :].to(tl.float32)
         at = line.to(tl.int64) * n + column
         total = tl.load(states + at, mask=there, other=0).to(tl.float32) + total * MULTIPLIER
+        # Rounded first: the squares are those of the hidden states as they are stored.
         total = total.to(out.dtype.element_ty)
         tl.store(out + at, total, mask=there)
         total = tl.where(there, total.to(tl.float32), 0.0)
         weights = tl.load(norm + safe)[None, :]
         tl.store(weighted + at, (total * weights).to(weighted.dtype.element_ty), mask=there)
-        part = tl.arange(0, BLOCK_N // SUM_ROWS)[None, :]  # the first one has it all
+        # A program of more than SUM_ROWS columns stores their sum as the first part, and zeros as
+        # the others.
+        part = tl.arange(0, BLOCK_N // SUM_ROWS)[None, :]
         place = tl.program_id(0) * (BLOCK_N // SUM_ROWS) + part
         blocks = tl.cdiv(n, SUM_ROWS)
         sums = tl.where(part == 0, tl.sum(total * total, 1)[:, None], 0.0)
@@ -189,12 +198,14 @@ def add_product(
 
 @triton.jit
 def apply_gate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """The product of an activated gate and `up`."""
+    """Multiply an activated gate by `up`."""
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
     if ACTIVATION == 1:
+        # GELU's tanh, as a sigmoid of twice its argument; the first constant is 2 sqrt(2 / pi).
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    if LIMIT > 0:  # what is no number stays so
+    if LIMIT > 0:
+        # Comparisons, unlike minima and maxima, keep NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     return gate * tl.sigmoid(ALPHA * gate) * (up + 1)
@@ -232,7 +243,9 @@ def gate_product(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Gated products [m, n] of 2 n rows, gates and then ups: a program takes as many of either."""
+    """Compute gated products [m, n] of 2 n rows, gates and then ups: a program takes as many of
+    either.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     index = tl.arange(0, BLOCK_N)
     start = tl.program_id(0) * HALF
@@ -276,12 +289,19 @@ def gate_product(
 
 
 def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
-    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of at
-    most `block_n` rows.
+    """Choose the tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of
+    at most `block_n` rows.
     """
-    (tokens, columns), gpu = x.shape, gpu_spec(x.device)
-    name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
+    tokens, columns = x.shape
+    gpu = gpu_spec(x.device)
+    if group:
+        name = f"int4-g{group}"
+        bits = 4
+    else:
+        name = "int8"
+        bits = 8
     config = tile_config_for(name, tokens, rows, columns, x.dtype, gpu)
+    # The fastest path of a single product may be another one, but these kernels have only this.
     if config.path != "skinny":
         config = skinny_config(bits, tokens, rows, columns, gpu)
     return replace(config, block_n=min(config.block_n, block_n or config.block_n))
@@ -290,7 +310,7 @@ def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> 
 def tile_constants(
     x: Tensor, group: int, zero: Tensor | None, config: TileConfig
 ) -> dict[str, int | bool]:
-    """The constants of the kernels to multiply x [M, K]."""
+    """List the constants of the kernels to multiply x [M, K]."""
     return {
         "GROUP": group,
         "SYMMETRIC": zero is None,
@@ -302,13 +322,15 @@ def tile_constants(
 
 
 def parts_of(x: Tensor, rows: int, config: TileConfig) -> Tensor:
-    """Where programs store their sums: float32 [split, M, rows]."""
+    """Allocate memory for the sums of programs: float32 [split, M, rows]."""
     return x.new_empty(config.split, len(x), rows, dtype=torch.float32)
 
 
 def units_of(words: Tensor, group: int) -> int:
-    """Units of columns in a row of words."""
-    return words.shape[1] // (16 if group else 32)
+    """Count the units of columns in a row of words."""
+    if group:
+        return words.shape[1] // 16
+    return words.shape[1] // 32
 
 
 @operator(
@@ -316,10 +338,11 @@ def units_of(words: Tensor, group: int) -> int:
     lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)),
 )
 def apply_norm_weights(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their
-    squares, float32 [M, 1].
+    """Weigh hidden states x [M, D] by a norm's weights, float32 [D], and sum up their squares,
+    float32 [M, 1].
     """
-    weighted, squares = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
+    weighted = torch.empty_like(x)
+    squares = x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     wrap_triton(weigh_states)[(len(x),)](
         x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4
@@ -347,17 +370,19 @@ def project_and_add(
     norm: Tensor,
     multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [M, D] with ``(x @ weight.T + bias) * multiplier`` added; these weighted; and
-    sums of squares, float32 [M, blocks], that make up those of each.
+    """Add ``(x @ weight.T + bias) * multiplier`` to hidden states [M, D]; return them, them
+    weighted, and sums of squares, float32 [M, blocks], that make up those of each.
 
     Args:
         words, scale, zero, bias, arrived: as for `skinny_product`.
         group: columns that share a scale, 0 for all of 8 bits.
         norm: the weights of the norm that comes next, float32 [D].
     """
-    (m, k), n = x.shape, len(scale)
+    m, k = x.shape
+    n = len(scale)
     config = config_for(x, n, group)
     out, weighted, squares = _empty_states(x, states, words, scale)
+    # A kernel takes no None: the scale stands for zero points or a bias that it does not read.
     wrap_triton(add_product)[(triton.cdiv(n, config.block_n), config.split)](
         x,
         words,
@@ -385,7 +410,7 @@ def project_and_add(
 
 @operator(
     "gated_product",
-    lambda x, _, words, scale, *rest: x.new_empty(len(x), len(scale) // 2),
+    lambda x, _, words, scale, *__: x.new_empty(len(x), len(scale) // 2),
     mutates=("arrived",),
 )
 def project_and_gate(
@@ -403,7 +428,7 @@ def project_and_gate(
     limit: float,
     alpha: float,
 ) -> Tensor:
-    """Gated inner states [M, F] of normed hidden states.
+    """Compute the gated inner states [M, F] of normed hidden states.
 
     Args:
         x: hidden states weighted by the norm's weights, [M, D].
@@ -413,7 +438,9 @@ def project_and_gate(
         activation: its number in `ACTIVATIONS`.
         limit: of gates and ups, 0 for none; of ``swiglu_oai`` as is `alpha`.
     """
-    (m, k), n = x.shape, len(scale) // 2
+    m, k = x.shape
+    # A row of the gates and one of the ups make one output.
+    n = len(scale) // 2
     config = config_for(x, 2 * n, group)
     out = x.new_empty(m, n)
     wrap_triton(gate_product)[(triton.cdiv(n, config.block_n // 2), config.split)](

@@ -20,13 +20,15 @@ from quantkit.kernels.triton_projections import complete, inverse_rms, store_par
 from quantkit.kernels.triton_skinny import base_bits, skinny_tile
 from quantkit.kernels.triton_words import operator
 
-_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float that it is added to keeps no fraction
-_VALUES = 1024  # of half a head, all parts of some tokens, that a program adds up at a time
+# A float that it is added to keeps no fraction.
+_WHOLE = tl.constexpr(1.5 * 2.0**23)
+# Values of half a head, all parts of some tokens, that a program adds up at a time.
+_VALUES = 1024
 
 
 @triton.jit
 def clip_values(values, CLIP: tl.constexpr):
-    """Values up to CLIP either way; what is no number stays so."""
+    """Limit values to CLIP either way; NaN stays NaN."""
     return tl.where(values > CLIP, CLIP, tl.where(values < -CLIP, -CLIP, values))
 
 
@@ -40,19 +42,21 @@ def store_halves(stored, at, first, second, inside, SIZE: tl.constexpr):
 
 @triton.jit
 def codes_of(values, step):
-    """Values over steps, rounded to the nearest integers, to even ones between two."""
+    """Divide values by steps and round to the nearest integers, to even ones between two."""
+    # An exact division and torch's rounding, so that the codes equal those of `to_cached_rows`.
     return ((tl.div_rn(values, step) + _WHOLE) - _WHOLE).to(tl.int8)
 
 
 @triton.jit
 def store_cached(stored, scales, at, first, second, inside, mask, SIZE: tl.constexpr):
-    """As `store_halves`, to a cache: floats, or codes and their scales as `to_cached_rows` has
-    them.
+    """Store the halves of rows in a cache: floats, or codes and their scales as `to_cached_rows`
+    has them.
     """
     if stored.dtype.element_ty == tl.int8:
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
-        broken = tl.sum(first * 0.0 + second * 0.0, 1)  # no number if one is none
+        # Zero, or NaN if a value is not finite: the scale of such a row is NaN.
+        broken = tl.sum(first * 0.0 + second * 0.0, 1)
         tl.store(scales + at, scale + broken, mask=mask)
         step = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], first.shape)
         first, second = codes_of(first, step), codes_of(second, step)
@@ -111,7 +115,7 @@ def project_heads(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Rows of one head; those of queries come first, then keys, then values.
+    """Compute rows of one head; those of queries come first, then keys, then values.
 
     EACH tokens are finished at a time.
     """
@@ -195,13 +199,21 @@ def project_heads(
                     store_cached(values, value_scales, at, first, second, inside, there, SIZE)
 
 
+def _fill_missing(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    if tensor is None:
+        return stand_in
+    return tensor
+
+
 def _empty_queries(
     x: Tensor, squares: object, words: object, scale: Tensor, *arguments: Any
 ) -> Tensor:
-    batch, keys = arguments[-5:-3]
-    return x.new_empty(
-        batch, len(scale) // keys.shape[3] - 2 * keys.shape[1], len(x) // batch, keys.shape[3]
-    )
+    # By position: `keys` is the last but three, and `batch` comes before it.
+    batch = arguments[-5]
+    keys = arguments[-4]
+    kv_heads = keys.shape[1]
+    size = keys.shape[3]
+    return x.new_empty(batch, len(scale) // size - 2 * kv_heads, len(x) // batch, size)
 
 
 @operator(
@@ -233,7 +245,8 @@ def project_qkv(
     values: Tensor,
     value_scales: Tensor | None,
 ) -> Tensor:
-    """Queries [B, H, T, Dh] of normed hidden states; their keys and values go into the cache.
+    """Compute queries [B, H, T, Dh] of normed hidden states; store their keys and values in the
+    cache.
 
     Args:
         x: hidden states weighted by the norm's weights, [B * T, D].
@@ -249,35 +262,41 @@ def project_qkv(
         positions, slots, keys, key_scales, values, value_scales: as for `attend_to_cache`.
         batch: B.
     """
-    (m, k), n, tokens = x.shape, len(scale), len(x) // batch
+    m, k = x.shape
+    n = len(scale)
+    tokens = len(x) // batch
     kv_heads, length, size = keys.shape[1:]
     heads = n // size - 2 * kv_heads
+    # The largest power of two that divides a head: a program's rows are of one head.
     config = projections.config_for(x, n, group, block_n=size & -size)
     queries = x.new_empty(batch, heads, tokens, size)
     half = triton.next_power_of_2(size // 2)
-    each = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
-    stored = (
-        keys,
-        keys if key_scales is None else key_scales,
-        values,
-        values if value_scales is None else value_scales,
-    )
-    stride = 0 if positions.dim() == 1 else tokens
+    # Tokens that the last program finishes at a time.
+    step = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
+    # All sequences have the same positions, or each its own row of them.
+    if positions.dim() == 1:
+        stride = 0
+    else:
+        stride = tokens
+    # A kernel takes no None. Without zero points and so on it does not read what stands for them.
     wrap_triton(project_heads)[(n // config.block_n, config.split)](
         x,
         squares,
         words,
         scale,
-        scale if zero is None else zero,
-        scale if bias is None else bias,
-        scale if norms is None else norms,
-        scale if cosine is None else cosine,
-        scale if sine is None else sine,
-        scale if query_scale is None else query_scale,
+        _fill_missing(zero, scale),
+        _fill_missing(bias, scale),
+        _fill_missing(norms, scale),
+        _fill_missing(cosine, scale),
+        _fill_missing(sine, scale),
+        _fill_missing(query_scale, scale),
         positions,
-        positions if slots is None else slots,
+        _fill_missing(slots, positions),
         queries,
-        *stored,
+        keys,
+        _fill_missing(key_scales, keys),
+        values,
+        _fill_missing(value_scales, values),
         projections.parts_of(x, n, config),
         arrived,
         growth,
@@ -301,7 +320,7 @@ def project_qkv(
         EPS=eps,
         SIZE=size,
         HALF=half,
-        EACH=each,
+        EACH=step,
         **projections.tile_constants(x, group, zero, config),
     )
     return queries

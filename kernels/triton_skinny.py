@@ -36,20 +36,20 @@ operand of `tl.dot`.
 
 
 def base_bits(dtype: torch.dtype) -> int:
-    """The bits of the float under a code, twice, for activations of a dtype."""
+    """Return the bits of the float under a code, twice, for activations of a dtype."""
     return _BASES[dtype] * 0x10001
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """How many programs of each block of rows have arrived: int32 zeros, as each launch finds
-    and leaves them.
+    """Allocate counters of the programs of each block of rows that have arrived: int32 zeros, as
+    each launch finds and leaves them.
     """
     return torch.zeros(triton.cdiv(rows, SKINNY_ROWS), dtype=torch.int32, device=device)
 
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
-    """The lower and upper 16 bits of words as floats of DTYPE."""
+    """Take the lower and upper 16 bits of words as floats of DTYPE."""
     return pairs.to(tl.int16).to(DTYPE, bitcast=True), (pairs >> 16).to(tl.int16).to(
         DTYPE, bitcast=True
     )
@@ -57,7 +57,7 @@ def halves(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def less(number, other):
-    """``number - other`` in their dtype."""
+    """Subtract ``number - other`` in their dtype."""
     if WIDEN:
         return (number.to(tl.float32) - other.to(tl.float32)).to(number.dtype)
     return number - other
@@ -65,9 +65,9 @@ def less(number, other):
 
 @triton.jit
 def operand(low, high, ROWS: tl.constexpr):
-    """Pairs [ROWS, 16] as [ROWS, 32], in an order in which each thread multiplies what it has
-    loaded, 16 bytes of words, and nothing moves; weights and activations are brought into the same
-    order.
+    """Arrange pairs [ROWS, 16] as [ROWS, 32], in an order in which each thread multiplies what it
+    has loaded, 16 bytes of words, and nothing moves; weights and activations are brought into the
+    same order.
     """
     tile = tl.reshape(tl.join(low, high), (ROWS, 4, 4 // SIDE_BY_SIDE, 2 * SIDE_BY_SIDE))
     return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (ROWS, 32))
@@ -75,12 +75,11 @@ def operand(low, high, ROWS: tl.constexpr):
 
 @triton.jit
 def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Activations [32, M] of 16 columns, and of those APART from them, for pointers to tokens
+    """Load activations [32, M] of 16 columns, and of those APART from them, for pointers to tokens
     [M, 1].
     """
-    column = tl.max_contiguous(
-        column[None, :], (1, 4)
-    )  # as many as words in a load: the layouts agree, nothing moves
+    # As many as words in a load: the layouts agree, and nothing moves between threads.
+    column = tl.max_contiguous(column[None, :], (1, 4))
     if WHOLE:
         low, high = tl.load(x + column), tl.load(x + column + APART)
     else:
@@ -91,18 +90,17 @@ def load_pairs(x, column, k, APART: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def present(unit, units, WHOLE: tl.constexpr):
-    """A unit, or the last one in place of what lies beyond it, whose activations are loaded as
-    zeros.
-    """
+    """Return a unit, or the last one for those beyond it, whose activations are loaded as zeros."""
     return unit if WHOLE else tl.minimum(unit, units - 1)
 
 
 @triton.jit
 def last_to_arrive(arrived, programs):
-    """Whether this program is the last of `programs` to arrive at a counter, which it resets to
-    zero. It sees what the others have stored if it reads past the processor's cache.
+    """Check whether this program is the last of `programs` to arrive at a counter, which it then
+    resets to zero. It sees what the others have stored if it reads past the processor's cache.
     """
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    # All threads have to store before one of them announces it.
+    tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(arrived, 0)
@@ -120,11 +118,13 @@ def store_product(
     at = token[None, :].to(tl.int64) * n + row[:, None]
     mask = (token < m)[None, :] & (row < n)[:, None]
     if JOINED:
-        size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
+        # Triton passes an argument of 1 as a Python integer, which has no `to`.
+        size = tl.cast(m, tl.int64) * n
         splits = tl.num_programs(1)
         tl.store(parts + tl.program_id(1) * size + at, product, mask=mask)
         if last_to_arrive(arrived + tl.program_id(0), splits):
             total = tl.zeros(product.shape, tl.float32)
+            # In order, whichever program arrives last: the same bits each time.
             for split in tl.range(0, splits):
                 total += tl.load(
                     parts + split * size + at, mask=mask, other=0, cache_modifier=".cg"
@@ -155,7 +155,7 @@ def int4_skinny_tile(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this
+    """Multiply rows [N, 1] of 4 bits in groups by pointers to tokens [M, 1], to [N, M], of this
     program's columns; `base` is that of `base_bits`.
     """
     PARTS: tl.constexpr = 128 // GROUP
@@ -199,7 +199,7 @@ def int8_skinny_tile(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """As `int4_skinny_tile`, for 8 bits with one scale a row."""
+    """Multiply as `int4_skinny_tile`, for 8 bits with one scale a row."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     run = tl.arange(0, 16)
@@ -217,11 +217,13 @@ def int8_skinny_tile(
             )
             for pair in tl.static_range(2):
                 codes = tile >> 8 * pair
-                if SHORT:  # 7 bits for a code: the last one chooses what is subtracted
+                if SHORT:
+                    # bfloat16 has 7 bits for a code: the eighth one chooses what is subtracted.
                     low, high = halves((codes & 0x007F007F) | base, DTYPE)
                     low_base, high_base = halves((~codes & 0x00800080) | base, DTYPE)
                 else:
                     low, high = halves((codes & 0x00FF00FF) | base, DTYPE)
+                    # 1024, which lies under a code, and 128.
                     low_base = tl.full((BLOCK_N, 16), 1152.0, DTYPE)
                     high_base = low_base
                 weight = operand(less(low, low_base), less(high, high_base), BLOCK_N)
@@ -249,7 +251,7 @@ def skinny_tile(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Products [N, M] of rows [N] with tokens [M, K], of this program's columns; codes of 8 bits
+    """Multiply rows [N] by tokens [M, K], to [N, M], of this program's columns; codes of 8 bits
     where GROUP is 0.
     """
     token = tl.arange(0, BLOCK_M)
@@ -303,7 +305,7 @@ def skinny(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """``x @ weight.T + bias``; codes of 8 bits where GROUP is 0."""
+    """Compute ``x @ weight.T + bias``; codes of 8 bits where GROUP is 0."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     product = skinny_tile(
@@ -338,14 +340,22 @@ def skinny_product(
     arrived: Tensor,
     config: TileConfig,
 ) -> Tensor:
-    """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for
-    the operators. `arrived` is from `counters`.
+    """Compute ``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments
+    as for the operators. `arrived` is from `counters`.
     """
-    (m, k), n = x.shape, len(scale)
-    units = words.shape[1] // (32 if group is None else 16)
+    m, k = x.shape
+    n = len(scale)
+    if group is None:
+        units = words.shape[1] // 32
+    else:
+        units = words.shape[1] // 16
     joined = config.split > 1
     out = x.new_empty(m, n)
-    parts = x.new_empty(config.split, m, n, dtype=torch.float32) if joined else out
+    # Without parts to join, nothing is stored in them.
+    parts = out
+    if joined:
+        parts = x.new_empty(config.split, m, n, dtype=torch.float32)
+    # A kernel takes no None: the scale stands for zero points or a bias that it does not read.
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
         x.contiguous(),

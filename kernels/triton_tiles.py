@@ -39,20 +39,18 @@ CACHED_FILE = "triton_configs.json"
 
 SHIPPED_FILE = Path(str(files("quantkit.kernels") / CACHED_FILE))
 
-_NEAR = (
-    1.0  # doublings of rows and columns together within which a measured shape stands for another
-)
-_WAVES = 2  # programs for each processor, at least
-_SKINNY_WAVES = {
-    4: 24,
-    8: 5,
-}  # by bits, of one warp each: what they have loaded ahead has to fill the memory's latency
-_SKINNY_STAGES = {
-    4: 1,
-    8: 3,
-}  # on an H200, 8 bits are faster with few programs that load ahead, 4 bits with many
-_SKINNY_TOKENS = 16  # up to which tensor cores are fed without converting weights
-_LARGE = 512  # tokens beyond which the weight is converted to floats first
+# Doublings of rows and columns together within which a measured shape stands for another.
+_NEAR = 1.0
+# Programs for each processor, at least.
+_WAVES = 2
+# By bits, of one warp each: what they have loaded ahead has to fill the memory's latency.
+_SKINNY_WAVES = {4: 24, 8: 5}
+# On an H200, 8 bits are faster with few programs that load ahead, 4 bits with many.
+_SKINNY_STAGES = {4: 1, 8: 3}
+# Tokens up to which tensor cores are fed without converting weights.
+_SKINNY_TOKENS = 16
+# Tokens beyond which the weight is converted to floats first.
+_LARGE = 512
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,12 @@ class TileConfig:
     stages: int = 3
 
     def constants(self) -> dict[str, int]:
-        """What the kernels of the first three paths are compiled for."""
-        ahead = (
-            {"STAGES": self.stages} if self.path == "gemv" else {}
-        )  # Triton looks ahead for tensor cores only
-        return ahead | {
+        """List the constants that the kernels of the first three paths are compiled for."""
+        constants = {}
+        if self.path == "gemv":
+            # By `num_stages`, Triton loads ahead for tensor cores only; other loops name theirs.
+            constants["STAGES"] = self.stages
+        return constants | {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "UNITS": self.units,
@@ -105,27 +104,27 @@ INTERPRETER = GpuSpec("interpreter", 1, 1 << 16)
 
 @functools.cache
 def gpu_spec(device: torch.device) -> GpuSpec:
-    """The GPU behind a device."""
+    """Describe the GPU behind a device."""
     if device.type == "cpu":
         return INTERPRETER
-    found = torch.cuda.get_device_properties(device)
-    shared_memory = getattr(found, "shared_memory_per_block_optin", 0) or 1 << 16
-    return GpuSpec(found.name, found.multi_processor_count, shared_memory)
+    properties = torch.cuda.get_device_properties(device)
+    # 64 KiB if torch does not have this property.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 1 << 16
+    return GpuSpec(properties.name, properties.multi_processor_count, shared_memory)
 
 
 def tile_config_for(
     scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, gpu: GpuSpec
 ) -> TileConfig:
-    """The config for `tokens` of a dtype and a weight [rows, columns] in a scheme (``int8``,
-    ``int4-g128`` and so on): measured for such a shape on this GPU and a dtype that tensor cores
-    take, or the default.
+    """Choose the config for `tokens` of a dtype and a weight [rows, columns] in a scheme (``int8``,
+    ``int4-g128`` and so on): one measured for such a shape on this GPU and a dtype that tensor
+    cores take, or the default.
     """
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
-    shape = (
-        int(rows),
-        int(columns),
-    )  # while torch.compile traces, they can be symbols, which have no hash
-    return _tile_config(scheme, bucket, *shape, dtype == torch.float32, gpu)
+    # While torch.compile traces, sizes can be symbols, which have no hash for the cache.
+    rows = int(rows)
+    columns = int(columns)
+    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu)
 
 
 @functools.cache
@@ -141,15 +140,20 @@ def _tile_config(
         and str(bucket) in shapes[near]
     ):
         return TileConfig(**shapes[near][str(bucket)])
-    config = default_config(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, gpu)
-    return (
-        replace(config, block_n=512) if gpu is INTERPRETER else config
-    )  # its time goes by programs
+    if scheme.startswith("int4"):
+        bits = 4
+    else:
+        bits = 8
+    config = default_config(bits, bucket, rows, columns, wide, gpu)
+    if gpu is INTERPRETER:
+        # The interpreter's time depends on the number of programs.
+        return replace(config, block_n=512)
+    return config
 
 
 @functools.cache
 def read_measured_configs() -> dict[str, Any]:
-    """Measured configs as fields, by GPU, scheme, ``ROWSxCOLUMNS`` and tokens."""
+    """Read measured configs as fields, by GPU, scheme, ``ROWSxCOLUMNS`` and tokens."""
     return _merge_configs(_read(SHIPPED_FILE), _read(cache_folder() / CACHED_FILE))
 
 
@@ -161,43 +165,53 @@ def save_configs(
     columns: int,
     configs: Mapping[int, TileConfig],
 ) -> None:
-    """Put configs by number of tokens into a file of measured ones, and use them from now on."""
-    fields = {str(tokens): asdict(config) for tokens, config in configs.items()}
+    """Add configs by number of tokens to a file of measured ones, and use them from now on."""
+    fields = {}
+    for tokens, config in configs.items():
+        fields[str(tokens)] = asdict(config)
     merged = _merge_configs(_read(path), {gpu.name: {scheme: {f"{rows}x{columns}": fields}}})
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may read or write the file: it always sees a complete one.
     partial = path.with_suffix(f".{os.getpid()}")
+    # One config a line: the innermost braces.
     text = re.sub(
-        r"\{[^{}]*\}", lambda config: " ".join(config[0].split()), json.dumps(merged, indent=1)
+        r"\{[^{}]*\}", lambda match: " ".join(match[0].split()), json.dumps(merged, indent=1)
     )
-    partial.write_text(text + "\n")  # one config a line
+    partial.write_text(text + "\n")
     os.replace(partial, path)
     read_measured_configs.cache_clear()
     _tile_config.cache_clear()
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    if not path.exists():
+        return {}
+    configs: dict[str, Any] = json.loads(path.read_text())
+    return configs
 
 
 def _merge_configs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings merged down to the configs; the second's take precedence."""
-    whole = dict(first)
+    """Merge nested mappings down to the configs; the second's take precedence."""
+    merged = dict(first)
     for key, value in second.items():
-        deeper = "path" not in value and key in whole
-        whole[key] = _merge_configs(whole[key], value) if deeper else value
-    return whole
+        # A mapping with a path is a config, which is replaced as one.
+        if "path" not in value and key in merged:
+            merged[key] = _merge_configs(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def default_config(
     bits: int, tokens: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
-    """The config for shapes that were not measured; `wide` activations are float32, for which there
-    are no tensor cores. Only here a path that converts weights in memory is chosen.
+    """Choose the config for shapes that were not measured; `wide` activations are float32, for
+    which there are no tensor cores. Only here a path that converts weights in memory is chosen.
     """
     if tokens <= _SKINNY_TOKENS and not wide:
         return skinny_config(bits, tokens, rows, columns, gpu)
-    if tokens <= bits // 2:  # what the multipliers do while the weights come
+    if tokens <= bits // 2:
+        # As many tokens as the multipliers finish while the weights are loaded.
         return gemv_config(bits, tokens, rows, columns, gpu)
     if wide or tokens > _LARGE:
         return TileConfig("matmul", 1, 16, _power_below(min(math.ceil(columns / UNIT), 4)))
@@ -205,58 +219,62 @@ def default_config(
 
 
 def skinny_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
-    """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes
-    fewer in 32 rows.
-    """
-    block_m, block_n = (
-        8 if tokens <= 8 else 16,
-        2 * SKINNY_ROWS if rows > SKINNY_ROWS else SKINNY_ROWS,
-    )
+    """Choose the default config of ``skinny`` for up to 16 tokens."""
+    block_m = 8 if tokens <= 8 else 16
+    # With 32 rows, a weight takes fewer instructions.
+    block_n = SKINNY_ROWS
+    if rows > SKINNY_ROWS:
+        block_n = 2 * SKINNY_ROWS
     config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[bits])
     return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[bits])
 
 
 def gemv_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
-    """The default config of ``gemv`` for up to 4 tokens."""
-    block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
-    tile = _power_below(
-        min(math.ceil(columns / UNIT), 128 // bits)
-    )  # 16 bytes for each of 128 threads
-    return _split(
-        TileConfig("gemv", tokens, block_n, tile, stages=1), bits, tokens, rows, columns, gpu
-    )
+    """Choose the default config of ``gemv`` for up to 4 tokens."""
+    # As many rows as the registers hold.
+    block_n = {1: 8, 2: 4, 4: 4}[tokens]
+    # 16 bytes for each of 128 threads.
+    tile = _power_below(min(math.ceil(columns / UNIT), 128 // bits))
+    config = TileConfig("gemv", tokens, block_n, tile, stages=1)
+    return _split(config, bits, tokens, rows, columns, gpu)
 
 
 def gemm_config(
     bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, wide: bool = False
 ) -> TileConfig:
-    """The default config of ``gemm``; for `wide` see `default_config`."""
-    block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
+    """Choose the default config of ``gemm``; for `wide` see `default_config`."""
+    block_m = min(max(tokens, 16), 128)
+    block_n = 128 if tokens >= 128 else 64
     room = gpu.shared_memory - (16 << 10)
+    # At least two stages have to fit.
     while 2 * count_staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
         block_m //= 2
-    stages = 2 if wide else max(2, min(4, room // count_staged_bytes(bits, block_m, block_n)))
+    if wide:
+        stages = 2
+    else:
+        stages = max(2, min(4, room // count_staged_bytes(bits, block_m, block_n)))
     config = TileConfig("gemm", block_m, block_n, 1, warps=gemm_warps(block_n), stages=stages)
     return _split(config, bits, tokens, rows, columns, gpu)
 
 
 def gemm_warps(block_n: int) -> int:
-    """The warps of a program of the path ``gemm``, with 16 rows each: weights are multiplied
+    """Choose the warps of a program of the path ``gemm``, with 16 rows each: weights are multiplied
     where they are loaded.
     """
     return max(4, block_n // 16)
 
 
 def count_staged_bytes(bits: int, block_m: int, block_n: int, wide: bool = False) -> int:
-    """Bytes of activations and words that a program of the path ``gemm`` loads at a time, for
-    each unit.
+    """Count the bytes of activations and words that a program of the path ``gemm`` loads at a time,
+    for each unit.
     """
-    return UNIT * block_m * (4 if wide else 2) + block_n * UNIT * bits // 8
+    activation_bytes = 4 if wide else 2
+    return UNIT * block_m * activation_bytes + block_n * UNIT * bits // 8
 
 
 def max_split(bits: int, tokens: int, columns: int) -> int:
-    """The most splits of rows: their parts, 4 bytes a number written and read, move a quarter of
-    the weight at most.
+    """Compute the most splits of rows: their parts, 4 bytes a number written and read, move a
+    quarter of the weight at most.
     """
     return max(1, columns * bits // 32 // (8 * tokens))
 
@@ -270,20 +288,21 @@ def _split(
     gpu: GpuSpec,
     waves: int = _WAVES,
 ) -> TileConfig:
-    """The config with rows split until every processor has work, or nothing is left to split."""
+    """Split the rows of a config until every processor has work, or nothing is left to split."""
     programs = math.ceil(rows / config.block_n) * math.ceil(tokens / config.block_m)
-    wanted = max(1, math.ceil(waves * gpu.processors / programs))
+    useful = max(1, math.ceil(waves * gpu.processors / programs))
     units = math.ceil(columns / UNIT)
-    limits = wanted, math.ceil(units / config.units), max_split(bits, tokens, columns), 16
-    return replace(config, split=min(_power_below(limit) for limit in limits))
+    limit = min(useful, math.ceil(units / config.units), max_split(bits, tokens, columns), 16)
+    return replace(config, split=_power_below(limit))
 
 
 def _power_below(number: int) -> int:
-    """The largest power of two up to a number."""
+    """Compute the largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)
 
 
 def _distance(shape: str, rows: int, columns: int) -> float:
-    """Doublings from one shape to another."""
-    other_rows, other_columns = map(int, shape.split("x"))
-    return abs(math.log2(rows / other_rows)) + abs(math.log2(columns / other_columns))
+    """Count the doublings from one shape to another."""
+    other_rows, other_columns = shape.split("x")
+    row_doublings = abs(math.log2(rows / int(other_rows)))
+    return row_doublings + abs(math.log2(columns / int(other_columns)))

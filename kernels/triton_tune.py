@@ -21,14 +21,15 @@ from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, default_config, gpu_spec
 from quantkit.kernels.triton_words import INTERPRETED
 
-_MIN_SECONDS = 1e-3  # of a graph that is timed
+# Of a graph that is timed.
+_MIN_SECONDS = 1e-3
 _log = logging.getLogger(__name__)
 
 
 def tune(
     prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]
 ) -> dict[int, TileConfig]:
-    """Return the fastest tile configs for a weight that the backend prepared, by number of tokens;
+    """Measure the fastest tile configs for a weight that the backend prepared, by number of tokens;
     `scheme` is ``int8``, ``int4-g128`` and so on.
     """
     if scheme == "int8":
@@ -36,33 +37,40 @@ def tune(
     else:
         group = int(scheme.removeprefix("int4-g"))
     with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
-        return {size: fastest(prepared, group, columns, size) for size in tokens}
+        configs = {}
+        for count in tokens:
+            configs[count] = fastest(prepared, group, columns, count)
+        return configs
 
 
 def multiply(
     x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
 ) -> Tensor:
-    """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None
-    for int8.
+    """Compute ``x @ weight.T`` in the tiles of a config, for a weight that the backend prepared;
+    `group` is None for int8.
     """
     words = prepared["words"]
     scale = prepared["scale"]
     zero = prepared.get("zero")
     arrived = prepared["arrived"]
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # also in threads that compile
+    # Threads that compile begin with the first GPU as their current one.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         return linear_product(x, words, scale, zero, None, group, config, arrived)
 
 
 def fastest(
     prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int
 ) -> TileConfig:
-    """Return the fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
+    """Find the fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
     A candidate that does not fit the GPU is left out, and so is one whose product is not that of
     the default config.
     """
     words = prepared["words"]
-    bits = 8 if group is None else 4
+    if group is None:
+        bits = 8
+    else:
+        bits = 4
     gpu = gpu_spec(words.device)
     rows = len(words)
     default = default_config(bits, tokens, rows, columns, False, gpu)
@@ -70,22 +78,31 @@ def fastest(
     count = copies_beyond_cache(words.nbytes, words.device)
     copies = []
     for _ in range(count):
-        copies.append({name: tensor.clone() for name, tensor in prepared.items()})
+        copy = {}
+        for name, tensor in prepared.items():
+            copy[name] = tensor.clone()
+        copies.append(copy)
     expected = multiply(x, prepared, group, default).float()
     best = default
     shortest = float("inf")
     configs = list(dict.fromkeys((default, *candidates(bits, tokens, rows, columns))))
-    # To compile; `multiply` below raises again.
+    # To compile many at a time. What a call raises is ignored: `multiply` below raises it again.
     with ThreadPoolExecutor() as pool:
-        wait([pool.submit(multiply, x, prepared, group, config) for config in configs])
+        compilations = []
+        for config in configs:
+            compilations.append(pool.submit(multiply, x, prepared, group, config))
+        wait(compilations)
     for config in configs:
         try:
-            error = (
-                multiply(x, prepared, group, config).float() - expected
-            ).norm() / expected.norm()
+            product = multiply(x, prepared, group, config).float()
+            error = (product - expected).norm() / expected.norm()
+            # Also true of NaN.
             if not error < 2**-6:
                 raise RuntimeError(f"a product is off by {error.item():.0e}")
-            seconds = seconds_each([partial(multiply, x, copy, group, config) for copy in copies])
+            calls = []
+            for copy in copies:
+                calls.append(partial(multiply, x, copy, group, config))
+            seconds = seconds_each(calls)
         except Exception as error:
             # What a compiler or a driver says to a tile that does not fit.
             _log.debug("%s: %s", config, error)
@@ -98,7 +115,7 @@ def fastest(
 
 
 def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[TileConfig]:
-    """Tile configs worth trying."""
+    """Yield tile configs worth trying."""
     units = -(-columns // UNIT)
     largest_split = triton_tiles.max_split(bits, tokens, columns)
     if tokens <= 8:
@@ -108,38 +125,38 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
                 tiles.append(size)
         kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
         for tile, block_n, warps, split, stages in kinds:
-            words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row
+            # Of a row.
+            words_per_thread = tile * 4 * bits // (32 * warps)
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
             if fits and split * tile <= units and split <= largest_split:
                 yield TileConfig(
                     "gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages
                 )
     if tokens <= 16:
+        block_m = 8 if tokens <= 8 else 16
         for block_n, tile, stages in itertools.product(
             (SKINNY_ROWS, 2 * SKINNY_ROWS), (1, 2), (1, 2, 3, 4)
         ):
             for split in (1, 2, 4, 8, 16):
                 programs = -(-rows // block_n) * split
-                if (
-                    split <= largest_split
-                    and split * tile <= units
-                    and (split == 1 or programs <= 1 << 14)
-                ):
-                    yield TileConfig(
-                        "skinny", 8 if tokens <= 8 else 16, block_n, tile, split, 1, stages
-                    )
+                fits = split <= largest_split and split * tile <= units
+                # More programs than these need no split to fill a GPU.
+                if fits and (split == 1 or programs <= 1 << 14):
+                    yield TileConfig("skinny", block_m, block_n, tile, split, 1, stages)
     if 16 <= tokens <= 1024:
-        sizes = sorted({max(min(tokens, 256) // part, 16) for part in (1, 2, 4)})
+        sizes = set()
+        for part in (1, 2, 4):
+            sizes.add(max(min(tokens, 256) // part, 16))
         for block_m, block_n, tile, stages in itertools.product(
-            sizes, (64, 128, 256), (1, 2), (2, 3, 4)
+            sorted(sizes), (64, 128, 256), (1, 2), (2, 3, 4)
         ):
-            held = block_m * block_n <= 1 << 14 or block_n == 128  # by the registers
+            in_registers = block_m * block_n <= 1 << 14 or block_n == 128
             ahead = stages * tile * triton_tiles.count_staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
-                fits = (
-                    held and ahead <= 200 << 10 and tile * split <= units and split <= largest_split
-                )
+                # An H200 has 227 KiB of shared memory for a program.
+                in_memory = in_registers and ahead <= 200 << 10
+                fits = in_memory and tile * split <= units and split <= largest_split
                 if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
                     yield TileConfig(
                         "gemm",
@@ -156,8 +173,8 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median seconds of one of the calls over timed replays of a CUDA graph of them, so that
-    launching costs nothing; where Triton interprets, the time of one call.
+    """Measure the median seconds of one of the calls over timed replays of a CUDA graph of them, so
+    that launching costs nothing; while Triton interprets, the time of one call.
 
     If each call has its own operands, together larger than the L2 cache (`copies_beyond_cache`),
     each finds it cold. The graph takes a millisecond or more and is launched behind another replay:
@@ -173,6 +190,7 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
         # Compiles, and lets libraries allocate what they need.
         calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
+    # A first graph, to estimate how many rounds of calls take long enough.
     graph = _capture_graph(calls, 1)
     rounds = math.ceil(_MIN_SECONDS / max(min(_replays(graph, 3)), 1e-7))
     if rounds > 1:
@@ -189,10 +207,11 @@ def _capture_graph(calls: Sequence[Callable[[], object]], rounds: int) -> torch.
 
 
 def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Seconds that replays of a graph take."""
+    """Measure the seconds that replays of a graph take."""
     times = []
     for _ in range(count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # The GPU is busy with it while the next one is launched.
         graph.replay()
         start.record()
@@ -204,7 +223,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def copies_beyond_cache(size: int, device: torch.device) -> int:
-    """Return how many operands of `size` bytes are twice the GPU's L2 cache; at least 4."""
+    """Count the operands of `size` bytes that fill twice the GPU's L2 cache; at least 4."""
     if device.type == "cpu":
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20

@@ -38,7 +38,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
-_PACK_CODES = 1 << 25  # packed at a time
+# Codes that are packed at a time: the intermediate integers take four bytes for each.
+_PACK_CODES = 1 << 25
 
 
 def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
@@ -56,28 +57,29 @@ def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = (
             with torch.cuda.device_of(x):
                 return function(x, *arguments, **options)
 
+        # torch.compile cannot trace kernels that the interpreter runs as Python.
         make: Any = custom_op if INTERPRETED else triton_op
-        found = make(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
-        found.register_fake(result)
-        return found
+        registered = make(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
+        registered.register_fake(result)
+        return registered
 
     return register
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32], of codes, uint8 [O, I]; zeros fill
-    the last unit.
+    """Pack codes, uint8 [O, I], into words, int32 [O, ceil(I / UNIT) * UNIT * bits / 32]; zeros
+    fill the last unit.
     """
-    return torch.cat(
-        [_pack_rows(rows, bits) for rows in codes.split(max(1, _PACK_CODES // codes.shape[1]))]
-    )
+    parts = []
+    for rows in codes.split(max(1, _PACK_CODES // codes.shape[1])):
+        parts.append(_pack_rows(rows, bits))
+    return torch.cat(parts)
 
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     planes = 32 // bits
-    units = F.pad(codes, (0, -codes.shape[1] % UNIT)).view(
-        codes.shape[0], -1, planes, UNIT // planes
-    )
+    padded = F.pad(codes, (0, -codes.shape[1] % UNIT))
+    units = padded.view(codes.shape[0], -1, planes, UNIT // planes)
     words = torch.zeros_like(units[:, :, 0], dtype=torch.int32)
     for plane in range(planes):
         words |= units[:, :, plane].to(torch.int32) << word_bit(plane, bits)
@@ -85,48 +87,52 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 [O, N] of whole units, of words [O, N * bits / 32]."""
+    """Extract codes, uint8 [O, N] of whole units, from words [O, N * bits / 32]."""
     planes = 32 // bits
     units = words.view(words.shape[0], -1, 1, UNIT // planes)
-    bit = [word_bit(plane, bits) for plane in range(planes)]
-    shifts = torch.tensor(bit, device=words.device, dtype=torch.int32).view(-1, 1)
+    positions = [word_bit(plane, bits) for plane in range(planes)]
+    shifts = torch.tensor(positions, device=words.device, dtype=torch.int32).view(-1, 1)
+    # The mask removes the other planes, and the sign that a shift of an int32 repeats.
     codes: Tensor = ((units >> shifts) & (2**bits - 1)).to(torch.uint8)
     return codes.flatten(1)
 
 
 def product_buffer(x: Tensor, rows: int, config: TileConfig) -> Tensor:
-    """Where the kernels write: products [M, rows], or float32 parts of them [split, M, rows]."""
+    """Allocate memory for products [M, rows], or float32 parts of them [split, M, rows]."""
     if config.split == 1:
         return x.new_empty(len(x), rows)
     return x.new_empty(config.split, len(x), rows, dtype=torch.float32)
 
 
 def sum_splits(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The products, their parts summed in order; torch.compile fuses it with what follows."""
+    """Sum the parts of products in order; torch.compile fuses it with the next operation."""
     if out.dim() == 2:
         return out
     product = out.sum(0)
-    return (product if bias is None else product + bias).to(dtype)
+    if bias is not None:
+        product = product + bias
+    return product.to(dtype)
 
 
 @triton.constexpr_function
 def word_bit(plane, bits):
-    """Where a plane's codes begin in a word."""
+    """Compute the bit of a word at which a plane's codes begin."""
     return plane // 2 * 4 + plane % 2 * 16 if bits == 4 else plane * 8
 
 
 @triton.constexpr_function
 def bit_position(plane, bits):
-    """The bit at which `to_biased_floats` takes a plane's codes, in the word or in the shifted
-    word.
+    """Compute the bit at which `to_biased_floats` takes a plane's codes, in the word or in the
+    shifted word.
     """
     at = word_bit(plane, bits)
+    # A float32 has 23 bits below its exponent: higher codes are shifted down.
     return at if at + bits <= 23 else at - (12 if bits == 4 else 16)
 
 
 @triton.jit
 def to_biased_floats(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """``2**23 + code * 2**position`` in float32 of one plane of words."""
+    """Compute ``2**23 + code * 2**position`` in float32 for one plane of words."""
     at: tl.constexpr = bit_position(PLANE, BITS)
     shift: tl.constexpr = word_bit(PLANE, BITS) - at
     if shift != 0:
@@ -136,27 +142,26 @@ def to_biased_floats(words, magic, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def columns_of(word, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Which columns a plane of words, counted along a row, holds."""
+    """Compute the columns of a plane of words that are counted along a row."""
     RUN: tl.constexpr = 4 * BITS
     return word // RUN * 128 + PLANE * RUN + word % RUN
 
 
 @triton.jit
 def spread(values, ROWS: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr):
-    """Values of each unit [ROWS, UNITS] for each of its words [ROWS, UNITS * run]."""
+    """Repeat values of each unit [ROWS, UNITS] for each of its words [ROWS, UNITS * run]."""
     RUN: tl.constexpr = 4 * BITS
     return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, UNITS, RUN)), (ROWS, UNITS * RUN))
 
 
 @triton.jit
 def load_tokens(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Activations [M, 1, words] over ``2**position`` of a plane's columns, for pointers to
+    """Load activations [M, 1, words] over ``2**position`` of a plane's columns, for pointers to
     tokens [M, 1, 1].
     """
     column = columns_of(word, PLANE, BITS)[None, None, :]
-    column = tl.max_contiguous(
-        column, (1, 1, 4)
-    )  # as many as words in a load: the layouts agree, nothing moves
+    # As many as words in a load: the layouts agree, and nothing moves between threads.
+    column = tl.max_contiguous(column, (1, 1, 4))
     return tl.load(x + column, mask=column < k, other=0).to(tl.float32) * 0.5 ** bit_position(
         PLANE, BITS
     )
@@ -164,7 +169,7 @@ def load_tokens(x, word, k, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def unit_range(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
-    """The first unit of this program's share of a row, and the first beyond it."""
+    """Find the first unit of this program's share of a row, and the first beyond it."""
     size = tl.cdiv(tl.cdiv(units, UNITS), tl.num_programs(AXIS)) * UNITS
     first = tl.program_id(AXIS) * size
     return first, tl.minimum(first + size, units)
@@ -172,7 +177,7 @@ def unit_range(units, UNITS: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def dot_add(weight, x, sums):
-    """``sums + weight @ x`` on tensor cores."""
+    """Compute ``sums + weight @ x`` on tensor cores."""
     if WIDEN:
         weight, x = weight.to(tl.float32), x.to(tl.float32)
     return tl.dot(weight, x, sums, input_precision="ieee")

@@ -35,5 +35,5 @@ VARIANTS = {
 
 
 def runs_here(name: str) -> bool:
-    """Return whether this machine has the instruction set."""
+    """Check whether this machine has the instruction set."""
     return VARIANTS[name].features <= cpu_features()

@@ -29,11 +29,15 @@ from quantkit.errors import GroupError, RequestError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# Characters of a value in an error.
 _LONGEST = 60
+# torch's own timeout is shorter than some waits; a year is longer than any job.
 _LONGEST_JOB = timedelta(days=365)
+# Keys of the store: the exit code of rank 0, and how many processes have read it.
 _ENDED = "ended"
 _RECEIVED = "received"
 _POLL_SECONDS = 0.1
+# Seconds that a process waits for others at its end.
 _PATIENCE = 5.0
 T = TypeVar("T")
 
@@ -75,8 +79,9 @@ class ProcessGroup:
         return self.is_rank0
 
     def share(self, count: int, rank: int | None = None) -> slice:
-        """Return the part of `count` items that is this process's, or that of process `rank`."""
-        rank = self.rank if rank is None else rank
+        """Compute the part of `count` items that is this process's, or that of process `rank`."""
+        if rank is None:
+            rank = self.rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def sum_(self, value: Tensor) -> None:
@@ -85,12 +90,13 @@ class ProcessGroup:
             dist.all_reduce(value, group=self._world)
 
     def join(self, value: Tensor, total: int) -> Tensor:
-        """Return all processes' shares of `total` rows, one after the other; equal bits on all
+        """Collect all processes' shares of `total` rows, one after the other; equal bits on all
         of them.
         """
         if self.size == 1:
             return value
         whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
+        # One broadcast for each share, since shares may differ in size.
         for rank in range(self.size):
             part = self.share(total, rank)
             if rank == self.rank:
@@ -104,13 +110,15 @@ class ProcessGroup:
     def copy_from_rank0_(self, value: Tensor) -> None:
         """Replace a tensor by that of the first process."""
         if self.size > 1:
+            # NCCL sends only tensors on a GPU.
             sent = value.to(self.device)
             dist.broadcast(sent, group=self._world, group_src=0)
             value.copy_(sent)
 
     def axes(self, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return the processes as a table, filled row by row: those of this process's column, and
-        those of its row. All processes of the group call this, which has `rows` times `columns`.
+        """Arrange the processes as a table, filled row by row; return those of this process's
+        column and those of its row. All processes of the group call this, which has `rows` times
+        `columns`.
         """
         if self.size == 1:
             return SINGLE, SINGLE
@@ -118,16 +126,18 @@ class ProcessGroup:
         mesh = init_device_mesh(
             self.device.type, (rows, columns), mesh_dim_names=("rows", "columns")
         )
-        own = [mesh.get_group(name) for name in ("rows", "columns")]
         groups = []
-        for one in own:
+        for axis in ("rows", "columns"):
+            group = mesh.get_group(axis)
             groups.append(
-                ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one)
+                ProcessGroup(
+                    group.rank(), group.size(), self.device, group.group_name, _world=group
+                )
             )
         return groups[0], groups[1]
 
     def broadcast_from_rank0(self, value: T) -> T:
-        """Return the value of the first process, however long it takes."""
+        """Receive the value of the first process, however long it takes."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, group=self._patient)
@@ -146,17 +156,21 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
-        own = {key: repr(value) for key, value in facts.items()}
+        # As text, since not every value can be compared or pickled.
+        descriptions: dict[str, str] = {}
+        for key, value in facts.items():
+            descriptions[key] = repr(value)
         everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(everyone, own, group=self._world)
+        dist.all_gather_object(everyone, descriptions, group=self._world)
         for rank, theirs in enumerate(everyone):
+            # Either process may have a fact that the other does not.
             for key in {**everyone[0], **theirs}:
-                found = theirs.get(key)
+                actual = theirs.get(key)
                 expected = everyone[0].get(key)
-                if found != expected:
+                if actual != expected:
                     raise GroupError(
                         f"the processes differ in {key}",
-                        found=f"{_short(found)} in process {rank}",
+                        found=f"{_short(actual)} in process {rank}",
                         expected=f"{_short(expected)} as in process 0",
                     )
 
@@ -165,10 +179,11 @@ class ProcessGroup:
         for them.
         """
         if self._store is not None:
+            # The store holds text.
             self._store.set(self._next_message(), pickle.dumps(value).hex())
 
     def receive_from_rank0(self) -> Any:
-        """Return the next value that the first process sends, however long it takes.
+        """Receive the next value that the first process sends, however long it takes.
 
         Raises:
             GroupError: if it fails before, or is lost.
@@ -185,17 +200,18 @@ class ProcessGroup:
             raise _lost() from error
 
     def _next_message(self) -> str:
-        """Return the key of the next message; each process counts on its own."""
+        """Count a message, and return its key; each process counts on its own."""
         assert self._store is not None
         return f"message {self._store.add(f'messages in {self.rank}', 1)}"
 
     def is_first_to_fail(self) -> bool:
-        """Return whether this process is the first that calls this: it reports the error, the
+        """Check whether this process is the first that calls this: it reports the error, the
         others are silent.
         """
         if self._store is None:
             return True
         try:
+            # The store adds atomically: only one process gets 1.
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:
             # The launcher, or the process that keeps the store, has gone.
@@ -203,22 +219,24 @@ class ProcessGroup:
 
     def announce_exit(self, code: int) -> None:
         """Announce that the first process, which this is, is done, and its exit code."""
-        if (store := self._store) is None:
+        store = self._store
+        if store is None:
             return
-        # No other process is left.
+        # An error means that no other process is left.
         with contextlib.suppress(RuntimeError):
             store.set(_ENDED, str(code))
-            # This process may keep the store.
+            # This process may keep the store, which ends with it: the others read the code first.
             _poll(lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE)
 
     def wait_for_end(self, patience: float = math.inf) -> int | None:
-        """Wait until the first process is done, by default however long that takes; what it exits
-        with, if it is.
+        """Wait until the first process is done, by default however long that takes; return its exit
+        code, or None if it is not done.
 
         Raises:
             GroupError: if it is lost.
         """
-        if (store := self._store) is None:
+        store = self._store
+        if store is None:
             return None
         try:
             if not _poll(lambda: store.check([_ENDED]), patience):
@@ -236,7 +254,7 @@ class ProcessGroup:
 
     def wait_for_rank0(self) -> int | None:
         """Wait a little for the first process to end, since a launcher stops all others once one
-        has failed; what it exits with, if that is known.
+        has failed; return its exit code, if that is known.
         """
         try:
             return self.wait_for_end(_PATIENCE)
@@ -267,7 +285,7 @@ def join_processes(device: str | None = None) -> Iterator[ProcessGroup]:
         return
     with lost_as_error():
         yield _begun(device)
-    # not after an error, where NCCL would wait for those that are lost
+    # Not after an error: NCCL would wait for the processes that are lost.
     dist.destroy_process_group()
 
 
@@ -293,7 +311,7 @@ def join_until_exit(device: str | torch.device | None = None) -> ProcessGroup:
 
 @contextmanager
 def lost_as_error() -> Iterator[None]:
-    """Within, it is a `GroupError` if another process is lost."""
+    """Raise torch's errors about a lost process as a `GroupError`."""
     try:
         yield
     except RuntimeError as error:
@@ -304,31 +322,32 @@ def lost_as_error() -> Iterator[None]:
 
 
 def count_processes() -> int:
-    """Return how many processes there are to join, this one included; known before they are
-    joined.
-    """
+    """Count the processes to join, this one included; known before they are joined."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:
-    own = _select_device(device)
+    selected_device = _select_device(device)
     store, rank, size = next(rendezvous("env://"))
-    if own.type == "cuda":
+    if selected_device.type == "cuda":
         backend = "nccl"
     else:
         backend = "gloo"
-    own_keys = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
-    return _group(own, store)
+    # torch's keys have a prefix, so that they do not collide with this module's.
+    prefixed_store = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=size)
+    return _group(selected_device, store)
 
 
 def _select_device(device: str | torch.device | None) -> torch.device:
-    """Return where this process computes."""
-    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if own.type != "cuda":
-        return own
+    """Choose where this process computes, and make it torch's current device."""
+    if not device:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    selected_device = torch.device(device)
+    if selected_device.type != "cuda":
+        return selected_device
     index = int(os.environ["LOCAL_RANK"])
     if index >= torch.cuda.device_count():
         raise RequestError("there are fewer GPUs than processes", found=torch.cuda.device_count())
@@ -337,7 +356,7 @@ def _select_device(device: str | torch.device | None) -> torch.device:
 
 
 def _group(device: torch.device, store: Store | None) -> ProcessGroup:
-    """Return all processes, once torch knows them."""
+    """Build the group of all processes, once torch knows them."""
     world = dist.group.WORLD
     assert world is not None
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
@@ -347,14 +366,15 @@ def _group(device: torch.device, store: Store | None) -> ProcessGroup:
 
 
 def _end() -> None:
-    # After an error, NCCL would wait for those lost.
+    # `sys.last_value` is the error that ended the program, after which NCCL would wait for lost
+    # processes.
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
 
 def _poll(done: Callable[[], bool], patience: float = math.inf) -> bool:
-    """Return whether a state of the store is reached in this time; a wait in the store itself would
-    be deaf to Ctrl-C.
+    """Poll until a state of the store is reached, or this time is over; return whether it is
+    reached. A wait in the store itself would be deaf to Ctrl-C.
     """
     while not done():
         if patience <= 0:

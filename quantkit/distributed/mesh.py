@@ -23,8 +23,8 @@ class Mesh:
 
     @classmethod
     def of(cls, world: ProcessGroup, shape: tuple[int, int]) -> Mesh:
-        """Return a mesh of a shape, which has as many places as there are processes; the processes
-        of a model have adjacent numbers, as those of one machine have.
+        """Arrange processes in a mesh of a shape, which has as many places as there are processes;
+        the processes of a model have adjacent numbers, as those of one machine have.
         """
         return cls(world, *world.axes(*shape))
 

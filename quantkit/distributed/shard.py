@@ -35,9 +35,11 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.version import __version__
 
+# Bytes at each end of a file that are compared: a hash of whole files would take too long.
 _SAMPLE = 1 << 20
-# That the CPU kernels take.
+# The smallest group size that the CPU kernels support.
 _MIN_GROUP = 32
+# The largest share of a width that a process may have, relative to an even one.
 _UNEVEN = 1.125
 _WIDTHS = {
     "intermediate": "feed-forward width",
@@ -68,11 +70,11 @@ class Split:
 
     @property
     def vocab_start(self) -> int:
-        """Return the first of this process's rows of the vocabulary."""
+        """Return the index of this process's first row of the vocabulary."""
         return self.ranges["vocab"][0][0]
 
     def tensor_slice(self, parameter: Parameter) -> TensorSlice | None:
-        """This process's slice of a tensor; None where it is replicated on every process."""
+        """Find this process's slice of a tensor; None if it is replicated on every process."""
         axis = parameter.split_axis
         if axis is None:
             return None
@@ -82,7 +84,7 @@ class Split:
 def split_model(
     config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: int, size: int
 ) -> Split:
-    """Return what process `rank` of `size` has.
+    """Compute the heads, widths and rows that process `rank` of `size` has.
 
     Args:
         schemes: of the quantized modules.
@@ -94,31 +96,36 @@ def split_model(
     heads = config.num_heads // size
     head_dim = config.head_dim
     if config.num_heads % size:
-        divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        divisors = []
+        for number in range(1, config.num_heads + 1):
+            if config.num_heads % number == 0:
+                divisors.append(number)
         raise RequestError(
             "the processes do not divide the attention heads",
             found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
         )
-    each = []
-    for at in range(size):
-        each.append(
-            _kv_heads(range(at * heads, (at + 1) * heads), config.num_heads // config.num_kv_heads)
-        )
-    kv_heads = each[rank]
-    copies = Counter(head for own in each for head in own)
-    found = parameters(config)
+    queries_per_kv_head = config.num_heads // config.num_kv_heads
+    kv_heads: list[int] = []
+    # On how many processes each KV head is, so that sums over all of them count it once.
+    copies: Counter[int] = Counter()
+    for process in range(size):
+        queries = range(process * heads, (process + 1) * heads)
+        process_kv_heads = _kv_heads(queries, queries_per_kv_head)
+        copies.update(process_kv_heads)
+        if process == rank:
+            kv_heads = process_kv_heads
+    model_parameters = parameters(config)
+    # Backwards, so that errors name the first tensor of each size.
     split = {}
-    for p in reversed(found):
-        if p.split_axis is not None:
-            split[p.dims[p.split_axis]] = p.name
-    widths = {
-        name: _inner_range(
-            name, split_width, [p for p in found if p.dims == ("hidden", name)], schemes, rank, size
-        )
-        for name, split_width in sizes(config).items()
-        if name in _WIDTHS and name in split
-    }
+    for parameter in reversed(model_parameters):
+        if parameter.split_axis is not None:
+            split[parameter.dims[parameter.split_axis]] = parameter.name
+    widths: dict[str, tuple[int, int]] = {}
+    for name, split_width in sizes(config).items():
+        if name in _WIDTHS and name in split:
+            downs = [p for p in model_parameters if p.dims == ("hidden", name)]
+            widths[name] = _inner_range(name, split_width, downs, schemes, rank, size)
     rows = -(-config.vocab_size // size)
     last = min((rank + 1) * rows, config.vocab_size)
     if (size - 1) * rows >= config.vocab_size:
@@ -127,43 +134,52 @@ def split_model(
             found=size,
             expected=config.vocab_size,
         )
-    ranges = {
+    kv_ranges = []
+    for head in kv_heads:
+        kv_ranges.append((head * head_dim, (head + 1) * head_dim))
+    ranges: dict[str, tuple[tuple[int, int], ...]] = {
         "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
-        "kv": _merge_ranges([(head * head_dim, (head + 1) * head_dim) for head in kv_heads]),
+        "kv": _merge_ranges(kv_ranges),
         "heads": ((rank * heads, (rank + 1) * heads),),
         "vocab": ((rank * rows, last),),
-        **{name: (own,) for name, own in widths.items()},
     }
+    local_widths: dict[str, int] = {}
+    for name, (start, stop) in widths.items():
+        ranges[name] = ((start, stop),)
+        local_widths[name] = stop - start
     for name, tensor in split.items():
         if name not in ranges:
             raise UnsupportedError(
                 "processes cannot share this architecture", found=f"tensor '{tensor}'"
             )
-    width = {name: stop - start for name, (start, stop) in widths.items()}
     experts = config.experts
     if experts is not None:
-        shared = width.get("shared_intermediate", experts.shared_size)
         experts = replace(
-            experts, size=width.get("expert_intermediate", experts.size), shared_size=shared
+            experts,
+            size=local_widths.get("expert_intermediate", experts.size),
+            shared_size=local_widths.get("shared_intermediate", experts.shared_size),
         )
-    own = replace(
+    local_config = replace(
         config,
         num_heads=heads,
         num_kv_heads=len(kv_heads),
         experts=experts,
-        intermediate_size=width.get("intermediate", config.intermediate_size),
+        intermediate_size=local_widths.get("intermediate", config.intermediate_size),
     )
-    return Split(rank, own, ranges, tuple(1 / copies[head] for head in kv_heads), rows)
+    kv_shares = tuple(1 / copies[head] for head in kv_heads)
+    return Split(rank, local_config, ranges, kv_shares, rows)
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
-    """Return the KV heads of some queries: each once if all serve equally many, else one for each
+    """List the KV heads of some queries: each once if all serve equally many, else one for each
     query.
     """
-    counts = Counter(query // per_head for query in queries)
+    heads = [query // per_head for query in queries]
+    counts = Counter(heads)
+    # Attention takes groups of queries of one size only.
     if len(set(counts.values())) == 1:
         return list(counts)
-    return [query // per_head for query in queries]
+    return heads
 
 
 def _inner_range(
@@ -174,11 +190,17 @@ def _inner_range(
     rank: int,
     size: int,
 ) -> tuple[int, int]:
-    """Return the range of the width of a feed-forward, or of experts, that goes into some
+    """Compute the range of the width of a feed-forward, or of experts, that goes into some
     linears.
     """
-    groups = {schemes[down.module].group_size for down in downs if down.module in schemes}
-    unit = math.lcm(*(group for group in groups if group is not None))
+    group_sizes: list[int] = []
+    for down in downs:
+        if down.module in schemes:
+            group_size = schemes[down.module].group_size
+            if group_size is not None:
+                group_sizes.append(group_size)
+    # 1 without groups.
+    unit = math.lcm(*group_sizes)
 
     def is_uneven(unit: int) -> bool:
         units = width // unit
@@ -197,7 +219,7 @@ def _inner_range(
 
 
 def _merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the same indices in as few ranges as go."""
+    """Merge ranges that follow each other, to as few as possible."""
     merged = ranges[:1]
     for start, stop in ranges[1:]:
         if start == merged[-1][1]:
@@ -231,8 +253,10 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None
     facts: dict[str, object] = {
         "versions of quantkit and torch": f"{__version__} and {torch.__version__}"
     }
-    facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
-    facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
+    for key, value in vars(checkpoint.config).items():
+        facts[f"config.{key}"] = value
+    for file in checkpoint.files():
+        facts[f"contents of {file.path.name}"] = _contents(file)
     facts["manifest"] = None
     # Not all models have one.
     with suppress(CheckpointError):
@@ -251,7 +275,9 @@ class CheckpointShard(CheckpointView):
     def __init__(self, source: Checkpoint, split: Split) -> None:
         super().__init__(source, split.config)
         self._split = split
-        self._parameters = {parameter.name: parameter for parameter in parameters(source.config)}
+        self._parameters: dict[str, Parameter] = {}
+        for parameter in parameters(source.config):
+            self._parameters[parameter.name] = parameter
 
     def info(self, name: str) -> TensorSpec:
         info = self._source.info(name)
@@ -261,50 +287,53 @@ class CheckpointShard(CheckpointView):
         shape = list(info.shape)
         scheme = info.scheme
         shape[part.axis] = max(part.size, self._rows(name))
+        # Columns are split between groups or within one; rows change no scheme.
         if scheme is not None and part.axis == 1:
             scheme = scheme.cut(*part.ranges[0])
         return TensorSpec(name, tuple(shape), info.dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        own = self._slice(name)
-        if part is None or part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
-            if part is None:
-                return self._load_shard(name)
+        if part is None:
+            return self._load_shard(name)
+        # Cut from the whole shard: columns, several ranges, and biases, which may become zeros.
+        if part.axis == 1 or len(part.ranges) > 1 or name.endswith(".bias"):
             return part.of_weight(self._load_shard(name))
-        if own is None or own.axis == 1:
+        shard_slice = self._slice(name)
+        if shard_slice is None:
+            return self._source.load(name, part)
+        if shard_slice.axis == 1:
             rows = self._source.load(name, part)
-            if own is None:
-                return rows
-            return own.of_weight(rows)
+            return shard_slice.of_weight(rows)
         start, stop = part.ranges[0]
-        there = min(stop, own.size)
-        if start >= there:
+        # Rows beyond the shard's are padding of the vocabulary.
+        last = min(stop, shard_slice.size)
+        if start >= last:
             return part.of_weight(self._load_shard(name))
-        rows = self._source.load(name, own.rows(start, there))
-        if there == stop:
+        rows = self._source.load(name, shard_slice.rows(start, last))
+        if last == stop:
             return rows
-        return _pad_rows(rows, stop - there)
+        return _pad_rows(rows, stop - last)
 
     def _load_shard(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
-        parameter = self._parameters[name]
-        is_bias = (
-            parameter.leaf == "bias"
-            and parameter.linear is not None
-            and parameter.linear.parallel == "row"
-        )
-        if isinstance(value, Tensor) and self._split.rank and is_bias:
+        if isinstance(value, Tensor) and self._split.rank > 0 and self._is_row_parallel_bias(name):
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
         if missing > 0:
             return _pad_rows(value, missing)
         return value
 
+    def _is_row_parallel_bias(self, name: str) -> bool:
+        parameter = self._parameters[name]
+        if parameter.leaf != "bias" or parameter.linear is None:
+            return False
+        return parameter.linear.parallel == "row"
+
     def _slice(self, name: str) -> TensorSlice | None:
         return self._split.tensor_slice(self._parameters[name])
 
     def _rows(self, name: str) -> int:
-        """Return how many rows every process has of a vocabulary-parallel tensor, padding included;
+        """Count the rows that every process has of a vocabulary-parallel tensor, padding included;
         0 for others.
         """
         if self._parameters[name].dims[0] == "vocab":
@@ -313,7 +342,7 @@ class CheckpointShard(CheckpointView):
 
 
 def _pad_rows(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
-    """Return a weight with rows of zeros below."""
+    """Append rows of zeros to a weight."""
 
     def fill(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, 0, 0, rows))
@@ -324,7 +353,7 @@ def _pad_rows(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
 
 
 def _contents(file: SourceFile) -> str:
-    """Size of a file, and the sha256 of its first and last MiB."""
+    """Describe a file by its size and the sha256 of its first and last MiB."""
     digest = hashlib.sha256(file.read(0, min(file.size, _SAMPLE)))
     last = max(file.size - _SAMPLE, 0)
     digest.update(file.read(last, file.size - last))

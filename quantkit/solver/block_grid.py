@@ -22,47 +22,57 @@ SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor
 
 _STARTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """Steps that are tried first, by how many more of them span a group than it has codes."""
-_ROUNDS = 2  # in which codes and the line through them improve each other
+# Rounds in which codes and the line through them improve each other.
+_ROUNDS = 2
 
 
 def search_blocks(
     weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales
 ) -> BlockScales:
-    """Return the scales [O, G], held as blocks hold them, with a small ``sum(importance * error **
-    2)`` of rounded weights.
+    """Search the scales [O, G], stored as blocks store them, with a small ``sum(importance * error
+    ** 2)`` of rounded weights.
 
     Args:
         weight: [I, O] float32: inputs first.
         importance: [I] float32, not negative.
         scheme: in blocks of GGUF.
-        search: finds the scales of symmetric schemes, held as floats.
+        search: finds the scales of symmetric schemes, stored as floats.
     """
     size = scheme.group_size
     assert size is not None
     grouped = weight.view(-1, size, weight.shape[1])
     if scheme.symmetric:
-        found, _ = search(weight, importance, scheme.of_floats, torch.float32)
-        return BlockScales.nearest(
-            torch.where(grouped.abs().amax(1) == 0, 0, found).t(), None, scheme
-        )
+        scale, _ = search(weight, importance, scheme.of_floats, torch.float32)
+        # The search leaves a scale of one for a group of zeros, which would coarsen the integers
+        # of its neighbours.
+        is_zero = grouped.abs().amax(1) == 0
+        return BlockScales.nearest(torch.where(is_zero, 0, scale).t(), None, scheme)
     weights = importance.view(-1, size, 1)
-    parts = []
-    for part in _row_slices(weight):
-        parts.append(_fit_lines(grouped[:, :, part], weights, scheme))
-    steps, offsets = (torch.cat(part, 1).t() for part in zip(*parts, strict=True))
-    return BlockScales.nearest(steps, offsets, scheme)
+    step_parts = []
+    offset_parts = []
+    for outputs in _row_slices(weight):
+        steps, offsets = _fit_lines(grouped[:, :, outputs], weights, scheme)
+        step_parts.append(steps)
+        offset_parts.append(offsets)
+    all_steps = torch.cat(step_parts, 1).t()
+    all_offsets = torch.cat(offset_parts, 1).t()
+    return BlockScales.nearest(all_steps, all_offsets, scheme)
 
 
 def _row_slices(weight: Tensor) -> list[slice]:
     inputs, outputs = weight.shape
+    # Fewer than elsewhere in the solver: fitting lines needs several tensors of a part's size.
     count = max(1, weights_at_once(weight.device) // (4 * inputs))
-    return [slice(start, start + count) for start in range(0, outputs, count)]
+    slices = []
+    for start in range(0, outputs, count):
+        slices.append(slice(start, start + count))
+    return slices
 
 
 def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best,
-    of several that begin with steps which span a group, or about so; `weights` [G, S, 1] are those
-    of squared errors.
+    """Fit lines through codes to groups [G, S, O], beginning with several steps that span a group,
+    or about so; return the best steps and offsets [G, O] float32. `weights` [G, S, 1] are those of
+    squared errors.
     """
     high = grouped.amax(1).clamp(min=0)
     low = grouped.amin(1).clamp(max=0)
@@ -71,13 +81,13 @@ def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[T
     best = torch.full_like(high, torch.inf)
     total = weights.sum(1)
     mean = (weights * grouped).sum(1)
-    for more in _STARTS:
-        steps = (high - low) / (scheme.levels - 1 + more)
+    for extra_steps in _STARTS:
+        steps = (high - low) / (scheme.levels - 1 + extra_steps)
         offsets = -low
+        # The last round only measures the line of the one before.
         for _ in range(_ROUNDS + 1):
-            codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(
-                1
-            )
+            divisors = torch.where(steps == 0, 1, steps).unsqueeze(1)
+            codes = (grouped + offsets.unsqueeze(1)) / divisors
             codes = codes.round_().clamp_(0, scheme.levels - 1)
             error = codes * steps.unsqueeze(1) - offsets.unsqueeze(1) - grouped
             loss = (weights * error.square_()).sum(1)
@@ -85,6 +95,7 @@ def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[T
             best = torch.where(better, loss, best)
             best_steps = torch.where(better, steps, best_steps)
             best_offsets = torch.where(better, offsets, best_offsets)
+            # Weighted least squares: the line of steps and offsets that fits these codes best.
             weighted = weights * codes
             first = weighted.sum(1)
             second = (weighted * codes).sum(1)
@@ -92,7 +103,7 @@ def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[T
             determinant = total * second - first.square()
             slope = (total * product - first * mean) / determinant
             offsets = (first * product - second * mean) / determinant
-            # Through zero, where all would be above it.
+            # A minimum above zero cannot be stored: such a line goes through zero instead.
             steps = torch.where(offsets < 0, product / second, slope)
             offsets = offsets.clamp(min=0)
             usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
@@ -104,7 +115,7 @@ def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[T
 def refit_blocks(
     codes: Tensor, scales: BlockScales, refit: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockScales:
-    """Scales of blocks that fit given codes best: their float16 numbers, with the integers as they
+    """Fit the scales of blocks to given codes: their float16 numbers, with the integers as they
     are.
 
     Args:
@@ -114,10 +125,13 @@ def refit_blocks(
     """
 
     def refit_factors(values: Tensor, inner: Tensor, outer: Tensor | None) -> Tensor:
-        """Better float16 numbers [O, S] for values that are multiplied with `inner` and `outer`."""
+        """Fit float16 numbers [O, S] for values that are multiplied by `inner` and `outer`."""
+        factors = inner
         if outer is not None:
+            # The integers stay: they belong to the values, and the outer factors are fitted.
             values = values * inner.float().t().repeat_interleave(len(values) // inner.shape[1], 0)
-        return refit(values, (inner if outer is None else outer).t().contiguous()).t().contiguous()
+            factors = outer
+        return refit(values, factors.t().contiguous()).t().contiguous()
 
     if scales.outer is None:
         name = "scale"
@@ -130,5 +144,6 @@ def refit_blocks(
         name = "minimum"
     else:
         name = "outer_minimum"
+    # The minimum is subtracted from all values of a group alike.
     lowest = refit_factors(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
     return replace(result, **{name: lowest})

@@ -20,6 +20,7 @@ from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
 from quantkit.tensors.scheme import Codes, QuantScheme
 
+# Columns after which errors reach all later ones by a matrix product.
 PANEL_COLUMNS = 256
 
 
@@ -78,12 +79,16 @@ def _round_in_turn(
     *,
     round_: Rounds | None = None,
 ) -> None:
+    # The columns that follow are changed in place.
     start = start.clone()
     round_ = round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
         code = torch.div(start[i], scale[group], out=codes[column])
-        round_(code, None if zero is None else zero[group], levels)
+        if zero is None:
+            round_(code, None, levels)
+        else:
+            round_(code, zero[group], levels)
         torch.addcmul(target[i], code, scale[group], value=-1, out=errors[i])
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
@@ -109,14 +114,17 @@ def _improve_in_turn(
         group = column // size
         code = codes[column]
         best = torch.add(code, start[i] / scale[group], alpha=factors[i])
-        round_(best, None if zero is None else zero[group], levels)
+        if zero is None:
+            round_(best, None, levels)
+        else:
+            round_(best, zero[group], levels)
         torch.sub(code, best, out=errors[i]).mul_(scale[group])
         code.copy_(best)
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
 
 def _round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
-    """The nearest codes less their zero point, in place."""
+    """Round to the nearest codes less their zero point, in place."""
     if zero is None:
         steps.round_().clamp_(-(levels // 2), levels // 2 - 1)
     else:
@@ -128,13 +136,13 @@ TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
 
 
 def with_positive_scales(kernels: ColumnKernels) -> ColumnKernels:
-    """Kernels that find no negative scales; their search is torch's."""
+    """Replace the search of kernels by torch's, without negative scales."""
     return replace(kernels, search_scales=partial(search_scales, signed=False))
 
 
 def small_float_kernels(kind: Codes) -> ColumnKernels:
-    """As `TORCH`, for codes that are small floats, which stand in `codes` by their values; there
-    is no zero point.
+    """Build kernels as `TORCH`, for codes that are small floats, which are in `codes` by their
+    values; there is no zero point.
     """
 
     def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
@@ -160,39 +168,43 @@ def solve_codes(
         values, times the factor, [I, O] in the factor's order: its squares add up to the squared
         output errors.
     """
-    # The first to round is the last, as in the factor; whitened errors take its place.
-    wanted = grid.add_minima(target)[order.flip(0)]
-    errors = torch.empty_like(wanted)
-    codes = torch.empty_like(wanted)
+    # In the order of the factor, the first column to round is the last. Columns that are done are
+    # replaced by whitened errors, to use no more memory.
+    remaining = grid.add_minima(target)[order.flip(0)]
+    errors = torch.empty_like(remaining)
+    codes = torch.empty_like(remaining)
     inputs = len(order)
     for first, last in _ranges(inputs, PANEL_COLUMNS):
-        here = slice(inputs - last, inputs - first)
-        later = slice(inputs - first, inputs)
-        corner = factor[here, here]
+        panel = slice(inputs - last, inputs - first)
+        done = slice(inputs - first, inputs)
+        corner = factor[panel, panel]
         diagonal = corner.diagonal().unsqueeze(1)
+        # The kernels take columns in the order of rounding, from the first to the last.
         ratios = (corner / diagonal).t().flip(0, 1)
-        own = wanted[here].flip(0)
+        panel_target = remaining[panel].flip(0)
         whitened = None
-        start = own
-        wrong = torch.empty_like(own)
+        start = panel_target
+        panel_errors = torch.empty_like(panel_target)
         if first:
-            whitened = times(factor[here, later], errors[later])
-            start = own + (whitened / diagonal).flip(0)
+            whitened = times(factor[panel, done], errors[done])
+            start = panel_target + (whitened / diagonal).flip(0)
         _run(
             kernels,
             kernels.round_in_turn,
             start,
-            own,
+            panel_target,
             ratios,
             order[first:last],
             grid,
             codes,
-            wrong,
+            panel_errors,
         )
-        errors[here] = wrong.flip(0)
-        product = times(corner, errors[here])
-        wanted[here] = product if whitened is None else product.add_(whitened)
-    return codes, wanted
+        errors[panel] = panel_errors.flip(0)
+        product = times(corner, errors[panel])
+        if whitened is not None:
+            product.add_(whitened)
+        remaining[panel] = product
+    return codes, remaining
 
 
 def descend(
@@ -204,7 +216,7 @@ def descend(
     kernels: ColumnKernels = TORCH,
     ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return one sweep of coordinate descent: each column in turn gets its best codes given the
+    """Run one sweep of coordinate descent: each column in turn gets its best codes given the
     others.
 
     Args:
@@ -232,6 +244,7 @@ def descend(
         inverse = corner.diagonal().reciprocal()
         _run(kernels, kernels.improve_in_turn, start, inverse, corner, columns, grid, codes, moved)
         missing[columns] += moved
+        # The change of a quadratic form: its gradient times the step, twice, and the step's square.
         gain -= start.mul_(2).add_(times(corner, moved)).mul_(moved).sum(0)
     return codes, gain
 
@@ -251,22 +264,22 @@ def _run(
     compensated.
     """
     for begin, end in _ranges(len(columns), kernels.max_columns):
-        here = slice(begin, end)
+        part = slice(begin, end)
         if begin:
-            moved = start[here] + times(ratios[:begin, here].t(), errors[:begin])
+            moved = start[part] + times(ratios[:begin, part].t(), errors[:begin])
         else:
-            moved = start[here]
+            moved = start[part]
         step(
             moved,
-            other[here],
-            ratios[here, here],
-            columns[here],
+            other[part],
+            ratios[part, part],
+            columns[part],
             grid.scale,
             grid.zero,
             grid.scheme.levels,
             grid.size,
             codes,
-            errors[here],
+            errors[part],
         )
 
 

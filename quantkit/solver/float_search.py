@@ -43,37 +43,39 @@ def quantize_small_floats(
         weights = importance
     weights = weights.to(weight.device).view(groups, -1)
     if scheme.scales is Scales.NESTED and outer is None:
+        # Of the whole weight, before it is cut into rows.
         outer = float_codes.outer_scale(weight)
-    return concatenate_rows(
-        [
-            _search_scales(weight[start:stop].float(), scheme, weights, outer)
-            for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS)
-        ]
-    )
+    parts = []
+    for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS):
+        parts.append(_search_scales(weight[start:stop].float(), scheme, weights, outer))
+    return concatenate_rows(parts)
 
 
 def _search_scales(
     rows: Tensor, scheme: QuantScheme, weights: Tensor, outer: Tensor | None
 ) -> QuantTensor:
     grouped = rows.view(len(rows), len(weights), -1)
-    found, outer = float_codes.spanning_scales(rows, scheme, torch.float32, outer)
-    spanning = found
-    best = _loss(grouped, found, outer, scheme, weights)
+    spanning, outer = float_codes.spanning_scales(rows, scheme, torch.float32, outer)
+    best_scale = spanning
+    best = _loss(grouped, spanning, outer, scheme, weights)
     for scale in float_codes.neighbours(spanning, scheme):
         loss = _loss(grouped, scale, outer, scheme, weights)
         # Never true of squares that overflow.
         better = loss < best
         best = torch.where(better, loss, best)
-        found = torch.where(better, scale, found)
-    return small_floats(rows, found, outer, scheme)
+        best_scale = torch.where(better, scale, best_scale)
+    return small_floats(rows, best_scale, outer, scheme)
 
 
 def _loss(
     grouped: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme, weights: Tensor
 ) -> Tensor:
-    """Return the weighted squared errors [O, G] of rounding groups [O, G, S]."""
-    steps = (scale.float() if outer is None else scale.float() / outer).unsqueeze(-1)
-    values = float_codes.round_to_code_values(
-        torch.where(steps == 0, 0.0, grouped / steps), scheme.codes
-    )
+    """Compute the weighted squared errors [O, G] of rounding groups [O, G, S]."""
+    steps = scale.float()
+    if outer is not None:
+        steps = steps / outer
+    steps = steps.unsqueeze(-1)
+    # A group of zeros has a step of zero.
+    quotients = torch.where(steps == 0, 0.0, grouped / steps)
+    values = float_codes.round_to_code_values(quotients, scheme.codes)
     return values.mul_(steps).sub_(grouped).square_().mul_(weights).sum(-1)

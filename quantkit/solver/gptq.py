@@ -32,9 +32,12 @@ from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenate_rows
 from quantkit.tensors.scheme import QuantScheme, Scales
 
+# Shares of the mean diagonal.
 DAMPING = 0.01
 _MAX_DAMPING = 1.0
-BLOCK_SIZE = 512  # of a triangular factor: most steps are matrix products, which are fast
+# Of a triangular factor: most steps are matrix products, which are fast.
+BLOCK_SIZE = 512
+# Into which a product with a triangular factor is cut: more of them skip more zeros.
 _STRIPS = 8
 
 
@@ -60,7 +63,8 @@ class GptqReport:
 
     @property
     def output_error(self) -> float:
-        """Root of the mean squared output error over that of the outputs."""
+        """Compute the root of the mean squared output error over that of the outputs."""
+        # All outputs of a layer may be zero.
         return math.sqrt(self.error.sum().item() / max(self.energy.sum().item(), 1e-30))
 
     def rows(self, start: int, stop: int) -> GptqReport:
@@ -70,8 +74,8 @@ class GptqReport:
         )
 
     def merge_rows(self, rows: Tensor, other: GptqReport) -> GptqReport:
-        """Return the rows where a mask [O] is true, and another report's rows of the same layer
-        elsewhere.
+        """Combine the rows for which a mask [O] is true with another report's rows of the same
+        layer.
         """
         error = torch.where(rows, self.error, other.error)
         energy = torch.where(rows, self.energy, other.energy)
@@ -107,6 +111,7 @@ class Damped:
             raise NonFiniteError("the Hessian holds NaN or Inf")
         stored = hessian.diagonal()
         dead = stored == 0
+        # Weights of dead inputs are multiplied by zeros only: any positive number will do.
         diagonal = torch.where(dead, torch.where(dead.all(), 1.0, stored.mean()), stored)
         mean = diagonal.mean()
         order = torch.argsort(diagonal, descending=True, stable=True)
@@ -123,7 +128,7 @@ class Damped:
             damping = min(10 * damping, _MAX_DAMPING)
 
     def divide(self, right: Tensor) -> Tensor:
-        """``right @ matrix^-1``, [N, I] float32.
+        """Compute ``right @ matrix^-1``, [N, I] float32.
 
         With ``right = weight @ (X_float - X).T @ X``, for the inputs X of this Hessian, which the
         layer will get, and X_float of the unquantized model, it is the change of the weights [O, I]
@@ -167,29 +172,34 @@ def solve(
     rows, columns = weight.shape
     step = max(1, weights_at_once(weight.device) // columns)
     bounds = [*range(0, max(rows, 1), step), rows]
+    # Feedback between outputs refits the scales: it covers only integers with float scales.
     if start is not None or scheme.scales is not Scales.FLOATS:
         outputs = None
     if outputs is not None:
         bounds = outputs.bounds
-    parts = []
+    if target is None:
+        target = weight
+    weights = []
+    errors = []
+    energies = []
     for number, (first, last) in enumerate(pairwise(bounds)):
-        wanted = (weight if target is None else target)[first:last].float().t().contiguous()
+        # float32 for some rows at a time only.
+        rows_target = target[first:last].float().t().contiguous()
         if outputs is not None:
-            parts.append(
-                _solve_two_sided(
-                    wanted, hessian, outputs.blocks[number], scheme, scale_dtype, kernels
-                )
-            )
+            block = outputs.blocks[number]
+            solution = _solve_two_sided(rows_target, hessian, block, scheme, scale_dtype, kernels)
         elif start is not None:
-            parts.append(_solve_small_floats(wanted, hessian, start.rows(first, last)))
+            solution = _solve_small_floats(rows_target, hessian, start.rows(first, last))
         elif scheme.scales is Scales.FLOATS:
-            parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
+            solution = _solve_rows(rows_target, hessian, scheme, scale_dtype, kernels)
         else:
-            parts.append(_solve_blocks(wanted, hessian, scheme, kernels))
-    weights, errors, energies = zip(*parts, strict=True)
-    return concatenate_rows(weights), GptqReport(
-        hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies)
-    )
+            solution = _solve_blocks(rows_target, hessian, scheme, kernels)
+        solved_weight, error, energy = solution
+        weights.append(solved_weight)
+        errors.append(error)
+        energies.append(energy)
+    report = GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
+    return concatenate_rows(weights), report
 
 
 def _solve_rows(
@@ -199,13 +209,17 @@ def _solve_rows(
     scale_dtype: torch.dtype,
     kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve some rows of a layer, for targets [I, O]: the weight, error and energy of each row."""
+    """Solve some rows of a layer for targets [I, O]; return the weight, and the error and energy of
+    each row.
+    """
     scale, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
     grid = Grid.of(scale, zero, scheme, len(target))
     codes, whitened = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
+    # The factor's transpose times whitened errors is the Hessian times errors, in half the work.
     gradient = torch.empty_like(whitened)
     gradient[hessian.order.flip(0)] = upper_transposed_times(hessian.factor, whitened)
     loss = whitened.square_().sum(0, dtype=torch.float64)
+    # The largest tensors of the solver are freed as soon as possible.
     del whitened
     scale, gain, explained = refit_scales(gradient, codes, hessian.matrix, scale)
     del gradient
@@ -214,7 +228,8 @@ def _solve_rows(
     grid = Grid.of(scale, zero, scheme, len(target))
     codes, gain = descend(target, codes, hessian.matrix, grid, hessian.order, kernels)
     loss -= gain
-    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
+    # What damping has added counts as no error of outputs.
+    added = hessian.matrix.diagonal() - hessian.diagonal
     error = loss.sub_(added @ grid.values(codes).sub_(target).square_()).clamp_(min=0)
     energy.sub_(added @ target.square()).clamp_(min=0)
     return _build_weight(codes, scale, zero, scheme, grid.size), error, energy
@@ -228,10 +243,10 @@ def _solve_two_sided(
     scale_dtype: torch.dtype,
     kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """`_solve_rows` for rows that know how their outputs add up, by the factor [O, O] of these."""
-    found, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
+    """Solve rows as `_solve_rows`, given how their outputs add up: the factor [O, O] of these."""
+    searched_scale, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
     damped = Damped.of_(outputs.clone(), OUTPUT_DAMPING)
-    codes, scale = solve_two_sided(target, hessian, damped, found, zero, scheme, kernels)
+    codes, scale = solve_two_sided(target, hessian, damped, searched_scale, zero, scheme, kernels)
     del damped
     grid = Grid.of(scale, zero, scheme, len(target))
     error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
@@ -241,20 +256,22 @@ def _solve_two_sided(
 def _build_weight(
     codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int
 ) -> QuantTensor:
-    """Return the weight [O, I] of codes [I, O] less their zero points, with scales and zero points
+    """Build the weight [O, I] of codes [I, O] less their zero points, with scales and zero points
     [G, O].
     """
-    offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(size, dim=0)
-    unsigned = (codes + offset).to(torch.uint8).t().contiguous()
-    return QuantTensor(
-        unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme
-    )
+    if zero is None:
+        unsigned = codes + scheme.levels // 2
+    else:
+        unsigned = codes + zero.float().repeat_interleave(size, dim=0)
+        zero = zero.t().contiguous()
+    unsigned = unsigned.to(torch.uint8).t().contiguous()
+    return QuantTensor(unsigned, scale.t().contiguous(), zero, scheme)
 
 
 def _solve_small_floats(
     target: Tensor, hessian: Damped, start: QuantTensor
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """`_solve_rows` for small floats, on the scales of `start`, by torch alone."""
+    """Solve rows as `_solve_rows` for small floats, on the scales of `start`, by torch alone."""
     kind = start.scheme.codes
     steps = start.steps.t().contiguous()
     grid = Grid(
@@ -263,28 +280,30 @@ def _solve_small_floats(
     kernels = small_float_kernels(kind)
     values, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
     values, _ = descend(target, values, hessian.matrix, grid, hessian.order, kernels)
-    found = replace(start, codes=float_codes.encode_values(values.t().contiguous(), kind))
-    return found, *_errors(grid.values(values).sub_(target), target, hessian)
+    codes = float_codes.encode_values(values.t().contiguous(), kind)
+    error, energy = _errors(grid.values(values).sub_(target), target, hessian)
+    return replace(start, codes=codes), error, energy
 
 
 def _errors(missing: Tensor, target: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
-    """Return the squared error of the outputs of each row, and the squared outputs, for weights [I,
-    O] less their targets.
+    """Compute the squared error of the outputs of each row, and the squared outputs, for weights
+    [I, O] less their targets.
     """
-    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
-    error, energy = (
-        (
-            times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()
-        ).clamp_(min=0)
-        for one in (missing, target)
-    )
-    return error, energy
+    # What damping has added counts as no error of outputs.
+    added = hessian.matrix.diagonal() - hessian.diagonal
+
+    def sum_squared_outputs(weights: Tensor) -> Tensor:
+        squares = times(hessian.matrix, weights).mul_(weights).sum(0, dtype=torch.float64)
+        # Rounding can make the difference negative.
+        return (squares - added @ weights.square()).clamp_(min=0)
+
+    return sum_squared_outputs(missing), sum_squared_outputs(target)
 
 
 def _solve_blocks(
     target: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """`_solve_rows` for blocks of GGUF.
+    """Solve rows as `_solve_rows` for blocks of GGUF.
 
     The float16 scales are fitted to the codes; their integers stay.
     """
@@ -295,6 +314,7 @@ def _solve_blocks(
 
     def refit(basis: Tensor, factors: Tensor) -> Tensor:
         result, _, _ = refit_scales(gradient, basis, hessian.matrix, factors)
+        # The minima are fitted after the scales, to what these leave.
         change = (result.float() - factors.float()).repeat_interleave(len(basis) // len(factors), 0)
         gradient.sub_(times(hessian.matrix, change.mul_(basis)))
         return result
@@ -312,20 +332,22 @@ def _solve_blocks(
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
-    """Return the upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs in
-    reverse order; None if it is not positive definite.
+    """Compute the upper triangular U with ``H = U.T @ U``, where H is the Hessian with its inputs
+    in reverse order; None if it is not positive definite.
     """
     inputs = order.flip(0)
     return cholesky(hessian[inputs.unsqueeze(1), inputs])
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """Return the upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not
+    """Compute the upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not
     positive definite. The matrix is overwritten; only its upper triangle is read.
     """
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
-        return None if info else factor
+        if info:
+            return None
+        return factor
     size = len(matrix)
     for start in range(0, size, BLOCK_SIZE):
         stop = min(start + BLOCK_SIZE, size)
@@ -345,27 +367,25 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 
 
 def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
-    """Return the X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor
+    """Solve ``factor.T @ factor @ X = right`` for X [N, O], with an upper triangular factor
     [N, N].
     """
     result = right.clone()
-    blocks = [
-        (start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)
-    ]
     identity = torch.eye(BLOCK_SIZE, dtype=factor.dtype, device=factor.device)
-    inverses = []  # of the blocks on the diagonal, so that all other steps are products
-    for start, stop in blocks:
+    # The inverses of the blocks on the diagonal, so that all other steps are products.
+    blocks = []
+    for start in range(0, len(factor), BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, len(factor))
         corner = factor[start:stop, start:stop]
-        inverses.append(
-            torch.linalg.solve_triangular(
-                corner, identity[: len(corner), : len(corner)], upper=True
-            )
-        )
-    for (start, stop), inverse in zip(blocks, inverses, strict=True):
+        identity_corner = identity[: len(corner), : len(corner)]
+        inverse = torch.linalg.solve_triangular(corner, identity_corner, upper=True)
+        blocks.append((start, stop, inverse))
+    # Forwards with the factor's transpose, then backwards with the factor.
+    for start, stop, inverse in blocks:
         if start:
             result[start:stop].sub_(times(factor[:start, start:stop].t(), result[:start]))
         result[start:stop] = times(inverse.t(), result[start:stop])
-    for (start, stop), inverse in reversed(list(zip(blocks, inverses, strict=True))):
+    for start, stop, inverse in reversed(blocks):
         if stop < len(factor):
             result[start:stop].sub_(times(factor[start:stop, stop:], result[stop:]))
         result[start:stop] = times(inverse, result[start:stop])
@@ -373,7 +393,7 @@ def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
 
 
 def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
-    """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
+    """Multiply ``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
     result = torch.empty_like(right)
     step = max(BLOCK_SIZE, -(-len(factor) // _STRIPS))
     for start in range(0, len(factor), step):

@@ -6,6 +6,7 @@ as its memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.scheme import QuantScheme
 
-_COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
+# From 1.05 down to 0.40; 1, the step that spans a group, is among them.
+_COARSE = tuple(1.05 - 0.05 * step for step in range(14))
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
 # Steps of both signs often have equal losses except for rounding: the first is kept.
@@ -27,15 +29,16 @@ ENDLESS = 1e30
 WEIGHTS_AT_ONCE = 1 << 22
 _DIVIDED_AT_ONCE = 1 << 23
 _GPU_WEIGHTS = 1 << 28
-_GPU_BYTES = 80  # of GPU memory for each weight: twice what the solver needs
+# Of GPU memory for each weight: twice what the solver needs.
+_GPU_BYTES = 80
 _REFIT_BYTES = 1 << 26
 # Weights; torch computes on as few in one thread.
 _SEARCHED = 1 << 15
 
 
 def weights_at_once(device: torch.device) -> int:
-    """Weights of a layer that are solved together; on a GPU they depend on its total memory, so
-    that runs are equal.
+    """Count the weights of a layer that are solved together; on a GPU they depend on its total
+    memory, so that runs are equal.
     """
     if device.type != "cuda":
         return WEIGHTS_AT_ONCE
@@ -44,7 +47,7 @@ def weights_at_once(device: torch.device) -> int:
 
 
 def max_divided_elements(device: torch.device) -> int:
-    """Elements that are divided by a Hessian together; its factor is read twice for each
+    """Count the elements that are divided by a Hessian together; its factor is read twice for each
     portion.
     """
     if device.type == "cuda":
@@ -53,14 +56,14 @@ def max_divided_elements(device: torch.device) -> int:
 
 
 def refit_bytes(device: torch.device) -> int:
-    """Bytes of the least-squares systems that fit the scales of some rows."""
+    """Limit the bytes of the least-squares systems that fit the scales of some rows."""
     if device.type == "cuda":
         return 2 * weights_at_once(device)
     return _REFIT_BYTES
 
 
 def choose_search_batch_size(device: torch.device) -> int:
-    """Weights whose scales are searched together."""
+    """Count the weights whose scales are searched together."""
     if device.type == "cuda":
         return weights_at_once(device) // 8
     return _SEARCHED
@@ -80,14 +83,14 @@ class Grid:
 
     @classmethod
     def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
-        """Return the grid of stored scales and zero points."""
-        return cls(
-            scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0]
-        )
+        """Build the grid of stored scales and zero points."""
+        if zero is not None:
+            zero = zero.float()
+        return cls(scale.float(), zero, scheme, columns // scale.shape[0])
 
     @classmethod
     def of_blocks(cls, scales: BlockScales, scheme: QuantScheme, columns: int) -> Grid:
-        """Return the grid of scales [O, G] as blocks of GGUF hold them.
+        """Build the grid of scales [O, G] as blocks of GGUF store them.
 
         A step of zero is so long that all codes are zero.
         """
@@ -96,23 +99,22 @@ class Grid:
         steps = torch.where(steps == 0, ENDLESS, steps).contiguous()
         if offsets is None:
             minimum = None
-        else:
-            minimum = offsets.t().contiguous()
-        if minimum is None:
             zero = None
         else:
+            minimum = offsets.t().contiguous()
+            # Without zero points, codes would be signed; these begin at zero, less the minimum.
             zero = torch.zeros_like(steps)
         return cls(steps, zero, scheme, columns // len(steps), minimum)
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the weights [I, O] of codes less their zero points."""
+        """Compute the weights [I, O] of codes less their zero points."""
         grouped = codes.view(self.scale.shape[0], self.size, -1) * self.scale.unsqueeze(1)
-        return (
-            grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))
-        ).view_as(codes)
+        if self.minimum is not None:
+            grouped.sub_(self.minimum.unsqueeze(1))
+        return grouped.view_as(codes)
 
     def add_minima(self, target: Tensor) -> Tensor:
-        """Weights [I, O] plus their groups' minima: what codes times scales are to approximate."""
+        """Add the minima of groups to weights [I, O]: what codes times scales approximate."""
         if self.minimum is None:
             return target
         return target + self.minimum.repeat_interleave(self.size, 0)
@@ -126,7 +128,8 @@ def search_scales(
     *,
     signed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of each group that minimize ``sum(importance * error ** 2)``.
+    """Search the scale and zero point of each group that minimize ``sum(importance * error **
+    2)``.
 
     Steps from 1.05 down to 0.40 times the one that spans the group are tried, then four
     close to the best of them. Symmetric codes have one more negative value than positive ones, so
@@ -151,16 +154,16 @@ def search_scales(
         zero = None
     else:
         zero = torch.empty_like(scale, dtype=torch.uint8)
-    # Each thread has its own mode.
+    # Each thread has its own mode: the ones that search take over this thread's.
     inference = torch.is_inference_mode_enabled()
 
     def search(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
             part = grouped[tile[0], :, tile[1]].contiguous()
-            found = _Search(part, weights[tile[0]], scheme, scale_dtype, signed=signed)
-            scale[tile] = found.scale
+            result = _Search(part, weights[tile[0]], scheme, scale_dtype, signed=signed)
+            scale[tile] = result.scale
             if zero is not None:
-                zero[tile] = found.offset.to(torch.uint8)
+                zero[tile] = result.offset.to(torch.uint8)
 
     size = columns // groups
     max_weights = choose_search_batch_size(weight.device)
@@ -177,6 +180,7 @@ def search_scales(
             with ThreadPoolExecutor(
                 count, initializer=torch.set_num_threads, initargs=(1,)
             ) as threads:
+                # The list waits for all of them, and raises their errors.
                 list(threads.map(search, tiles))
         finally:
             torch.set_num_threads(count)
@@ -187,11 +191,13 @@ def search_scales(
 
 
 def list_trial_steps(scheme: QuantScheme) -> list[float]:
-    """Return the steps that are tried first, in units of the step that spans a group."""
+    """List the steps that are tried first, in units of the step that spans a group."""
     result: list[float] = []
     for factor in _COARSE:
-        for sign in (1, -1) if scheme.symmetric else (1,):
-            result.append(factor * sign)
+        result.append(factor)
+        # Symmetric codes have one more negative value than positive ones: either side may be it.
+        if scheme.symmetric:
+            result.append(-factor)
     return result
 
 
@@ -211,7 +217,9 @@ class _Search:
         self._weights = weights
         self._scheme = scheme
         self._top = scheme.levels - 1
-        self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
+        # Zero is always within the span, so that it has a code.
+        self._low = grouped.amin(1).clamp(max=0)
+        high = grouped.amax(1).clamp(min=0)
         if scheme.symmetric:
             span = torch.maximum(-self._low, high) / (self._top / 2)
         else:
@@ -222,7 +230,10 @@ class _Search:
         self.scale = torch.ones_like(span, dtype=scale_dtype)
         self.offset = torch.full_like(span, scheme.levels // 2)
         self._best = torch.ones_like(span)
-        for factor in list_trial_steps(scheme) if signed else _COARSE:
+        trial_steps: Sequence[float] = _COARSE
+        if signed:
+            trial_steps = list_trial_steps(scheme)
+        for factor in trial_steps:
             self._try(torch.full_like(span, factor))
         coarse = self._best.clone()
         for step in FINE:
@@ -230,6 +241,7 @@ class _Search:
 
     def _try(self, factor: Tensor) -> None:
         """Use a step of `factor` spans wherever it has a smaller error than the best so far."""
+        # Errors are those of the scale as it is stored, after its rounding.
         stored = (self._span * factor).to(self.scale.dtype)
         wide = stored.float()
         offset = self.offset

@@ -41,7 +41,7 @@ def round_to_nearest(
     importance: Tensor | None = None,
     outer: Tensor | None = None,
 ) -> tuple[QuantTensor, str]:
-    """Return a rounded weight, and what manifests call its solver.
+    """Round a weight to nearest; return it, and what manifests call its solver.
 
     int8 is rounded on scales that span its groups, fewer bits on searched ones: with 256 levels, a
     search gains little.
@@ -66,10 +66,10 @@ def round_to_nearest(
         return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
     kernels = kernels_of(weight.device)
     if scheme.scales is Scales.FLOATS:
-        found = quantize_searched(weight, scheme, scale_dtype, kernels, importance)
+        quantized = quantize_searched(weight, scheme, scale_dtype, kernels, importance)
     else:
-        found = _quantize_blocks(weight, scheme, kernels, importance)
-    return found, solver
+        quantized = _quantize_blocks(weight, scheme, kernels, importance)
+    return quantized, solver
 
 
 def quantize_searched(
@@ -103,21 +103,27 @@ def quantize_searched(
         zero = torch.empty_like(scale, dtype=torch.uint8)
     for first, last in row_chunks(rows, columns, SEARCHED_ELEMENTS):
         part = weight[first:last].float().t().contiguous()
-        found, offsets = kernels.search_scales(part, importance, scheme, scale_dtype)
-        scale[first:last] = found.t()
+        searched, offsets = kernels.search_scales(part, importance, scheme, scale_dtype)
+        scale[first:last] = searched.t()
         if zero is not None and offsets is not None:
             zero[first:last] = offsets.t()
+    # Smaller chunks than for the search, since each of several passes reads all of a chunk.
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         overflowing = grouped.square().mul_(weights).sum(-1).isinf()
         if overflowing.any():
+            # With an infinite loss for every scale, the search finds none.
             spanning = quantize_rtn(weight[start:stop], scheme, scale_dtype)
             scale[start:stop][overflowing] = spanning.scale[overflowing]
             if zero is not None and spanning.zero is not None:
                 zero[start:stop][overflowing] = spanning.zero[overflowing]
-        offset = scheme.levels // 2 if zero is None else zero[start:stop].float().unsqueeze(-1)
-        own, steps = _fit_scales(grouped, weights, scale[start:stop], offset, scheme)
-        scale[start:stop] = own
+        offset: Tensor | int
+        if zero is None:
+            offset = scheme.levels // 2
+        else:
+            offset = zero[start:stop].float().unsqueeze(-1)
+        fitted, steps = _fit_scales(grouped, weights, scale[start:stop], offset, scheme)
+        scale[start:stop] = fitted
         codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
 
@@ -125,7 +131,7 @@ def quantize_searched(
 def _quantize_blocks(
     weight: Tensor, scheme: QuantScheme, kernels: ColumnKernels, importance: Tensor | None
 ) -> QuantTensor:
-    """`quantize_searched` for blocks of GGUF.
+    """Quantize as `quantize_searched`, in blocks of GGUF.
 
     A row has the scales that span its groups where these are better.
     """
@@ -138,20 +144,21 @@ def _quantize_blocks(
         rows = weight[start:stop].float()
         scales = search_blocks(rows.t().contiguous(), weights, scheme, kernels.search_scales)
         grouped = rows.view(len(rows), scheme.groups(rows.shape[1]), -1)
-        found = QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
+        codes = nearest_codes(grouped, scales, scheme)
+        searched = QuantTensor.of_blocks(codes, scales, scheme)
         spanning = quantize_rtn(rows, scheme, torch.float16)
-        losses = (
-            (one.dequantize() - rows).square_().mul_(weights).sum(1) for one in (found, spanning)
-        )
-        parts.append(found.merge_rows(torch.le(*losses), spanning))
+        # By row, not by group: groups share the float16 numbers of a block.
+        searched_loss = (searched.dequantize() - rows).square_().mul_(weights).sum(1)
+        spanning_loss = (spanning.dequantize() - rows).square_().mul_(weights).sum(1)
+        parts.append(searched.merge_rows(searched_loss <= spanning_loss, spanning))
     return concatenate_rows(parts)
 
 
 def _fit_scales(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
-    """Return the better of some scales [O, G] and those that fit their codes best, and the codes
-    less zero points [O, G, S]; `weights` [G, S] are those of squared errors.
+    """Choose the better of some scales [O, G] and those that fit their codes best; return them and
+    the codes less zero points [O, G, S]. `weights` [G, S] are those of squared errors.
 
     A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find
     it.
@@ -159,18 +166,22 @@ def _fit_scales(
     spanning = spanning_scales(grouped, scheme, scale.dtype)
     scale = torch.where(spanning.isfinite(), scale, spanning)
     steps, loss = _nearest(grouped, weights, scale, offset, scheme)
+    # Least squares of one unknown for each group.
     weighted = steps * weights
     fitted = ((weighted * grouped).sum(-1) / weighted.mul_(steps).sum(-1)).to(scale.dtype)
-    others, other_loss = _nearest(grouped, weights, fitted, offset, scheme)
+    fitted_steps, fitted_loss = _nearest(grouped, weights, fitted, offset, scheme)
     # Never true of NaN, which a scale of zero gives.
-    better = other_loss < loss
-    return torch.where(better, fitted, scale), torch.where(better.unsqueeze(-1), others, steps)
+    better = fitted_loss < loss
+    chosen_steps = torch.where(better.unsqueeze(-1), fitted_steps, steps)
+    return torch.where(better, fitted, scale), chosen_steps
 
 
 def _nearest(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
-    """Codes less zero points [O, G, S], and their weighted squared errors [O, G]."""
+    """Round to codes less zero points [O, G, S]; return them, and their weighted squared errors
+    [O, G].
+    """
     wide = scale.float().unsqueeze(-1)
     steps = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1).sub_(offset)
     return steps, (steps * wide).sub_(grouped).square_().mul_(weights).sum(-1)
