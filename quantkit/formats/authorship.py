@@ -12,12 +12,9 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.files.located import gguf_file, read_parts
-
-if TYPE_CHECKING:
-    pass
 
 CARD = "README.md"
 LICENSE_DETAILS = ("license_name", "license_link")
@@ -111,13 +108,18 @@ def read_front_matter(path: Path) -> dict[str, Any]:
 
 
 def _keep_null_resolvers(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return YAML's rules, by a value's first character, for what is not text; only those for
-    null.
+    """Select the rules with which YAML recognizes null, by a value's first character.
+
+    A loader without the other rules reads numbers, dates and booleans as text.
     """
-    kept: dict[str, list[Any]] = {}
-    for first, rules in resolvers.items():
-        kept[first] = [(tag, pattern) for tag, pattern in rules if tag == _NULL_TAG]
-    return kept
+    null_resolvers: dict[str, list[Any]] = {}
+    for first_character, rules in resolvers.items():
+        null_rules = []
+        for tag, pattern in rules:
+            if tag == _NULL_TAG:
+                null_rules.append((tag, pattern))
+        null_resolvers[first_character] = null_rules
+    return null_resolvers
 
 
 def read_authorship(path: Path) -> dict[str, Any]:
@@ -136,15 +138,17 @@ def read_authorship(path: Path) -> dict[str, Any]:
 
 
 def read_model_name(path: Path) -> str | None:
-    """Return the name that a model's card or GGUF's metadata states; None if there is none, or
+    """Read the name that a model's card or GGUF's metadata states; None if there is none, or
     not a plain one.
     """
-    name = read_authorship(path).get("model_name", "")
-    return name if _PLAIN_NAME.fullmatch(name) else None
+    name: str = read_authorship(path).get("model_name", "")
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    return None
 
 
 def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``general.*`` keys of a GGUF file that is made from a model, without its name.
+    """Build the ``general.*`` keys of a GGUF file that is made from a model, without its name.
 
     Args:
         source: the model. From another GGUF file, all keys are carried that do not belong to that
@@ -152,65 +156,81 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
         card: what the output states, by keys of a card.
     """
     if (source / CARD).is_file():
-        before = {}
+        source_metadata = {}
     else:
-        before = _read_general(source)
-    card_before = _card_of_gguf(before)
-    changed = set()
-    for key in {*card_before, *card}:
-        if card_before.get(key) != card.get(key):
-            changed.add(key)
+        source_metadata = _read_general(source)
+    source_card = _card_of_gguf(source_metadata)
+    # A GGUF file states more than a card can, such as base models without a page on the hub. So
+    # its keys are copied as they are, and only those that the output changes are translated.
+    changed_keys = set()
+    for key in {*source_card, *card}:
+        if source_card.get(key) != card.get(key):
+            changed_keys.add(key)
     carried = {}
-    for key, value in before.items():
-        if _is_carried(key, value) and _card_key(key) not in changed:
+    for key, value in source_metadata.items():
+        if _is_carried(key, value) and _card_key(key) not in changed_keys:
             carried[key] = value
-    return carried | _gguf_of_card({key: card[key] for key in sorted(changed) if key in card})
+    # Sorted, because a set has another order in every process and files must be reproducible.
+    changed_card = {key: card[key] for key in sorted(changed_keys) if key in card}
+    return carried | _gguf_of_card(changed_card)
 
 
 def _is_carried(key: str, value: object) -> bool:
-    """Return whether a key is true of another file too.
+    """Return whether a key describes the model, so that it is also true of another file.
 
-    Those of unknown types, which nobody has defined, are left out.
+    Keys with values of other types are unknown, and are left out.
     """
-    is_text = isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(item, str) for item in value)
-    )
+    if key in _OF_ONE_FILE or key.startswith(_SAMPLING):
+        return False
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    # Not `isinstance`, which is also true of booleans.
     is_count = type(value) is int and key.endswith(".count")
-    return (is_text or is_count) and key not in _OF_ONE_FILE and not key.startswith(_SAMPLING)
+    return is_count or isinstance(value, str)
 
 
 def _select_carried_keys(front_matter: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a card that are carried, in a fixed order and without values of
+    """Select the keys of a card that are carried, in a fixed order and without values of
     unexpected types.
     """
     card: dict[str, Any] = {}
+    # A later name of a key overrides an earlier one, as in llama.cpp's converter.
     for names in _TEXTS.values():
         for name in names:
             value = front_matter.get(name)
             if isinstance(value, str):
                 card[names[0]] = value
             elif isinstance(value, list) and name not in _LICENSE:
-                card[names[0]] = ", ".join(_texts_of(value))  # several authors
+                # Several authors.
+                card[names[0]] = ", ".join(_texts_of(value))
     for key in ("license", *_LISTS.values()):
         value = front_matter.get(key)
         card[key] = _texts_of(value) if isinstance(value, list) else value
     for key in _SOURCES.values():
         value = front_matter.get(key)
-        names_on_hub = [name for name in map(_name_on_hub, _texts_of(value)) if name is not None]
-        card[key] = names_on_hub[0] if isinstance(value, str) and names_on_hub else names_on_hub
-    card = {key: value for key, value in card.items() if isinstance(value, str | list)}
+        names_on_hub = _names_on_hub(_texts_of(value))
+        if isinstance(value, str) and names_on_hub:
+            card[key] = names_on_hub[0]
+        else:
+            card[key] = names_on_hub
     if isinstance(front_matter.get(_RELATION), str):
         card[_RELATION] = front_matter[_RELATION]
-    if _OWN_TAG in card.get("tags", ()):
+    tags = card["tags"]
+    if isinstance(tags, str | list) and _OWN_TAG in tags:
         # They name the format and the schemes of a folder that quantkit wrote.
         del card["tags"]
-    return {key: card[key] for key in CARRIED_KEYS if card.get(key)}
+    carried_card: dict[str, Any] = {}
+    for key in CARRIED_KEYS:
+        value = card.get(key)
+        if value and isinstance(value, str | list):
+            carried_card[key] = value
+    return carried_card
 
 
 def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a card's keys for GGUF's.
+    """Translate GGUF's keys to a card's.
 
-    Base models and data sets without an address on the hub have none.
+    Base models and data sets without an address on the hub are left out.
     """
     card: dict[str, Any] = {}
     for key, names in _TEXTS.items():
@@ -222,19 +242,20 @@ def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _LISTS.items():
         card[name] = metadata.get(key)
     for prefix, name in _SOURCES.items():
-        pages = []
+        names_on_hub: list[str] = []
         for index in range(_count(metadata, prefix)):
-            pages.append(str(metadata.get(f"{prefix}.{index}.repo_url")))
-        matches = [_HUB_PAGE.fullmatch(page) for page in pages]
-        names_on_hub = [match[1] for match in matches if match is not None]
-        card[name] = (
-            names_on_hub[0] if name == "base_model" and len(names_on_hub) == 1 else names_on_hub
-        )
+            page = _HUB_PAGE.fullmatch(str(metadata.get(f"{prefix}.{index}.repo_url")))
+            if page is not None:
+                names_on_hub.append(page[1])
+        if name == "base_model" and len(names_on_hub) == 1:
+            card[name] = names_on_hub[0]
+        else:
+            card[name] = names_on_hub
     return _select_carried_keys(card)
 
 
 def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return GGUF's keys for a card's, as llama.cpp's converter writes them."""
+    """Translate a card's keys to GGUF's, as llama.cpp's converter writes them."""
     metadata: dict[str, Any] = {}
     for key, names in _TEXTS.items():
         if key != _NAME and names[0] in card:
@@ -247,22 +268,31 @@ def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
         if sources:
             metadata[f"{prefix}.count"] = len(sources)
         for index, source in enumerate(sources):
-            metadata |= {
-                f"{prefix}.{index}.{key}": value for key, value in _source_keys(source).items()
-            }
+            for key, value in _source_keys(source).items():
+                metadata[f"{prefix}.{index}.{key}"] = value
     return metadata
 
 
 def _source_keys(source: str) -> dict[str, str]:
-    """Return GGUF's keys about a base model or data set on a hub."""
+    """Build GGUF's keys about a base model or data set on a hub."""
     owner, separator, name = source.rpartition("/")
     if not separator:
         return {"name": _title(name)}
     return {"name": _title(name), "organization": _title(owner), "repo_url": f"{_HUB}{source}"}
 
 
+def _names_on_hub(sources: Iterable[str]) -> list[str]:
+    """Select the base models or data sets that are on a hub, by their names there."""
+    names = []
+    for source in sources:
+        name = _name_on_hub(source)
+        if name is not None:
+            names.append(name)
+    return names
+
+
 def _name_on_hub(source: str) -> str | None:
-    """Return the name on a hub of a base model or data set; None for anything else, such as a path.
+    """Find the name on a hub of a base model or data set; None for anything else, such as a path.
 
     Hubs refuse a card that names something else, and a path shows the folders of a machine.
     """
@@ -291,8 +321,12 @@ def _title(name: str) -> str:
     """Spell a name on a hub as a title, as the gguf package does (``Metadata.id_to_title``)."""
     words = []
     for word in name.strip().replace("-", " ").split():
+        # Versions and sizes, such as `v2` and `7b`, keep their spelling.
         is_version = re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word)
-        words.append(word.title() if word.islower() and not is_version else word)
+        if word.islower() and not is_version:
+            words.append(word.title())
+        else:
+            words.append(word)
     return " ".join(words)
 
 
@@ -315,14 +349,18 @@ def _card_key(key: str) -> str | None:
         return _TEXTS[key][0]
     if key in _LISTS:
         return _LISTS[key]
-    return next((name for prefix, name in _SOURCES.items() if key.startswith(f"{prefix}.")), None)
+    for prefix, name in _SOURCES.items():
+        if key.startswith(f"{prefix}."):
+            return name
+    return None
 
 
 def _read_general(path: Path) -> dict[str, Any]:
-    """Return the ``general.*`` keys of a GGUF file; empty for any other model."""
+    """Read the ``general.*`` keys of a GGUF file; empty for any other model."""
     file = gguf_file(path)
     if file is None:
         return {}
+    # Size and time are part of the cache's key, so a file that was replaced is read again.
     state = file.stat()
     return _read_general_metadata(file.resolve(), state.st_size, state.st_mtime_ns)
 
@@ -330,11 +368,11 @@ def _read_general(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _read_general_metadata(file: Path, size: int, modified: int) -> dict[str, Any]:
     """Read the keys once, since a header with a large vocabulary takes a second."""
-    result: dict[str, Any] = {}
+    general_metadata: dict[str, Any] = {}
     for key, value in read_parts(file)[0].metadata.items():
         if key.startswith("general."):
-            result[key] = value
-    return result
+            general_metadata[key] = value
+    return general_metadata
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)

@@ -38,15 +38,15 @@ class Checkpoint(Protocol):
     notes: list[str]
 
     def names(self) -> list[str]:
-        """Canonical names in layer order."""
+        """Return the canonical names in layer order."""
         ...
 
     def info(self, name: str) -> TensorSpec:
-        """Shape, dtype and scheme, from headers alone."""
+        """Describe shape, dtype and scheme, from headers alone."""
         ...
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """Return one tensor, or a part of it, in canonical layout, in newly allocated memory."""
+        """Load one tensor, or a part of it, in canonical layout, into newly allocated memory."""
         ...
 
     def files(self) -> list[SourceFile]:
@@ -84,15 +84,12 @@ class CheckpointView:
 
 
 def resolve_stored_name(checkpoint: Checkpoint, name: str) -> str:
-    """Return the name of the tensor that holds a parameter's values; that of the embedding for a
-    tied head. A model known by its tensors has all of them under their own names.
+    """Resolve a parameter to the tensor with its values: for a tied head, the embedding.
+
+    A model that is known by its tensors only stores each of them under its own name.
     """
-    tied = (
-        name == "lm_head.weight"
-        and checkpoint.config.tied_embeddings
-        and checkpoint.config.runnable
-    )
-    if tied:
+    config = checkpoint.config
+    if name == "lm_head.weight" and config.tied_embeddings and config.runnable:
         return "model.embed_tokens.weight"
     return name
 
@@ -123,41 +120,45 @@ def require_calibratable(checkpoint: Checkpoint) -> None:
 
 
 def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
-    """Return the scheme of every quantized module."""
-    found = ((name, checkpoint.info(name).scheme) for name in checkpoint.names())
-    result: dict[str, QuantScheme] = {}
-    for name, scheme in found:
+    """Collect the scheme of every quantized module."""
+    module_schemes: dict[str, QuantScheme] = {}
+    for name in checkpoint.names():
+        scheme = checkpoint.info(name).scheme
         if scheme is not None:
-            result[name.removesuffix(".weight")] = scheme
-    return result
+            module_schemes[name.removesuffix(".weight")] = scheme
+    return module_schemes
 
 
 def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the tensors that are stored as integers whose codes are not carried, and what those
-    are.
+    """Collect the tensors that are stored as integers whose codes are not carried, with the kind of
+    these integers.
     """
-    found = ((name, checkpoint.info(name).stored_as) for name in checkpoint.names())
-    return {name: stored_as for name, stored_as in found if stored_as is not None}
+    storage_kinds: dict[str, str] = {}
+    for name in checkpoint.names():
+        stored_as = checkpoint.info(name).stored_as
+        if stored_as is not None:
+            storage_kinds[name] = stored_as
+    return storage_kinds
 
 
 def parameter_count(checkpoint: Checkpoint) -> int:
-    """Return the number of weights of a model, as if all were floats; tied ones are counted
-    once.
-    """
+    """Count the weights of a model, as if all were floats; tied ones are counted once."""
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
 def active_parameter_count(checkpoint: Checkpoint) -> int:
-    """Return the number of these that one token uses: of experts only those to which it is
-    routed.
-    """
+    """Count the weights that one token uses: of experts only those to which it is routed."""
     experts = checkpoint.config.experts
     if experts is None:
         return parameter_count(checkpoint)
-    every = parameters(checkpoint.config)
-    routed = sum(math.prod(one.shape) for one in every if one.expert is not None)
-    total = sum(math.prod(one.shape) for one in every)
-    return total - routed + routed * experts.per_token // experts.count
+    shared_count = 0
+    routed_count = 0
+    for parameter in parameters(checkpoint.config):
+        if parameter.expert is None:
+            shared_count += math.prod(parameter.shape)
+        else:
+            routed_count += math.prod(parameter.shape)
+    return shared_count + routed_count * experts.per_token // experts.count
 
 
 def require_tensors(
@@ -171,9 +172,13 @@ def require_tensors(
         UnsupportedError: if unexpected tensors belong to a quantization scheme, or a weight is not
             stored as floats.
     """
-    if unexpected := [name for name in specs if name not in expected]:
+    # Unexpected tensors come first: their names may show a quantization scheme, which explains the
+    # missing ones.
+    unexpected = [name for name in specs if name not in expected]
+    if unexpected:
         raise_unexpected(unexpected, path)
-    if missing := [name for name in expected if name not in specs]:
+    missing = [name for name in expected if name not in specs]
+    if missing:
         raise CheckpointError(
             f"tensor '{missing[0]}' is missing",
             path=path,
@@ -204,29 +209,32 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     """
     listed = sorted(names)
     for name in listed:
+        # PEFT names the tensors of an adapter this way.
         if ".lora_" in name or name.startswith("base_model.model."):
             raise make_lora_adapter_error(path, f"'{name}'")
-        if (scheme := describe_tensor_methods(name)) is not None:
+        scheme = describe_tensor_methods(name)
+        if scheme is not None:
             problem = f"the source is quantized already ({scheme})"
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
+    problem = f"unexpected tensor '{listed[0]}'"
     if len(listed) > 1:
-        more = f" and {len(listed) - 1} more"
-    else:
-        more = ""
-    problem = f"unexpected tensor '{listed[0]}'{more}"
+        problem += f" and {len(listed) - 1} more"
     hint = None
-    if any(is_extra_layer(name, {}) or name.endswith(".eh_proj.weight") for name in listed):
-        hint = (
-            "layers that predict further tokens are carried with `tensors_only=True`, or by"
-            ' `via="transformers"`'
-        )
+    for name in listed:
+        # DeepSeek's and GLM's multi-token prediction layers merge two inputs with `eh_proj`.
+        if is_extra_layer(name, {}) or name.endswith(".eh_proj.weight"):
+            hint = (
+                "layers that predict further tokens are carried with `tensors_only=True`, or by"
+                ' `via="transformers"`'
+            )
+            break
     raise CheckpointError(
         problem, path=path, expected="only tensors of the architecture", hint=hint
     )
 
 
 def make_lora_adapter_error(path: Path, found: str) -> UnsupportedError:
-    """Return the error for an adapter instead of a model."""
+    """Build the error for an adapter that was given instead of a model."""
     hint = "merge it into its base with `lora` of convert or quantize"
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
@@ -238,7 +246,7 @@ def require_unquantized(
     weight.
 
     Args:
-        found: the tensors that are copied, and the weights that are read as floats.
+        specs: the tensors that are copied, and the weights that are read as floats.
         method: of the quantization, as the config states it; None if it does not.
         floats: whether it quantizes to small floats, so that none may be without scales.
 
@@ -263,10 +271,8 @@ def require_unquantized(
                 expected=f"codes and scales of {method}, each once",
                 hint="the folder is damaged, or another tool's; download it again",
             )
-        coded = spec.dtype in SMALL_FLOATS or (
-            spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales"))
-        )
-        if floats and coded:
+        is_mxfp4_part = spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales"))
+        if floats and (is_mxfp4_part or spec.dtype in SMALL_FLOATS):
             raise CheckpointError(
                 f"tensor '{name}' lacks its codes or scales: they must come together",
                 path=path,
@@ -279,19 +285,23 @@ def require_unquantized(
 def _scheme_of_pair(
     name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], floats: bool
 ) -> str | None:
-    """Return the scheme of scales, recognized by the name of the tensor that they scale, which may
-    hold floats too if `floats` is set; None for other tensors.
+    """Recognize the scheme of scales by the tensor that they scale, which may contain floats too if
+    `floats` is set; None for other tensors.
     """
+    # DeepSeek names the scales of FP8 blocks this way.
     if name.endswith("_scale_inv"):
         return "FP8"
-    if name.endswith("_scale") and (codes := specs.get(name.removesuffix("_scale"))) is not None:
+    if name.endswith("_scale"):
+        codes = specs.get(name.removesuffix("_scale"))
+        if codes is None:
+            return None
+        # A model may have a learned scale of a vector, which is not a quantized weight.
         if len(codes.shape) > 1 and (floats or codes.dtype.itemsize == 1):
             return "FP8"
         return None
-    if (
-        name.endswith("_scales")
-        and spec.dtype == DType.UINT8
-        and name.removesuffix("scales") + "blocks" in specs
-    ):
-        return "MXFP4"
+    # gpt-oss stores MXFP4 as `NAME_blocks` and `NAME_scales`, both uint8.
+    if name.endswith("_scales") and spec.dtype == DType.UINT8:
+        blocks_name = name.removesuffix("scales") + "blocks"
+        if blocks_name in specs:
+            return "MXFP4"
     return None

@@ -77,11 +77,11 @@ class Encoder(Protocol):
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds such parts now, so that not all tensors so far are encoded."""
+        """Return whether it buffers such parts now, so that not all tensors so far are encoded."""
         return False
 
     def total_bytes(self) -> int:
-        """Size of all files, or a little more."""
+        """Return the size of all files, or a little more."""
         ...
 
     def files(self) -> Sequence[str]:
@@ -99,7 +99,7 @@ class Encoder(Protocol):
         return {}
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
-        """Return what tensor number `index` appends to which file.
+        """Encode tensor number `index` as chunks, each appended to the file that it names.
 
         Raises:
             UnsupportedError: if the format cannot hold it exactly.
@@ -107,7 +107,7 @@ class Encoder(Protocol):
         ...
 
     def decode(self, index: int, folder: Path) -> Weight:
-        """Tensor number `index`, read back from the files so far, for a quantizer that resumes;
+        """Read tensor number `index` back from the files so far, for a quantizer that resumes;
         floats-only formats do not need it.
         """
         raise UnsupportedError("the format cannot be read back before it is complete")
@@ -117,7 +117,7 @@ class Encoder(Protocol):
         return iter(())
 
     def state(self) -> Any:
-        """JSON from which `restore` continues."""
+        """Return JSON from which `restore` continues."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -125,7 +125,7 @@ class Encoder(Protocol):
         return
 
     def extra_files(self) -> dict[str, bytes]:
-        """Small files that belong to the weights, such as an index."""
+        """Build the small files that belong to the weights, such as an index."""
         return {}
 
 
@@ -137,6 +137,7 @@ class Written:
     folder: Path
     count: int = 0
 
+    # Cached, because a quantizer that resumes looks up every tensor of the model.
     @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(spec.name for spec in self.encoder.planned[: self.count])
@@ -146,7 +147,7 @@ class Written:
         return {spec.name: index for index, spec in enumerate(self.encoder.planned)}
 
     def load(self, name: str) -> Weight:
-        """Return one of the tensors, read back."""
+        """Read one of the tensors back."""
         return self.encoder.decode(self._indices[name], self.folder)
 
 
@@ -169,7 +170,7 @@ class Output:
         dst: the folder, or the file, to create.
         kv_cache: the scheme and scales of a quantized KV cache to write; None for none.
         mix: of llama.cpp's types, if one was requested by its name.
-        found: results that a container computes once.
+        cache: results that a container computes once.
     """
 
     source: Checkpoint
@@ -185,6 +186,7 @@ class Output:
     dst: Path = Path()
     kv_cache: KvCache | None = None
     mix: Mix | None = None
+    # Left out of comparisons, since it only repeats what follows from the other fields.
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -201,12 +203,12 @@ class Output:
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
-        """Return the scheme of every quantized module."""
-        result: dict[str, QuantScheme] = {}
+        """Collect the scheme of every quantized module."""
+        module_schemes: dict[str, QuantScheme] = {}
         for spec in self.planned:
             if spec.scheme is not None:
-                result[spec.name.removesuffix(".weight")] = spec.scheme
-        return result
+                module_schemes[spec.name.removesuffix(".weight")] = spec.scheme
+        return module_schemes
 
 
 class Container(Protocol):
@@ -243,7 +245,7 @@ class Container(Protocol):
     one_file: bool = False
 
     def present(self, path: Path) -> list[str]:
-        """Return the sets of weights at a path, the preferred one first."""
+        """Find the sets of weights at a path, the preferred one first."""
         ...
 
     def has_index(self, path: Path, kind: str) -> bool:
@@ -251,7 +253,7 @@ class Container(Protocol):
         return False
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        """Return one of its checkpoints with all codes read as such, also those for which there are
+        """Adapt one of its checkpoints to read all codes as such, also those for which there are
         no kernels: to prove what was written.
         """
         return checkpoint
@@ -276,7 +278,7 @@ class Container(Protocol):
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
     ) -> list[Parameter]:
-        """Every tensor of an output, in the order in which they are written.
+        """List every tensor of an output, in the order in which they are written.
 
         Args:
             quantized: modules, by canonical name.
@@ -288,7 +290,7 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def encoder(self, output: Output) -> Encoder:
-        """Return the encoder of an output.
+        """Make the encoder of an output.
 
         Raises:
             UnsupportedError: if the format cannot hold a tensor exactly.
@@ -297,7 +299,7 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """Return the files that go with the weights: name to content, or to a file to copy.
+        """Build the files that go with the weights: name to content, or to a file to copy.
 
         Raises:
             UnsupportedError: if the config cannot describe the model.
@@ -306,13 +308,13 @@ class Container(Protocol):
         raise _not_written(self.title)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
-        """Return the names of a source's side files that are copied to an output `dst`, or whose
+        """List the names of a source's side files that are copied to an output `dst`, or whose
         content goes into other files of it.
         """
         return ()
 
     def notes(self, output: Output) -> list[str]:
-        """Notes for the user on an output."""
+        """Return notes for the user on an output."""
         return []
 
 
@@ -321,35 +323,37 @@ def _not_written(title: str) -> RequestError:
 
 
 def describe_format(checkpoint: StoredCheckpoint) -> str:
-    """Return the format of a checkpoint, with the kinds of its quantized tensors in its own words,
-    for people.
+    """Describe the format of a checkpoint, with the kinds of its quantized tensors in the format's
+    own words, for people.
     """
+    # GGUF's users know Q8_0, not int8-g32.
+    type_names: dict[QuantScheme, str] = {}
     if checkpoint.method == GgmlBlocks.name:
-        types = {one.scheme: one.type for one in BLOCK_TYPES.values()}
-    else:
-        types = {}
-    counted = Counter(types.get(scheme, str(scheme)) for scheme in schemes(checkpoint).values())
-    counted.update(read_as_floats(checkpoint).values())
-    if not counted:
+        for block_type in BLOCK_TYPES.values():
+            type_names[block_type.scheme] = block_type.type
+    kinds: Counter[str] = Counter()
+    for scheme in schemes(checkpoint).values():
+        kinds[type_names.get(scheme, str(scheme))] += 1
+    kinds.update(read_as_floats(checkpoint).values())
+    if not kinds:
         return checkpoint.format
-    return (
-        f"{checkpoint.method or checkpoint.format}"
-        f" ({', '.join(name for name, _ in counted.most_common())})"
-    )
+    kinds_by_count = [kind for kind, _ in kinds.most_common()]
+    return f"{checkpoint.method or checkpoint.format} ({', '.join(kinds_by_count)})"
 
 
 def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
-    """Return the size of a checkpoint's tensors on disk, in bytes and in bits per parameter."""
+    """Measure a checkpoint's tensors on disk, in bytes and in bits per parameter."""
     size = sum(checkpoint.count_stored_bytes(name) for name in checkpoint.names())
     return size, 8 * size / parameter_count(checkpoint)
 
 
 def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
-    """Return the bytes of a tensor, which must have the planned dtype and shape."""
+    """View a tensor as bytes, after a check that it has the planned dtype and shape."""
     dtype = DType.of(tensor.dtype)
     shape = tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:
         raise ValueError(
             f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}"
         )
+    # As uint8, because numpy has no bfloat16.
     return tensor.contiguous().reshape(-1).view(DType.UINT8.torch).numpy().data

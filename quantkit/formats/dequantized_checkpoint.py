@@ -28,13 +28,15 @@ class DequantizedCheckpoint(CheckpointView):
 
     def info(self, name: str) -> TensorSpec:
         spec = self._source.info(name)
-        rounds = (
-            spec.scheme is not None or spec.stored_as is not None or of_blocks(self._source, spec)
-        )
-        return TensorSpec(name, spec.shape, DType(self.config.dtype) if rounds else spec.dtype)
+        is_quantized = spec.scheme is not None or spec.stored_as is not None
+        # Other tensors keep their own float type, which may be wider than the model's.
+        dtype = spec.dtype
+        if is_quantized or of_blocks(self._source, spec):
+            dtype = DType(self.config.dtype)
+        return TensorSpec(name, spec.shape, dtype)
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """Return one tensor, or a part of it, in floats."""
+        """Load one tensor, or a part of it, in floats."""
         value = self._source.load(name, part)
         dtype = self.info(name).dtype.torch
         if isinstance(value, qtensor.QuantTensor):

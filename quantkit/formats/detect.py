@@ -50,8 +50,7 @@ def open_checkpoint(
             the default for a folder that quantkit made in this way, if its architecture is not
             known.
         text_part: whether to take the text part alone of a model that also reads images or sound,
-            if its family is
-            known: to run it on text.
+            if its family is known: to run it on text.
         floats_as: see `Container.open`.
 
     Returns:
@@ -75,7 +74,7 @@ def open_checkpoint(
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """Two checkpoints to compare: if one is opened by its tensors only, so is the other; see
+    """Open two checkpoints to compare: if one is opened by its tensors only, so is the other; see
     `open_checkpoint`.
     """
     if made_of_tensors(a) or made_of_tensors(b):
@@ -102,27 +101,29 @@ def open_unfinished(
     text_part: bool = False,
     floats_as: DType | None = None,
 ) -> StoredCheckpoint:
-    """`open_checkpoint`, also for a folder that is being written."""
+    """Open a checkpoint as `open_checkpoint` does, also a folder that is being written."""
     folder = require_there(path)
-    spelled = {
-        kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()
-    }
-    if weights is not None and as_string("weights", weights) not in spelled:
-        raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
-    found = _present(folder)
-    if not found and not folder.is_dir():
+    descriptions: dict[str, str] = {}
+    for known_container in CONTAINERS.values():
+        descriptions.update(known_container.weights)
+    if weights is not None and as_string("weights", weights) not in descriptions:
+        expected = ", ".join(descriptions)
+        raise RequestError("unknown kind of weights", found=weights, expected=expected)
+    candidates = _present(folder)
+    containers_by_kind = dict(candidates)
+    if not candidates and not folder.is_dir():
         # Raises if it is not a regular file.
         SourceFile(folder)
         expected = "the folder that holds it with its config and tokenizer"
         raise CheckpointError("is a file", path=folder, expected=expected)
     if weights is None:
-        kind, container = _choose(folder, found)
-    elif weights in dict(found):
+        kind, container = _choose(folder, candidates)
+    elif weights in containers_by_kind:
         kind = weights
-        container = dict(found)[weights]
+        container = containers_by_kind[weights]
     else:
-        listed = ", ".join(kind for kind, _ in found) or "none"
-        raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
+        present_kinds = ", ".join(kind for kind, _ in candidates) or "none"
+        raise CheckpointError(f"has no {weights} weights", path=folder, found=present_kinds)
     if tensors_only and container is not HF:
         problem = (
             "only Hugging Face folders are taken by their tensors; all tensors of"
@@ -140,27 +141,28 @@ def open_unfinished(
         hint = error.hint or ""
         if _DOWNLOAD not in hint or not manifest_path(folder).is_file():
             raise
-        # It is not from a hub.
+        # quantkit made it, so it is not from a hub.
         hint = hint.replace(_DOWNLOAD, "copy it or make it again")
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error
     checkpoint.notes += note_folder_adapter(folder)
     if weights is None:
-        ignored = [spelled[other] for other, _ in found if other != kind]
-        checkpoint.notes += [
-            f"{folder}: {files} along with {spelled[kind]}; ignored" for files in ignored
-        ]
+        for other_kind, _ in candidates:
+            if other_kind != kind:
+                checkpoint.notes.append(
+                    f"{folder}: {descriptions[other_kind]} along with {descriptions[kind]}; ignored"
+                )
     return checkpoint
 
 
 def with_codes(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a checkpoint with all codes read as such; see `Container.with_codes`."""
+    """Adapt a checkpoint to read all codes as such; see `Container.with_codes`."""
     return CONTAINERS[checkpoint.format].with_codes(checkpoint)
 
 
 def made_of_tensors(path: str | Path) -> bool:
-    """Return whether a manifest says that quantkit copied the tensors of an unknown
+    """Check whether a manifest says that quantkit copied the tensors of an unknown
     architecture.
     """
     folder = locate_model(path)
@@ -173,16 +175,16 @@ def made_of_tensors(path: str | Path) -> bool:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Return whether a folder holds a model's config."""
+    """Return whether a folder contains a model's config."""
     return any((folder / container.config_file).is_file() for container in CONTAINERS.values())
 
 
 def _present(folder: Path) -> list[Found]:
-    result: list[Found] = []
+    candidates: list[Found] = []
     for container in CONTAINERS.values():
         for kind in container.present(folder):
-            result.append((kind, container))
-    return result
+            candidates.append((kind, container))
+    return candidates
 
 
 def _choose(folder: Path, candidates: list[Found]) -> Found:
@@ -192,32 +194,51 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
     for kind, container in candidates:
         # As transformers chooses, whichever has an index.
         first.setdefault(container.name, (kind, container))
-    chosen = [one for one in first.values() if not one[1].derived] or list(first.values())
-    indexed = [(kind, container) for kind, container in chosen if container.has_index(folder, kind)]
-    if len(chosen) > 1 and not indexed:
+    # Derived weights count only if those that they are made from are absent.
+    eligible = []
+    for kind, container in first.values():
+        if not container.derived:
+            eligible.append((kind, container))
+    eligible = eligible or list(first.values())
+    indexed = []
+    for kind, container in eligible:
+        if container.has_index(folder, kind):
+            indexed.append((kind, container))
+    if len(eligible) > 1 and not indexed:
+        descriptions = []
+        options = []
+        for kind, container in eligible:
+            descriptions.append(container.weights[kind])
+            options.append(f'`weights="{kind}"`')
         raise CheckpointError(
             "holds two sets of weights",
             path=folder,
-            found=" and ".join(container.weights[kind] for kind, container in chosen),
-            hint="pick one with " + " or ".join(f'`weights="{kind}"`' for kind, _ in chosen),
+            found=" and ".join(descriptions),
+            hint="pick one with " + " or ".join(options),
         )
-    return (indexed or chosen)[0]
+    return (indexed or eligible)[0]
 
 
 def _no_weights(folder: Path) -> Exception:
     if (folder / "adapter_config.json").is_file():
         return make_lora_adapter_error(folder, "adapter_config.json")
-    if models := gguf_models(folder):
-        found = ", ".join(path.name for path in models)
+    gguf_files = gguf_models(folder)
+    if gguf_files:
+        file_names = ", ".join(path.name for path in gguf_files)
         return CheckpointError(
-            "holds several models in GGUF", path=folder, found=found, hint="name the file"
+            "holds several models in GGUF", path=folder, found=file_names, hint="name the file"
         )
     problem = "has no weights"
-    if made := manifest.models_in(folder):
-        hint = f"name one of the models in it: {', '.join(map(str, made))}"
+    # An output with several results has a folder for each.
+    results = manifest.models_in(folder)
+    if results:
+        hint = f"name one of the models in it: {', '.join(map(str, results))}"
         return CheckpointError(problem, path=folder, hint=hint)
-    if original := _present(folder / "original"):
-        hint = f"there is a {original[0][1].title} checkpoint in {folder / 'original'}"
+    # Meta's repositories on the hub have its own format in this folder.
+    originals = _present(folder / "original")
+    if originals:
+        _, container = originals[0]
+        hint = f"there is a {container.title} checkpoint in {folder / 'original'}"
         return CheckpointError(problem, path=folder, hint=hint)
     expected = (
         "consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one"

@@ -58,8 +58,8 @@ _NOT_TAKEN = {
 
 
 def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
-    """Return the tokenizer of a checkpoint, compared with its embedding, and notes on it; none for
-    a model that is known by its tensors only.
+    """Load the tokenizer of a checkpoint, compare it with the embedding, and write notes on it;
+    none for a model that is known by its tensors only.
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
@@ -75,6 +75,7 @@ def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[s
     tokenizer = load_tokenizer(source.path)
     rows = source.config.vocab_size
     require_rows(tokenizer, rows, source.path)
+    # Fewer tokens than rows are common: training frameworks pad the embedding.
     if tokenizer.vocab_size < rows:
         return tokenizer, [
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows}"
@@ -96,32 +97,39 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
 
 
 def side_names(source: Checkpoint) -> tuple[str, ...]:
-    """Return the side files that are copied to an output; for a model that is known by its tensors
+    """List the side files that are copied to an output; for a model that is known by its tensors
     only, all except weights, settings of a quantization, and code that is not run.
     """
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
-    files = (
-        path
-        for path in sorted(source.path.iterdir())
-        if path.is_file() and not path.name.startswith(".")
-    )
-    suffixes = SIDE_SUFFIXES | ({_CODE} if source.config.code is not None else set())
-    return tuple(
-        path.name
-        for path in files
-        if (path.suffix in suffixes or path.name in OTHER_FILES)
-        and not (path.name in _NOT_TAKEN or path.name.endswith(".index.json"))
-        and path.stat().st_size <= MAX_BYTES
-    )
+    suffixes = set(SIDE_SUFFIXES)
+    if source.config.code is not None:
+        suffixes.add(_CODE)
+    names = []
+    for path in sorted(source.path.iterdir()):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        if path.suffix not in suffixes and path.name not in OTHER_FILES:
+            continue
+        # These are written anew, or describe files that are not copied.
+        if path.name in _NOT_TAKEN or path.name.endswith(".index.json"):
+            continue
+        # Readers of settings refuse larger files.
+        if path.stat().st_size <= MAX_BYTES:
+            names.append(path.name)
+    return tuple(names)
 
 
 def code_files(source: Checkpoint) -> list[SourceFile]:
-    """Return the code of a model's folder, opened; none if it is not run."""
+    """Open the code of a model's folder; none if it is not run."""
     code = source.config.code
     if code is None:
         return []
-    return [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
+    files = []
+    for path in sorted(code.glob(f"*{_CODE}")):
+        if path.is_file():
+            files.append(SourceFile(path))
+    return files
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
@@ -137,7 +145,7 @@ def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
 
 
 def is_private_license(path: Path) -> bool:
-    """Return whether a path is a licence that links out of its folder, and is therefore not copied.
+    """Check whether a path is a licence that links out of its folder, and is therefore not copied.
 
     Jobs refuse such links in place of files that a model needs. A model works without its licence,
     and folders in a repository of several models link to one for all of them.
@@ -148,7 +156,7 @@ def is_private_license(path: Path) -> bool:
 def select_templates(
     source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None
 ) -> dict[str, str]:
-    """Return the chat templates of an output, by name: the source's, or the requested one.
+    """Select the chat templates of an output, by name: the source's, or the requested one.
 
     Args:
         requested: ``llama2``, ``llama3``, or a file ``*.jinja``.
@@ -181,7 +189,7 @@ def select_templates(
 def with_templates(
     files: Mapping[str, bytes | Path], templates: Mapping[str, str], *, in_settings: bool
 ) -> dict[str, bytes | Path]:
-    """Side files, with chat templates where readers expect them.
+    """Add chat templates to side files where readers expect them.
 
     One template is written to a file, and to tokenizer_config.json too. Several are written only
     there, because the file would hide the others.
@@ -194,39 +202,39 @@ def with_templates(
     """
     if not templates:
         return dict(files)
-    result = {}
+    output_files = {}
     for name, content in files.items():
         if name not in (TEMPLATE_FILE, OLD_TEMPLATE_FILE):
-            result[name] = content
-    if len(templates) == 1:
-        alone = templates.get("default")
-    else:
-        alone = None
-    if alone is not None:
-        result[TEMPLATE_FILE] = alone.encode()
-    if alone is None or in_settings:
-        before = result.get(TOKENIZER_SETTINGS, b"{}")
-        if isinstance(before, Path):
-            settings = read_json(before)
+            output_files[name] = content
+    # A single template with another name than the default is written as a list, which has names.
+    single_template = templates.get("default") if len(templates) == 1 else None
+    if single_template is not None:
+        output_files[TEMPLATE_FILE] = single_template.encode()
+    if single_template is None or in_settings:
+        settings_file = output_files.get(TOKENIZER_SETTINGS, b"{}")
+        if isinstance(settings_file, Path):
+            settings = read_json(settings_file)
         else:
-            settings = json.loads(before)
-        several = [{"name": name, "template": source} for name, source in templates.items()]
-        value = several if alone is None else alone
+            settings = json.loads(settings_file)
+        value: str | list[dict[str, str]]
+        if single_template is not None:
+            value = single_template
+        else:
+            value = [{"name": name, "template": text} for name, text in templates.items()]
+        # A file that already has the templates is copied byte by byte.
         if settings.get("chat_template") != value:
-            result[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
-    return result
+            output_files[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
+    return output_files
 
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
-    """Return the tokenizer's files and chat templates of a folder, opened; see `SourceFile` for
-    errors.
-    """
-    paths = dict.fromkeys(
-        [*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)]
-    )
+    """Open the tokenizer's files and chat templates of a folder; see `SourceFile` for errors."""
+    tokenizer_paths = [folder / name for name in present(folder, TOKENIZER_FILES)]
+    # Each once: some templates are among the tokenizer's files.
+    paths = dict.fromkeys([*tokenizer_paths, *template_paths(folder)])
     return [SourceFile(path) for path in paths]
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Return a small file of JSON."""
+    """Encode a small file of JSON."""
     return json.dumps(value, indent=2).encode() + b"\n"

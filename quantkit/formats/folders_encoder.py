@@ -36,18 +36,21 @@ class FoldersEncoder(Encoder):
                 order.
         """
         self._encoders = dict(encoders)
-        self.planned = [
-            replace(spec, name=in_folder(folder, spec.name)) for folder, spec in planned
-        ]
+        planned_by_name: list[TensorSpec] = []
         self._places: list[tuple[str, int]] = []
-        counts = Counter[str]()
+        # Encoders only append, so each must get its tensors in its own order.
+        counts: Counter[str] = Counter()
         for folder, spec in planned:
-            if encoders[folder].planned[counts[folder]].name != spec.name:
-                raise ValueError(f"{folder}: '{spec.name}' is not tensor number {counts[folder]}")
-            self._places.append((folder, counts[folder]))
+            number = counts[folder]
+            if encoders[folder].planned[number].name != spec.name:
+                raise ValueError(f"{folder}: '{spec.name}' is not tensor number {number}")
+            planned_by_name.append(replace(spec, name=in_folder(folder, spec.name)))
+            self._places.append((folder, number))
             counts[folder] += 1
-        if any(counts[folder] != len(encoder.planned) for folder, encoder in encoders.items()):
-            raise ValueError("some tensors of a folder are not planned")
+        self.planned = planned_by_name
+        for folder, encoder in encoders.items():
+            if counts[folder] != len(encoder.planned):
+                raise ValueError("some tensors of a folder are not planned")
 
     @property
     def rearranges(self) -> bool:
@@ -76,9 +79,10 @@ class FoldersEncoder(Encoder):
         return self._encoders[folder].canonical_name(number)
 
     def headers(self) -> Mapping[str, bytes]:
-        return merge_by_folder(
-            {folder: encoder.headers() for folder, encoder in self._encoders.items()}
-        )
+        headers: dict[str, Mapping[str, bytes]] = {}
+        for folder, encoder in self._encoders.items():
+            headers[folder] = encoder.headers()
+        return merge_by_folder(headers)
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
         folder, number = self._places[index]
@@ -86,8 +90,8 @@ class FoldersEncoder(Encoder):
             yield in_folder(folder, name), data
 
     def decode(self, index: int, folder: Path) -> Weight:
-        own, number = self._places[index]
-        return self._encoders[own].decode(number, folder / own)
+        subfolder, number = self._places[index]
+        return self._encoders[subfolder].decode(number, folder / subfolder)
 
     def finish(self) -> Iterator[Chunk]:
         for folder, encoder in self._encoders.items():
@@ -95,6 +99,7 @@ class FoldersEncoder(Encoder):
                 yield in_folder(folder, name), data
 
     def state(self) -> Any:
+        # By folder, because a run that resumes may name the formats in another order.
         return {folder: encoder.state() for folder, encoder in self._encoders.items()}
 
     def restore(self, state: Any) -> None:
@@ -102,13 +107,14 @@ class FoldersEncoder(Encoder):
             encoder.restore(state[folder])
 
     def extra_files(self) -> dict[str, bytes]:
-        return merge_by_folder(
-            {folder: encoder.extra_files() for folder, encoder in self._encoders.items()}
-        )
+        files: dict[str, dict[str, bytes]] = {}
+        for folder, encoder in self._encoders.items():
+            files[folder] = encoder.extra_files()
+        return merge_by_folder(files)
 
 
 def in_folder(folder: str, name: str) -> str:
-    """Return the name of a file, or of a tensor, in a folder of an output; ``""`` is the output
+    """Prefix the name of a file, or of a tensor, with its folder in an output; ``""`` is the output
     itself.
     """
     if folder:
@@ -117,19 +123,21 @@ def in_folder(folder: str, name: str) -> str:
 
 
 def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Values by the names in a folder, of those by the names in the output."""
-    start = in_folder(folder, "")
-    result: dict[str, _Value] = {}
+    """Select the values of a folder, by the names in the folder, from those by the names in the
+    output.
+    """
+    prefix = in_folder(folder, "")
+    folder_values: dict[str, _Value] = {}
     for name, value in values.items():
-        if name.startswith(start):
-            result[name.removeprefix(start)] = value
-    return result
+        if name.startswith(prefix):
+            folder_values[name.removeprefix(prefix)] = value
+    return folder_values
 
 
 def merge_by_folder(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
-    """Values by the names in the output, of those by the names in each folder."""
-    result: dict[str, _Value] = {}
-    for folder, own in by_folder.items():
-        for name, value in own.items():
-            result[in_folder(folder, name)] = value
-    return result
+    """Merge values by the names in each folder to values by the names in the output."""
+    merged: dict[str, _Value] = {}
+    for folder, folder_values in by_folder.items():
+        for name, value in folder_values.items():
+            merged[in_folder(folder, name)] = value
+    return merged

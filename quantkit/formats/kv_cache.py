@@ -58,7 +58,7 @@ Place = tuple[int, str, str]
 """Layer, part and kind of a tensor, see `CacheTensor`."""
 _NAME = re.compile(
     r"(?:.+\.)?layers\.(?P<layer>\d{1,9})\.(?:self_attn|attention)\.(?:attn\.)?(?:"
-    r"(?P<own>[qkv]|kv)_(?P<kind>scale|zero_point)"
+    r"(?P<direct>[qkv]|kv)_(?P<kind>scale|zero_point)"
     r"|(?:k|v|qkv)_proj\.(?P<inside>[kv])_scale"
     r"|(?P<output>[qkv])_proj\.output_(?P<output_kind>scale|zero_point)"
     r"|(?P<probabilities>prob_output)_scale)"
@@ -97,19 +97,21 @@ class CacheTensor:
 
 
 def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
-    """Return the places in a quantized cache of the tensors that have one, by name."""
-    result = {}
+    """Recognize the tensors of a quantized cache by name, with their places in it."""
+    tensors: dict[str, CacheTensor] = {}
     for name in names:
-        if (match := _NAME.fullmatch(name)) is not None:
-            letters = match["own"] or match["inside"] or match["output"]
-            if letters is None:
-                parts = (match["probabilities"],)
-            else:
-                parts = tuple(letters)
-            result[name] = CacheTensor(
-                int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale"
-            )
-    return result
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        letters = match["direct"] or match["inside"] or match["output"]
+        # `kv` is one scale for keys and values, `prob_output` is no list of letters.
+        if letters is None:
+            parts = (match["probabilities"],)
+        else:
+            parts = tuple(letters)
+        kind = match["kind"] or match["output_kind"] or "scale"
+        tensors[name] = CacheTensor(int(match["layer"]), parts, kind)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -135,20 +137,22 @@ class KvCache:
     rewritable: bool = False
 
     def read_tensors(self) -> list[tuple[StoredTensor, bytes]]:
-        """Return the tensors, with their bytes."""
-        result: list[tuple[StoredTensor, bytes]] = []
+        """Read the tensors, with their bytes."""
+        tensors: list[tuple[StoredTensor, bytes]] = []
         for name, file in self.tensors.items():
-            result.append((file.tensors[name], file.read_bytes(name)))
-        return result
+            tensors.append((file.tensors[name], file.read_bytes(name)))
+        return tensors
 
     def values(self) -> dict[Place, torch.Tensor]:
-        """Return the scales and zero points, flat and in the types in which they are stored,
+        """Read the scales and zero points, flat and in the types in which they are stored,
         whatever their names.
         """
-        result: dict[Place, torch.Tensor] = {}
+        values: dict[Place, torch.Tensor] = {}
         for name, entry in cache_tensors(self.tensors).items():
-            result |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
-        return result
+            value = self.tensors[name].read(name).flatten()
+            for place in entry.places:
+                values[place] = value
+        return values
 
     def require_sound(self, *, allow_nonfinite: bool) -> None:
         """Check scales and zero points before they are written again.
@@ -161,12 +165,11 @@ class KvCache:
         for name, entry in cache_tensors(self.tensors).items():
             file = self.tensors[name]
             tensor = self.tensors[name].tensors[name]
-            what = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
-            if (
-                count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)
-            ) is not None:
+            description = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
+            count = misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)
+            if count is not None:
                 raise CheckpointError(
-                    f"{what} does not fit the scheme",
+                    f"{description} does not fit the scheme",
                     path=file.path,
                     found=f"shape {list(tensor.shape)}",
                     expected=f"{count} elements" if count > 1 else "one element",
@@ -176,15 +179,16 @@ class KvCache:
             if not value.isfinite().all():
                 if allow_nonfinite:
                     continue
-                raise NonFiniteError(f"{what} is NaN or Inf", path=file.path)
+                raise NonFiniteError(f"{description} is NaN or Inf", path=file.path)
             if entry.kind == "scale" and not (value > 0).all():
                 smallest = f"{value.min().item():g}"
                 raise CheckpointError(
-                    f"{what} is not positive", path=file.path, found=smallest, hint=_AGAIN
+                    f"{description} is not positive", path=file.path, found=smallest, hint=_AGAIN
                 )
-        if needs_zero_points(self.scheme) and (
-            lacking := without_zero_points(self.tensors, self.layers)
-        ):
+        if not needs_zero_points(self.scheme):
+            return
+        lacking = without_zero_points(self.tensors, self.layers)
+        if lacking:
             layer, part = lacking[0]
             raise CheckpointError(
                 f"the KV cache lacks the zero points of layer {layer}'s {part}",
@@ -196,53 +200,55 @@ class KvCache:
 
     @property
     def layers_with_scales(self) -> int:
-        """Return how many layers have scales of their keys and values."""
+        """Count the layers with scales of their keys and values."""
         return self.layers - len(layers_without_scales(self.tensors, self.layers))
 
     def line(self) -> str:
-        """For people."""
+        """Describe the cache in a line, for people."""
         return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
     def note(self, *, run_here: bool) -> str:
-        """Return what becomes of it when the model runs, for people; `run_here` is whether our
+        """Describe what becomes of it when the model runs, for people; `run_here` is whether our
         decoder runs the model.
         """
         if run_here:
-            why = why_not_run(self.scheme)
+            reason = why_not_run(self.scheme)
         else:
-            why = "our decoder does not run the model"
-        if why is not None:
-            return f"the KV cache is to be quantized ({self.line()}); not used here: {why}"
-        other = {part for _, part, _ in _places(self.tensors)} - {"k", "v"}
-        if other:
-            unused = "; scales of queries and probabilities are not used"
-        else:
-            unused = ""
-        return (
-            f"the KV cache is quantized ({self.line()}): keys and values are rounded to it{unused}"
-        )
+            reason = "our decoder does not run the model"
+        if reason is not None:
+            return f"the KV cache is to be quantized ({self.line()}); not used here: {reason}"
+        note = f"the KV cache is quantized ({self.line()}): keys and values are rounded to it"
+        scaled_parts = {part for _, part, _ in _places(self.tensors)}
+        if scaled_parts - {"k", "v"}:
+            note += "; scales of queries and probabilities are not used"
+        return note
 
     def difference(self, other: KvCache) -> str | None:
-        """Return the difference between two folders, in words; None if they say the same."""
+        """Describe the difference between two folders, in words; None if they say the same."""
         if _said(self.scheme) != _said(other.scheme):
             return (
                 f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and"
                 f" {scheme_text(other.scheme)}"
             )
-        own = self.values()
-        others = other.values()
-        differing = sorted(
-            key
-            for key in {*own, *others}
-            if key not in own or key not in others or not _is_equal(own[key], others[key])
-        )
+        values = self.values()
+        other_values = other.values()
+        # By place, because formats differ in the names and in how many places share a tensor.
+        differing: list[Place] = []
+        for place in sorted({*values, *other_values}):
+            is_in_both = place in values and place in other_values
+            if not is_in_both or not _is_equal(values[place], other_values[place]):
+                differing.append(place)
         if not differing:
             return None
-        layer, part, kind = first = differing[0]
-        entry = (f"{one[first].tolist()}"[:40] if first in one else "none" for one in (own, others))
+        layer, part, kind = differing[0]
+        texts = []
+        for cache_values in (values, other_values):
+            value = cache_values.get(differing[0])
+            # Cut off, since a scale may have an element for each head or channel.
+            texts.append("none" if value is None else f"{value.tolist()}"[:40])
         return (
             f"scales or zero points of the KV cache differ in {len(differing)} places:"
-            f" layer {layer}, {part}_{kind}: {' and '.join(entry)}"
+            f" layer {layer}, {part}_{kind}: {' and '.join(texts)}"
         )
 
 
@@ -250,37 +256,44 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal to the bit, or the same numbers where their types
     differ.
     """
+    # As bytes, so that NaN equals itself.
     if first.dtype == second.dtype:
         return first.view(DType.UINT8.torch).equal(second.view(DType.UINT8.torch))
     return first.double().equal(second.double())
 
 
 def _said(scheme: Scheme | None) -> dict[str, Any]:
-    """Return what a scheme says, without keys that say nothing."""
+    """Select the keys of a scheme that say something."""
     return {key: value for key, value in (scheme or {}).items() if value is not None}
 
 
 def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
-    """Return the layers that lack a scale of their keys or values."""
-    found = _places(names)
-    result: list[int] = []
+    """Find the layers that lack a scale of their keys or values."""
+    places = _places(names)
+    lacking: list[int] = []
     for layer in range(layers):
-        if not {(layer, "k", "scale"), (layer, "v", "scale")} <= found:
-            result.append(layer)
-    return result
+        if not {(layer, "k", "scale"), (layer, "v", "scale")} <= places:
+            lacking.append(layer)
+    return lacking
 
 
 def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
-    """Return the layers and parts that have a scale and no zero point; if there are no scales, all
+    """Find the layers and parts that have a scale and no zero point; if there are no scales, all
     keys and values.
     """
-    found = _places(names)
+    places = _places(names)
     scaled = set()
-    for layer, part, kind in found:
+    for layer, part, kind in places:
         if kind == "scale" and part in ("q", "k", "v"):
             scaled.add((layer, part))
-    scaled = scaled or {(layer, part) for layer in range(layers) for part in ("k", "v")}
-    return sorted(place for place in scaled if (*place, "zero_point") not in found)
+    if not scaled:
+        for layer in range(layers):
+            scaled |= {(layer, "k"), (layer, "v")}
+    lacking = []
+    for layer, part in sorted(scaled):
+        if (layer, part, "zero_point") not in places:
+            lacking.append((layer, part))
+    return lacking
 
 
 def _places(names: Iterable[str]) -> set[Place]:
@@ -298,20 +311,24 @@ def misfit(
     num_heads: int,
     num_kv_heads: int,
 ) -> int | None:
-    """Return how many elements a tensor should have by the scheme; None if it fits, or the scheme
+    """Compute how many elements a tensor should have by the scheme; None if it fits, or the scheme
     does not determine it.
 
     Args:
         num_heads, num_kv_heads: of the model; 0 if unknown.
     """
-    if (
-        scheme is None
-        or scheme.get("dynamic")
-        or str(scheme.get("type", "int")).lower() not in _BITS
-    ):
+    if scheme is None or scheme.get("dynamic"):
         return None
-    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0])
-    count = {_TENSOR: 1, _ATTN_HEAD: heads or None}.get(_strategy(scheme) or "")
+    # Names of Model Optimizer's algorithms say nothing of shapes.
+    if str(scheme.get("type", "int")).lower() not in _BITS:
+        return None
+    count: int | None = None
+    strategy = _strategy(scheme)
+    if strategy == _TENSOR:
+        count = 1
+    elif strategy == _ATTN_HEAD:
+        heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+        count = heads.get(entry.parts[0]) or None
     if count == math.prod(tensor.shape):
         return None
     return count
@@ -327,7 +344,7 @@ def take_kv_cache(
     """Take the tensors of a quantized cache out of a folder's tensors.
 
     Args:
-        stored, files: the folder's tensors, and where they lie; those of the cache are removed.
+        stored, files: the folder's tensors, and their files; those of the cache are removed.
         settings: of the folder's quantization.
 
     Returns:
@@ -340,12 +357,13 @@ def take_kv_cache(
     """
     scheme = read_cache_scheme(settings)
     layers = config.num_layers
-    found = cache_tensors(stored)
-    _require_understood(found, stored, layers, path)
-    tensors = {
-        name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))
-    }
-    for name in found:
+    entries = cache_tensors(stored)
+    _require_understood(entries, stored, layers, path)
+    # In a fixed order, in which they are also written.
+    tensors: dict[str, TensorFile] = {}
+    for name in sorted(entries, key=lambda name: (entries[name].layer, name)):
+        tensors[name] = files[name]
+    for name in entries:
         del stored[name], files[name]
     if not tensors and scheme is None:
         return None
@@ -369,23 +387,25 @@ def _require_understood(
         tensor = stored[name]
         kind = entry.kind.replace("_", " ")
         if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
-            what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
+            number_kind = "float" if kind == "scale" else "number"
             raise UnsupportedError(
-                f"tensor '{name}', {what}",
+                f"tensor '{name}', a {kind} of the KV cache, is no {number_kind}",
                 path=path,
                 found=f"{tensor.dtype} {list(tensor.shape)}",
                 expected=" or ".join(TYPES[entry.kind]),
             )
         for place in entry.places:
-            if (other := owners.setdefault(place, name)) != name:
+            # The names of several tools may mean the same place.
+            owner = owners.setdefault(place, name)
+            if owner != name:
                 problem = f"the KV cache of layer {entry.layer} has two {kind}s of its {place[1]}"
                 raise CheckpointError(
-                    problem, path=path, found=f"'{other}' and '{name}'", expected="one of them"
+                    problem, path=path, found=f"'{owner}' and '{name}'", expected="one of them"
                 )
 
 
 def read_cache_scheme(settings: Settings | None) -> Scheme | None:
-    """Return the scheme of the cache as settings of a quantization state it; None if they state
+    """Read the scheme of the cache as settings of a quantization state it; None if they state
     none.
 
     Raises:
@@ -394,31 +414,38 @@ def read_cache_scheme(settings: Settings | None) -> Scheme | None:
     """
     if settings is None:
         return None
-    value, named = (settings.values.get(key) for key in (KV_CACHE_SCHEME, _ALGORITHM))
+    value = settings.values.get(KV_CACHE_SCHEME)
+    algorithm = settings.values.get(_ALGORITHM)
     if isinstance(value, Mapping):
-        if (refused := _find_invalid_key(value)) is not None:
-            problem = f"compressed-tensors does not accept {KV_CACHE_SCHEME}.{refused[0]}"
-            found = format_value(value.get(refused[0]))
-            raise CheckpointError(problem, path=settings.path, found=found, expected=refused[1])
+        invalid = _find_invalid_key(value)
+        if invalid is not None:
+            key, expected = invalid
+            raise CheckpointError(
+                f"compressed-tensors does not accept {KV_CACHE_SCHEME}.{key}",
+                path=settings.path,
+                found=format_value(value.get(key)),
+                expected=expected,
+            )
         return value or None
+    # AutoFP8 states only whether scales are stored or computed.
     if value in _BY_NAME and isinstance(value, str):
         return {"num_bits": 8, "type": "float", "dynamic": value == "dynamic"}
-    if value is not None:
-        wrong = value
-    elif isinstance(named, str):
-        wrong = None
-    else:
-        wrong = named
-    if wrong is not None:
-        expected = f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}"
-        problem = "the scheme of the KV cache is not known"
+    unknown_value = value
+    if value is None and not isinstance(algorithm, str):
+        unknown_value = algorithm
+    if unknown_value is not None:
         raise CheckpointError(
-            problem, path=settings.path, found=format_value(wrong), expected=expected
+            "the scheme of the KV cache is not known",
+            path=settings.path,
+            found=format_value(unknown_value),
+            expected=f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}",
         )
-    if named == "FP8":
+    # Model Optimizer's FP8 has one static scale per tensor.
+    if algorithm == "FP8":
         return {"num_bits": 8, "type": "float", "dynamic": False}
-    if named:
-        return {"type": named}
+    # Its other algorithms are carried by name, and not run.
+    if algorithm:
+        return {"type": algorithm}
     return None
 
 
@@ -428,41 +455,41 @@ def states_scheme(settings: Settings) -> bool:
 
 
 def scheme_text(scheme: Scheme | None) -> str:
-    """Return a scheme for people."""
+    """Describe a scheme for people."""
     if scheme is None:
         return "no scheme stated"
-    bits = scheme.get("num_bits", "")
+    text = f"{scheme.get('type', 'int')}{scheme.get('num_bits', '')}"
     strategy = scheme.get("strategy")
-    if scheme.get("dynamic"):
-        kind = "dynamic"
-    else:
-        kind = "static"
-    return f"{scheme.get('type', 'int')}{bits}{f' per {strategy}' if strategy else ''}, {kind}"[:80]
+    if strategy:
+        text += f" per {strategy}"
+    kind = "dynamic" if scheme.get("dynamic") else "static"
+    # Cut off, since its values are those of a file.
+    return f"{text}, {kind}"[:80]
 
 
 def cache_text(scheme: Scheme | None, scaled: int, layers: int) -> str:
-    """Return the scheme and how many layers have scales, for people."""
-    return (
-        f"{scheme_text(scheme)}, scales of"
-        f" {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
-    )
+    """Describe the scheme and how many layers have scales, for people."""
+    scaled_layers = f"{scaled} of {layers} layers" if scaled else "no layer"
+    return f"{scheme_text(scheme)}, scales of {scaled_layers}"
 
 
 def why_not_run(scheme: Scheme | None) -> str | None:
-    """Why a cache of a scheme is not run here, in words; None if it is: float8, with one static
-    scale per tensor.
+    """Explain why a cache of a scheme is not run here, in words; None if it is: float8, with one
+    static scale per tensor.
     """
     if scheme is None:
         return "the settings state no scheme"
-    needed = {
-        "only float8 is run": (
-            (scheme.get("num_bits", 8), str(scheme.get("type", "int")).lower()) == (8, "float")
-        ),
-        "only static scales are run": not scheme.get("dynamic"),
-        "only one scale per tensor is run": _strategy(scheme) == _TENSOR,
-        "zero points are not run": scheme.get("symmetric", True),
-    }
-    return next((why for why, fulfilled in needed.items() if not fulfilled), None)
+    # The defaults are those of compressed-tensors' `QuantizationArgs`.
+    number_type = str(scheme.get("type", "int")).lower()
+    if number_type != "float" or scheme.get("num_bits", 8) != 8:
+        return "only float8 is run"
+    if scheme.get("dynamic"):
+        return "only static scales are run"
+    if _strategy(scheme) != _TENSOR:
+        return "only one scale per tensor is run"
+    if not scheme.get("symmetric", True):
+        return "zero points are not run"
+    return None
 
 
 def needs_zero_points(scheme: Scheme | None) -> bool:
@@ -471,10 +498,11 @@ def needs_zero_points(scheme: Scheme | None) -> bool:
 
 
 def _strategy(scheme: Scheme) -> str | None:
-    """Return the strategy, as stated or from the group size; None if it is unknown."""
-    named = scheme.get("strategy")
+    """Determine the strategy, as stated or from the group size; None if it is unknown."""
+    strategy = scheme.get("strategy")
     size = scheme.get("group_size")
-    if named is None:
+    # As `QuantizationArgs` infers it.
+    if strategy is None:
         if size is None:
             return _TENSOR
         if size > 0:
@@ -482,13 +510,13 @@ def _strategy(scheme: Scheme) -> str | None:
         if size == -1:
             return "channel"
         return None
-    if isinstance(named, str) and named.lower() in _STRATEGIES:
-        return named.lower()
+    if isinstance(strategy, str) and strategy.lower() in _STRATEGIES:
+        return strategy.lower()
     return None
 
 
 def _find_invalid_key(scheme: Scheme) -> tuple[str, str] | None:
-    """Return the first key with a value that `QuantizationArgs` does not accept, and what it
+    """Find the first key with a value that `QuantizationArgs` does not accept, and what it
     accepts; None if there is none.
 
     Values are of JSON's own types: numbers and booleans in quotes are refused.
@@ -496,37 +524,38 @@ def _find_invalid_key(scheme: Scheme) -> tuple[str, str] | None:
     kind = scheme.get("type", "int")
     bits = scheme.get("num_bits", 8)
     size = scheme.get("group_size")
+    allowed_bits: tuple[int, ...] = ()
     if isinstance(kind, str):
-        allowed = _BITS.get(kind.lower(), ())
-    else:
-        allowed = ()
-    if not allowed:
+        allowed_bits = _BITS.get(kind.lower(), ())
+    if not allowed_bits:
         return "type", " or ".join(_BITS)
-    if type(bits) is not int or bits not in allowed:
-        return "num_bits", (
-            f"an integer from 1 to {allowed[-1]}" if len(allowed) > 3 else "4, 6 or 8"
-        )
+    # Not `isinstance`, which is also true of booleans.
+    if type(bits) is not int or bits not in allowed_bits:
+        if len(allowed_bits) > 3:
+            return "num_bits", f"an integer from 1 to {allowed_bits[-1]}"
+        return "num_bits", "4, 6 or 8"
     if not isinstance(scheme.get("symmetric", True), bool):
         return "symmetric", "true or false"
     if size is not None and (type(size) is not int or size < -1):
         return "group_size", "a positive integer, or -1 for channels"
-    if (strategy := _strategy(scheme)) is None:
+    # After the group size, from which it may be inferred.
+    strategy = _strategy(scheme)
+    if strategy is None:
         return "strategy", ", ".join(_STRATEGIES)
     if (size is not None and size > 0) != (strategy in _GROUPED):
-        return (
-            "group_size",
-            f"a positive integer for {' and '.join(_GROUPED)}, and for no other strategy",
-        )
+        expected = f"a positive integer for {' and '.join(_GROUPED)}, and for no other strategy"
+        return "group_size", expected
     if (scheme.get("block_structure") is not None) != (strategy == _BLOCK):
         return "block_structure", f"rows and columns for {_BLOCK}, and for no other strategy"
     dynamic = scheme.get("dynamic", False)
-    local = isinstance(dynamic, str) and dynamic.lower() == _LOCAL
-    if not (local or isinstance(dynamic, bool)):
+    # A static scale per tensor, with dynamic scales of groups.
+    is_local = isinstance(dynamic, str) and dynamic.lower() == _LOCAL
+    if not (is_local or isinstance(dynamic, bool)):
         return "dynamic", f"true, false or {_LOCAL}"
-    if local and strategy != "tensor_group":
+    if is_local and strategy != "tensor_group":
         return "dynamic", f"true or false for {strategy}"
     if dynamic and strategy not in _DYNAMIC_STRATEGIES:
         return "dynamic", f"false for {strategy}"
     if strategy == _TOKEN and not dynamic:
-        return ("dynamic", f"true for {strategy}")
+        return "dynamic", f"true for {strategy}"
     return None

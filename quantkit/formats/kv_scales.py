@@ -33,14 +33,14 @@ NO_SCALE = 1.0
 
 
 def scale_names(layer: int) -> tuple[str, str]:
-    """Return the tensors with the scales of a layer's keys and values."""
-    return tuple(f"{BLOCK.format(layer=layer)}self_attn.{part}_scale" for part in "kv")  # type: ignore[return-value]
+    """Name the tensors with the scales of a layer's keys and values."""
+    prefix = f"{BLOCK.format(layer=layer)}self_attn."
+    return f"{prefix}k_scale", f"{prefix}v_scale"
 
 
 def build_fp8_cache(config: ModelConfig, path: Path) -> KvCache:
-    """Return what a folder at a path says of a cache with the scheme that is written; its scales
-    are among its tensors.
-    """
+    """Describe a cache with the scheme that is written, for a folder at a path."""
+    # Without tensors: the folder's own tensors include the scales.
     return KvCache(path, FP8, {}, config.num_layers, config.num_heads, config.num_kv_heads)
 
 
@@ -50,17 +50,21 @@ def is_scale(name: str) -> bool:
 
 
 def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
-    """Return the scales of the keys and values of each layer, which may be NaN; None if the
-    checkpoint states no cache that is run. Raises `CheckpointError`: see `KvCache.require_sound`.
+    """Read the scales of the keys and values of each layer, which may be NaN; None if the
+    checkpoint states no cache that is run.
+
+    Raises:
+        CheckpointError: see `KvCache.require_sound`.
     """
     cache = checkpoint.kv_cache
     if cache is None or why_not_run(cache.scheme) is not None:
         return None
+    # NaN is allowed, so that a damaged model can still be read.
     cache.require_sound(allow_nonfinite=True)
-    found = cache.values()
+    values = cache.values()
 
     def scale(layer: int, part: str) -> float:
-        value = found.get((layer, part, "scale"))
+        value = values.get((layer, part, "scale"))
         if value is None:
             return NO_SCALE
         return value.item()

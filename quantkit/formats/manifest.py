@@ -42,14 +42,13 @@ def build(
     details: Mapping[str, Any],
     hub: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return what the manifest holds; `hub` is the source's name on a hub, and its commit, if it
+    """Build the content of the manifest; `hub` is the source's name on a hub, and its commit, if it
     comes from one.
     """
-    source = {
-        "format": source_format,
-        **({} if hub is None else {"hub": dict(hub)}),
-        "sha256": dict(source_hashes),
-    }
+    source: dict[str, Any] = {"format": source_format}
+    if hub is not None:
+        source["hub"] = dict(hub)
+    source["sha256"] = dict(source_hashes)
     head = {
         "format_version": FORMAT_VERSION,
         "quantkit_version": __version__,
@@ -60,37 +59,41 @@ def build(
 
 
 def read(model: Path) -> dict[str, Any]:
-    """Return the manifest of a folder or a file, in the keys of this version whichever it was
-    written in.
+    """Read the manifest of a folder or a file, and translate the keys of older versions to those of
+    this one.
 
     Raises:
         CheckpointError: if it is missing, not a manifest, or of a newer format.
     """
     path = manifest_path(model)
-    value = read_json(path)
-    files = value.get("files")
-    listed = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
-    if not isinstance(value.get("format_version"), int) or not listed:
+    manifest = read_json(path)
+    files = manifest.get("files")
+    has_files = isinstance(files, dict) and all(
+        isinstance(digest, str) for digest in files.values()
+    )
+    version = manifest.get("format_version")
+    if not isinstance(version, int) or not has_files:
         raise CheckpointError("is not a quantkit manifest", path=path)
-    if value["format_version"] > FORMAT_VERSION:
-        found = value["format_version"]
+    if version > FORMAT_VERSION:
         raise CheckpointError(
-            "was written by a newer quantkit", path=path, found=found, expected=FORMAT_VERSION
+            "was written by a newer quantkit", path=path, found=version, expected=FORMAT_VERSION
         )
-    if value["format_version"] < FORMAT_VERSION:
-        renamed = _RENAMED
-    else:
-        renamed = {}
-    return {renamed.get(key, key): item for key, item in value.items()}
+    if version == FORMAT_VERSION:
+        return dict(manifest)
+    # An old manifest still describes its folder, so only the names of keys are translated.
+    translated = {}
+    for key, value in manifest.items():
+        translated[_RENAMED.get(key, key)] = value
+    return translated
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder that have a manifest, sorted: a model in several formats."""
+    """Find the folders in a folder that have a manifest, sorted: a model in several formats."""
     return sorted(path.parent for path in folder.glob(f"*/{NAME}"))
 
 
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
-    """Return the identity of files, see `SourceFile.identity`."""
+    """Collect the identity of files, see `SourceFile.identity`."""
     return [list(file.identity()) for file in files]
 
 
@@ -112,6 +115,7 @@ class SourceHashes:
             CheckpointError: if a file could not be read, is damaged, or changed since it was
                 opened.
         """
+        # Progress is shown only if the hashes are not ready within a second.
         self._thread.join(_WAIT_SECONDS)
         while self._thread.is_alive():
             progress("sha256 of the source", len(self._hashes), len(self._files), "files")
@@ -130,5 +134,6 @@ class SourceHashes:
         try:
             for file in self._files:
                 self._hashes[file.path.relative_to(self._folder).as_posix()] = file.sha256()
-        except Exception as error:  # for the thread that waits
+        except Exception as error:
+            # Raised again in the thread that waits.
             self._failure = error

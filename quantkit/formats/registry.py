@@ -49,8 +49,13 @@ class Target:
 
     @property
     def codes(self) -> CodeFormat | None:
-        """Return the format of quantized weights; None if it holds floats only."""
-        return self.method or (None if self.container.methods else self.container.native)
+        """Return the format of quantized weights; None if it contains floats only."""
+        if self.method is not None:
+            return self.method
+        # A container with several methods is itself the target for floats.
+        if self.container.methods:
+            return None
+        return self.container.native
 
     @property
     def floats(self) -> bool:
@@ -59,29 +64,33 @@ class Target:
 
 
 def targets() -> dict[str, Target]:
-    """Return all formats in which models are written, by name."""
-    found: dict[str, Target] = {}
+    """Build the table of all formats in which models are written, by name."""
+    by_name: dict[str, Target] = {}
     for container in CONTAINERS.values():
         for method in container.methods.values():
+            # A method without schemes is only read.
             if method.schemes:
-                found[method.name] = Target(method.name, container, method)
-    return found | {
-        name: Target(name, one) for name, one in CONTAINERS.items() if not one.read_only
-    }
+                by_name[method.name] = Target(method.name, container, method)
+    # After the methods, which come first where targets are listed.
+    for name, container in CONTAINERS.items():
+        if not container.read_only:
+            by_name[name] = Target(name, container)
+    return by_name
 
 
 def target(name: str) -> Target:
-    """Return one of `targets` by its name; any other raises `RequestError`."""
-    known = targets()
-    if name not in known and name in {*CONTAINERS, *METHODS}:
-        raise RequestError(f"{name} is read, not written", expected=", ".join(known))
-    if name not in known:
+    """Look up one of `targets` by its name; any other raises `RequestError`."""
+    by_name = targets()
+    if name not in by_name and name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} is read, not written", expected=", ".join(by_name))
+    if name not in by_name:
         raise RequestError(
-            "unknown target format", found=format_value(name), expected=", ".join(known)
+            "unknown target format", found=format_value(name), expected=", ".join(by_name)
         )
-    return known[name]
+    return by_name[name]
 
 
 def read_names() -> set[str]:
-    """Return the side files that decide what a model is or generates."""
-    return {container.config_file for container in CONTAINERS.values()} | SIDE_FILES
+    """List the side files that decide what a model is or generates."""
+    config_files = {container.config_file for container in CONTAINERS.values()}
+    return config_files | SIDE_FILES

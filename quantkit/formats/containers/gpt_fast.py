@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, build_disk_tensors
+from quantkit.architectures.disk import DiskTensor, Place, build_disk_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
@@ -23,7 +23,7 @@ from quantkit.base.json_values import read_settings
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
 from quantkit.files.source import SourceFile
-from quantkit.files.tensor_file import same_tensor
+from quantkit.files.tensor_file import StoredTensor, same_tensor
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import RawModule, Weight
 from quantkit.formats.container import Container
@@ -41,7 +41,8 @@ _FILES = {"gpt-fast": "model.pth", "gpt-fast-int8": "model_int8.pth", _INT4: "mo
 _WEIGHT = "weight"
 _SCALES = "scales"
 _SCHEME = QuantScheme(8, None)
-_EMBEDDING, _HEAD = (f"{GPT_FAST[role]}.weight" for role in ("embedding", "head"))
+_EMBEDDING = f"{GPT_FAST['embedding']}.weight"
+_HEAD = f"{GPT_FAST['head']}.weight"
 
 
 class GptFast(Container):
@@ -56,25 +57,25 @@ class GptFast(Container):
     read_only = True
 
     def present(self, path: Path) -> list[str]:
-        result: list[str] = []
-        for kind, spelled in _FILES.items():
-            if path.is_dir() and any(path.glob(spelled)):
-                result.append(kind)
-        return result
+        kinds: list[str] = []
+        for kind, file_pattern in _FILES.items():
+            if path.is_dir() and any(path.glob(file_pattern)):
+                kinds.append(kind)
+        return kinds
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GptFastCheckpoint:
-        """See `Container.open`; int4 files, whose layout depends on the kernel of one kind of
-        GPU, are not read.
+        """Open a file, see `Container.open`; int4 files, whose layout depends on the kernel of one
+        kind of GPU, are not read.
         """
         if kind == _INT4:
             problem = (
                 "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
             )
-            found = next(path.glob(_FILES[kind])).name
+            file_name = next(path.glob(_FILES[kind])).name
             expected = " or ".join(list(_FILES.values())[:2])
-            raise UnsupportedError(problem, path=path, found=found, expected=expected)
+            raise UnsupportedError(problem, path=path, found=file_name, expected=expected)
         return GptFastCheckpoint(path, path / _FILES[kind])
 
 
@@ -99,24 +100,27 @@ class GptFastCheckpoint:
         self._file = pth_io.open_file(weights)
         self._config_file = SourceFile(config_path)
         self.notes = list(self._file.notes)
-        self._stored = {
-            name: tensor
-            for name, tensor in self._file.tensors.items()
-            if not is_derived_buffer(name)
-        }
+        # The config determines rotary tables, so they are not tensors of the model.
+        self._stored: dict[str, StoredTensor] = {}
+        for name, stored in self._file.tensors.items():
+            if not is_derived_buffer(name):
+                self._stored[name] = stored
+        # The config depends on the stored head, and the expected tensors on the config.
         self.config = self._read_config(raw, config_path)
-        owned = set(config_to_hf(self.config)) | NOT_CARRIED
-        self.extra_config: Mapping[str, Any] = {
-            key: value for key, value in raw.items() if key not in owned
-        }
+        written_keys = set(config_to_hf(self.config)) | NOT_CARRIED
+        extra_config: dict[str, Any] = {}
+        for key, value in raw.items():
+            if key not in written_keys:
+                extra_config[key] = value
+        self.extra_config: Mapping[str, Any] = extra_config
         tensors = _disk_tensors(self.config, path)
         self._specs = self._join_scales(tensors)
-        require_tensors(
-            self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights
-        )
-        self._places = {
-            place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places
-        }
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        require_tensors(self._specs, shapes, weights)
+        self._places: dict[str, tuple[DiskTensor, Place]] = {}
+        for tensor in tensors.values():
+            for place in tensor.places:
+                self._places[place.name] = (tensor, place)
 
     @property
     def layout(self) -> str:
@@ -124,8 +128,10 @@ class GptFastCheckpoint:
 
     def count_stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
+        size = self._stored[tensor.name].nbytes
         scales = self._stored.get(_scales_of(tensor.name))
-        size = self._stored[tensor.name].nbytes + (0 if scales is None else scales.nbytes)
+        if scales is not None:
+            size += scales.nbytes
         return share(size, tensor, place)
 
     def readers(self) -> str:
@@ -143,19 +149,19 @@ class GptFastCheckpoint:
         return [self._file.source, self._config_file]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """Return one tensor, or a part of it, in canonical layout."""
+        """Load one tensor, or a part of it, in canonical layout."""
         tensor, place = self._places[name]
         spec = self._specs[tensor.name]
         if spec.scheme is None:
             return read_floats(self._file, self._file.view(tensor.name), tensor, place, part)
-        homes = dict.fromkeys(self._file.tensors, self._file)
-        return decode(
-            _Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, tensor, place, part
-        )
+        files_by_tensor = dict.fromkeys(self._file.tensors, self._file)
+        raw = RawModule(tensor.module, files_by_tensor, self._file.path)
+        return decode(_Int8Rows(), raw, spec, tensor, place, part)
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
-        """Return the config of the download, with the float type of the file; the head may be
-        untied.
+        """Read the config of the download, with the float type of the file.
+
+        A head that differs from the embedding unties the two.
         """
         config = config_from_hf(raw, path)
         embedding = self._stored.get(_EMBEDDING)
@@ -170,6 +176,7 @@ class GptFastCheckpoint:
         if same_tensor(self._file, _EMBEDDING, self._file, _HEAD):
             del self._stored[_HEAD]
             return config
+        # The int8 script quantizes the head, but not the embedding.
         self.notes.append(
             f"{self._file.path}: the head is {head.dtype} and no longer the embedding; it is kept"
             " apart"
@@ -177,51 +184,55 @@ class GptFastCheckpoint:
         return replace(config, tied_embeddings=False)
 
     def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
-        """Every tensor on disk, with int8 weights and their scales as one tensor."""
-        result = {
-            name: TensorSpec(name, one.shape, one.dtype) for name, one in self._stored.items()
-        }
+        """Describe every tensor on disk, with int8 weights and their scales as one tensor."""
+        specs: dict[str, TensorSpec] = {}
+        for name, stored in self._stored.items():
+            specs[name] = TensorSpec(name, stored.shape, stored.dtype)
         for name, weight in self._stored.items():
             scales = self._stored.get(_scales_of(name))
             if scales is None or name not in tensors or tensors[name].linear is None:
                 continue
-            if (
-                weight.dtype != DType.INT8
-                or scales.dtype not in FLOATS
-                or scales.shape != weight.shape[:1]
-            ):
+            has_float_scales = scales.dtype in FLOATS and scales.shape == weight.shape[:1]
+            if weight.dtype != DType.INT8 or not has_float_scales:
                 problem = f"the scales of '{name}' do not go with it"
-                stated = (
+                description = (
                     f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}"
                 )
                 raise CheckpointError(
-                    problem, path=self._file.path, found=stated, expected="one per row of int8"
+                    problem, path=self._file.path, found=description, expected="one per row of int8"
                 )
-            result[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
-            del result[scales.name]
-        return result
+            specs[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
+            del specs[scales.name]
+        return specs
 
 
 class _Int8Rows:
     def decode(
         self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None
     ) -> qtensor.QuantTensor:
+        # Canonical codes are unsigned; flipping the sign bit of an int8 adds 128.
         codes = raw.read(_WEIGHT, part).view(torch.uint8) ^ 128
+        # A part of the columns needs the scales of all rows.
         scales = raw.read(_SCALES, part if part is not None and part.axis == 0 else None)
         return qtensor.QuantTensor(codes, scales.unsqueeze(1), None, _SCHEME)
 
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
-    """Return the tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no
-    name for one.
+    """Derive the tensors that a file should contain, by name.
+
+    Raises:
+        UnsupportedError: if gpt-fast has no name for one.
     """
 
     def locate_parameter(parameter: Parameter) -> tuple[str, None]:
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
-            problem = "gpt-fast has no name for a tensor of this model"
-            found = parameter.name
-            raise UnsupportedError(problem, path=path, found=found, expected="a model like Llama")
+            raise UnsupportedError(
+                "gpt-fast has no name for a tensor of this model",
+                path=path,
+                found=parameter.name,
+                expected="a model like Llama",
+            )
         return f"{module.format(layer=parameter.layer)}.weight", None
 
     disk_tensors: dict[str, DiskTensor] = {}

@@ -70,8 +70,8 @@ class HuggingFace(Container):
         )
 
     def open_text_part(self, path: Path, kind: str, floats_as: DType | None) -> HFCheckpoint:
-        """`open`; of a model that also reads images or sound, the text part alone, if its family
-        is known.
+        """Open a checkpoint as `open` does, but of a model that also reads images or sound only the
+        text part, if its family is known.
         """
         return HFCheckpoint(path, kind, self.methods, text_part=True, floats_as=floats_as)
 
@@ -83,7 +83,7 @@ class HuggingFace(Container):
     def schemes(
         self, raw: Mapping[str, Any], config: ModelConfig, path: Path
     ) -> dict[str, QuantScheme]:
-        """Return the scheme of every module that a config.json quantizes; weights are not needed.
+        """Read the scheme of every module that a config.json quantizes; weights are not needed.
 
         Raises:
             CheckpointError, UnsupportedError: see `read_codecs`.
@@ -92,16 +92,18 @@ class HuggingFace(Container):
         for parameter in parameters(config):
             if parameter.expert is not None:
                 experts.add(parameter.module)
-        # Each expert has its own modules.
-        apart = disk_tensors(config, experts)
-        tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}
+        # With all experts quantized, each is a module of its own, as in the names of a config.
+        tensors = {}
+        for tensor in disk_tensors(config, experts):
+            if tensor.quantizable:
+                tensors[tensor.module] = tensor
         _, codecs = read_codecs(raw, tensors, path, self.methods)
-        schemes: dict[str, QuantScheme] = {}
+        module_schemes: dict[str, QuantScheme] = {}
         for module, codec in codecs.items():
             if codec.scheme is not None:
                 for part in tensors[module].parts:
-                    schemes[part.removesuffix(".weight")] = codec.scheme
-        return schemes
+                    module_schemes[part.removesuffix(".weight")] = codec.scheme
+        return module_schemes
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
@@ -118,33 +120,33 @@ class HuggingFace(Container):
         source = output.source
         config = output.config
         raw = _config(source, config)
-        settings_files = dict[str, bytes]()
-        if output.schemes:
-            raw = raw
-        else:
+        settings_files: dict[str, bytes] = {}
+        if not output.schemes:
             raw = without_settings(raw)
+        # A model that is known by its tensors only keeps the settings of its source.
         if (output.schemes or output.kv_cache is not None) and SETTINGS not in raw:
             method = output.method or self.native
             settings = dict(_settings(output.schemes, config, method, raw).settings.values)
             if output.kv_cache is not None:
                 settings[KV_CACHE_SCHEME] = output.kv_cache.scheme
+            # mlx-lm and transformers read the same settings under different keys.
             raw |= dict.fromkeys(method.keys, settings)
             settings_files = method.side_files(settings)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **settings_files}
         files.update(present(text_folder(source.path), side_names(source)))
         if source.format != self.name:
             files.update(_export_tokenizer(text_folder(source.path)))
-            ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
-            files.setdefault(
-                "generation_config.json",
-                json_bytes({k: v for k, v in ids.items() if v is not None}),
-            )
+            token_ids = {}
+            for key in ("bos_token_id", "eos_token_id"):
+                if raw[key] is not None:
+                    token_ids[key] = raw[key]
+            files.setdefault("generation_config.json", json_bytes(token_ids))
         return with_templates(files, output.templates, in_settings=True)
 
     def vllm_problems(
         self, source: Checkpoint, schemes: Mapping[str, QuantScheme], method: QuantMethod | None
     ) -> list[VllmProblem]:
-        """Return what vLLM could not load of a folder with these schemes, given by canonical names
+        """List what vLLM could not load of a folder with these schemes, given by canonical names
         of modules.
         """
         raw = _config(source, source.config)
@@ -168,8 +170,8 @@ class HuggingFace(Container):
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     if config.tensors is None:
         return {**source.extra_config, **config_to_hf(config)}
-    same = config.dtype == source.config.dtype
-    if same:
+    # The config of an unknown architecture is copied, and only its float type can be translated.
+    if config.dtype == source.config.dtype:
         return dict(source.extra_config)
     return with_dtype(source.extra_config, config.dtype)
 
@@ -180,70 +182,76 @@ def _settings(
     method: QuantMethod,
     raw: Mapping[str, Any],
 ) -> Linears:
-    """Return the linears of a folder with these schemes, and the settings that state them, for vLLM
-    too.
+    """Write the settings of a folder with these schemes, for vLLM too, and combine them with the
+    linears that they describe.
     """
-    on_disk, shapes = _on_disk(schemes, config, method)
+    schemes_on_disk, all_shapes = _on_disk(schemes, config, method)
+    ignored_extra: list[str] = []
     if isinstance(method, CompressedTensors):
-        extra = list_ignored_extra_layers(config.tensors or (), raw)
-    else:
-        extra = []
-    # Or experts there would keep the model's from sharing a target.
-    apart = set(extra)
-    shapes = {module: shape for module, shape in shapes.items() if module not in apart}
-    inputs = {}
+        ignored_extra = list_ignored_extra_layers(config.tensors or (), raw)
+    # Experts of ignored layers would keep those of the model from sharing a target.
+    ignored_modules = set(ignored_extra)
+    shapes = {}
+    for module, shape in all_shapes.items():
+        if module not in ignored_modules:
+            shapes[module] = shape
+    input_sizes = {}
     for module, shape in shapes.items():
-        inputs[module] = 0 if shape is None else shape[-1]
-    every = config.tensors is None or config.unstored is not None
-    settings = method.write_settings(on_disk, inputs, every=every)
-    name_for_vllm(settings, Linears.of(method, settings, shapes, on_disk, raw))
-    if extra:
-        settings["ignore"] += extra
-    return Linears.of(method, settings, shapes, on_disk, raw)
+        input_sizes[module] = 0 if shape is None else shape[-1]
+    lists_every_linear = config.tensors is None or config.unstored is not None
+    settings = method.write_settings(schemes_on_disk, input_sizes, every=lists_every_linear)
+    name_for_vllm(settings, Linears.of(method, settings, shapes, schemes_on_disk, raw))
+    if ignored_extra:
+        settings["ignore"] += ignored_extra
+    return Linears.of(method, settings, shapes, schemes_on_disk, raw)
 
 
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:
-    """Return the schemes by the names of modules on disk, and the shapes of all linears, with a
+    """Collect the schemes by the names of modules on disk, and the shapes of all linears, with a
     tied head and routers, None if unknown; a module with another name for readers is listed by
     both.
     """
+    # Readers create a tied head as a module, so settings must say whether it is quantized.
     untied = replace(config, tied_embeddings=False)
-    every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
-    named = [(tensor, tensor.parts[0].removesuffix(".weight")) for tensor in every]
+    all_tensors = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
     tensors = []
-    for tensor, module in named:
-        if tensor.linear is not None or module in schemes:
+    module_schemes: dict[str, QuantScheme | None] = {}
+    for tensor in all_tensors:
+        canonical_module = tensor.parts[0].removesuffix(".weight")
+        if tensor.linear is not None or canonical_module in schemes:
             tensors.append(tensor)
-    found = {}
-    for tensor in tensors:
-        found[tensor.module] = schemes.get(tensor.parts[0].removesuffix(".weight"))
-    aliases = {
-        tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None
-    }
-    found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
-    found |= dict.fromkeys((*(config.unstored or ()), *list_copied_modules(config)))
+            module_schemes[tensor.module] = schemes.get(canonical_module)
+    aliases: dict[str, str] = {}
+    for opaque_tensor in config.tensors or ():
+        if opaque_tensor.alias is not None:
+            aliases[opaque_tensor.module] = opaque_tensor.alias
+    for module, scheme in list(module_schemes.items()):
+        if module in aliases:
+            module_schemes[aliases[module]] = scheme
+    module_schemes |= dict.fromkeys((*(config.unstored or ()), *list_copied_modules(config)))
     # Readers may have a module for each linear of experts that are one tensor here.
     if config.tensors is not None:
-        stacked = (
-            part.removesuffix(".weight")
-            for tensor in every
-            if tensor.stacked is not None
-            for part in tensor.parts
-        )
-        found |= dict.fromkeys(aliases.get(module, module) for module in stacked)
-    shapes = {}
-    for t in tensors:
-        for name in (t.module, aliases.get(t.module, t.module)):
-            shapes[name] = t.shape
-    quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
-    return quantized, {module: shapes.get(module) for module in found}
+        for tensor in all_tensors:
+            if tensor.stacked is not None:
+                for part in tensor.parts:
+                    module = part.removesuffix(".weight")
+                    module_schemes[aliases.get(module, module)] = None
+    known_shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for name in (tensor.module, aliases.get(tensor.module, tensor.module)):
+            known_shapes[name] = tensor.shape
+    quantized: dict[str, QuantScheme] = {}
+    for module, scheme in module_schemes.items():
+        if scheme is not None:
+            quantized[module] = scheme
+    return quantized, {module: known_shapes.get(module) for module in module_schemes}
 
 
 def _export_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return a tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the
-    settings with which transformers reads the original.
+    """Export a tokenizer from Meta as tokenizer.json; if that would tokenize differently, write
+    only the settings with which transformers reads the original.
     """
     path = folder / "tokenizer.model"
     if not path.is_file() or (folder / "tokenizer.json").is_file():

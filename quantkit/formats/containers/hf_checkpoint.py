@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
-from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
+from quantkit.architectures.disk import (
+    DiskTensor,
+    Place,
+    disk_name,
+    found_tensors,
+    unread_experts,
+)
 from quantkit.architectures.families import config_from_hf, config_to_hf, list_ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_embedding
@@ -59,7 +65,7 @@ from quantkit.formats.codecs.vllm import (
     vllm_problems,
 )
 from quantkit.formats.containers.hf_files import read_headers
-from quantkit.formats.containers.hf_parts import decode, read_floats, share
+from quantkit.formats.containers.hf_parts import Decodes, decode, read_floats, share
 from quantkit.formats.containers.hf_settings import (
     NOT_CARRIED,
     SETTINGS,
@@ -70,6 +76,7 @@ from quantkit.formats.containers.hf_settings import (
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -124,108 +131,127 @@ class HFCheckpoint:
             self.config = config_from_hf(raw, self._config_path)
             if self._text is not None:
                 self.config = replace(self.config, media_tokens=media_tokens(settings))
-            self.notes += [
-                f"{self._config_path}: {ignored_rope_setting}"
-                for ignored_rope_setting in list_ignored_rope_settings(raw)
-            ]
-            owned = set(config_to_hf(self.config)) | NOT_CARRIED
-            self.extra_config = {k: v for k, v in raw.items() if k not in owned}
+            for ignored_rope_setting in list_ignored_rope_settings(raw):
+                self.notes.append(f"{self._config_path}: {ignored_rope_setting}")
+            written_keys = set(config_to_hf(self.config)) | NOT_CARRIED
+            extra_config: dict[str, Any] = {}
+            for key, value in raw.items():
+                if key not in written_keys:
+                    extra_config[key] = value
+            self.extra_config = extra_config
             if self._text is None:
                 self._read_headers(kind)
                 self._take_head_for_embedding()
                 self._take_kv_cache(raw)
-            dtypes = {tensor.dtype for tensor in self._stored.values()}
-            if (
-                raw.get("dtype") is None
-                and raw.get("torch_dtype") is None
-                and len(dtypes) == 1
-                and dtypes <= {*FLOATS}
-            ):
-                self.config = self.config.with_dtype(dtypes.pop().value)
+            if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+                dtypes = {tensor.dtype for tensor in self._stored.values()}
+                if len(dtypes) == 1 and dtypes <= {*FLOATS}:
+                    self.config = self.config.with_dtype(dtypes.pop().value)
+            # After the config's float type is settled: dequantized weights are rounded to it.
             self._dequantize(raw)
         tensors = {tensor.name: tensor for tensor in self._found_tensors()}
-        if not tensors_only:  # in other folders, tensors of any dtype are copied
-            notes = narrow_float64(tensors, self._stored, self._home, self._floats_as)
-            self.notes += [f"{self.path}: {note}" for note in notes]
+        # A model that is known by its tensors only has tensors of any dtype, which are copied.
+        if not tensors_only:
+            for note in narrow_float64(tensors, self._stored, self._home, self._floats_as):
+                self.notes.append(f"{self.path}: {note}")
         self._modules = {name.rpartition(".")[0] for name in self._stored}
-        modules = {
-            tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)
-        }
+        modules = {}
+        for name, tensor in tensors.items():
+            if self._may_have_codec(tensor):
+                modules[tensor.module] = name
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
         if self.kv_cache is not None:
-            as_stored = not any(isinstance(home, DequantizedTensor) for home in self._home.values())
-            own = isinstance(self._method, CompressedTensors)
-            self.kv_cache = replace(self.kv_cache, rewritable=own and as_stored)
+            has_dequantized = any(
+                isinstance(home, DequantizedTensor) for home in self._home.values()
+            )
+            is_compressed_tensors = isinstance(self._method, CompressedTensors)
+            rewritable = is_compressed_tensors and not has_dequantized
+            self.kv_cache = replace(self.kv_cache, rewritable=rewritable)
         self._codecs: dict[str, ReadCodec] = {}
         for module, codec in codecs.items():
             tensor = tensors[modules[module]]
-            kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
-            kept |= is_embedding(module)
-            # For which there are no kernels.
-            kept &= codec.scheme is None or not codec.scheme.of_small_floats
-            self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
+            # Other tensors, such as routers, are computed in floats.
+            keeps_codes = (
+                tensor.quantizable
+                or tensor.stacked is not None
+                or not self.config.runnable
+                or is_embedding(module)
+            )
+            # There are no kernels for small floats.
+            if codec.scheme is not None and codec.scheme.of_small_floats:
+                keeps_codes = False
+            self._codecs[tensor.name] = codec if keeps_codes else ReadAsFloats(codec)
+        # Before the stored tensors are compared with those of the config, which has no such head.
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
         if tensors_only:
             self._require_unquantized(raw.get(SETTINGS))
         else:
-            require_tensors(
-                self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path
-            )
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            require_tensors(self._disk_specs, shapes, path)
         self._place(tensors.values())
 
     def _found_tensors(self) -> list[DiskTensor]:
-        """Return the tensors that the folder should hold, by their names on disk."""
+        """Derive the tensors that the folder should contain, by their names on disk."""
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        if (text := self._text) is None:
+        text = self._text
+        if text is None:
             return found_tensors(self.config, shapes, self.path)
-        plain = {
-            own: shape for name, shape in shapes.items() if (own := text.plain(name)) is not None
-        }
-        result: list[DiskTensor] = []
-        for tensor in found_tensors(self.config, plain, self.path):
-            result.append(text.on_disk(tensor))
-        return result
+        # Families are described by the names of a model of text alone.
+        plain_shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            plain_name = text.plain(name)
+            if plain_name is not None:
+                plain_shapes[plain_name] = shape
+        disk_tensors: list[DiskTensor] = []
+        for tensor in found_tensors(self.config, plain_shapes, self.path):
+            disk_tensors.append(text.on_disk(tensor))
+        return disk_tensors
 
     def _take_text_part(self, raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """Leave out all tensors of other parts; the config.json of the text part."""
+        """Leave out all tensors of other parts, and extract the config.json of the text part."""
         self._read_headers(kind)
         self._text = text = TextNames.of(self._stored, self.path)
-        for name in [name for name in self._stored if text.plain(name) is None]:
+        other_names = [name for name in self._stored if text.plain(name) is None]
+        for name in other_names:
             del self._stored[name]
             del self._files[name]
-        what = f"the text part of {format_value(raw['model_type'])} is run, it takes no images"
-        self.notes.append(f"{self.path}: {what}")
+        note = f"the text part of {format_value(raw['model_type'])} is run, it takes no images"
+        self.notes.append(f"{self.path}: {note}")
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def with_codes(self) -> HFCheckpoint:
-        """Return the same with all codes of compressed-tensors and of MLX read as such; see
-        `Container.with_codes`.
+        """Copy this checkpoint to one that reads all codes of compressed-tensors and of MLX as
+        such; see `Container.with_codes`.
         """
         if isinstance(self._method, CompressedTensors):
-            coded: dict[str, ReadCodec] = dict(self.small_floats())
+            codecs: dict[str, ReadCodec] = dict(self.small_floats())
         elif isinstance(self._method, Mlx):
-            coded = {}
-            for name, own in self._codecs.items():
-                if isinstance(own, Affine):
-                    coded[name] = replace(own, minima=True)
+            codecs = {}
+            for name, affine_codec in self._codecs.items():
+                if isinstance(affine_codec, Affine):
+                    codecs[name] = replace(affine_codec, minima=True)
         else:
             return self
-        result = copy.copy(self)
-        result._codecs, result._home = dict(self._codecs), dict(self._home)
-        result._disk_specs = dict(self._disk_specs)
+        # The containers that change below are copied, the rest is shared with this checkpoint.
+        coded = copy.copy(self)
+        coded._codecs = dict(self._codecs)
+        coded._home = dict(self._home)
+        coded._disk_specs = dict(self._disk_specs)
         for tensor, _ in self._places.values():
-            if (codec := coded.get(tensor.name)) is not None:
-                parts = codec.parts(self._raw(tensor), self._disk_specs[tensor.name])
-                result._home.update({part.name: self._files[part.name] for part in parts})
-                result._codecs[tensor.name] = codec
-                expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
-                result._disk_specs[tensor.name] = codec.spec(result._raw(tensor), expected)
-        no_more = set(self._float_notes(self._disk_specs)) - set(
-            self._float_notes(result._disk_specs)
-        )
-        result.notes = [note for note in self.notes if note not in no_more]
-        return result
+            codec = codecs.get(tensor.name)
+            if codec is None:
+                continue
+            for part in codec.parts(self._raw(tensor), self._disk_specs[tensor.name]):
+                coded._home[part.name] = self._files[part.name]
+            coded._codecs[tensor.name] = codec
+            expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
+            coded._disk_specs[tensor.name] = codec.spec(coded._raw(tensor), expected)
+        # Notes on codes that this checkpoint reads as floats are not true of the copy.
+        coded_notes = self._float_notes(coded._disk_specs)
+        outdated_notes = set(self._float_notes(self._disk_specs)) - set(coded_notes)
+        coded.notes = [note for note in self.notes if note not in outdated_notes]
+        return coded
 
     def small_floats(self) -> Iterator[tuple[str, SmallFloats]]:
         """Yield the codecs of weights that are stored in small floats and read as floats, by name
@@ -235,26 +261,27 @@ class HFCheckpoint:
             if isinstance(codec, ReadAsFloats) and isinstance(codec.codec, SmallFloats):
                 yield name, codec.codec
         for name, home in self._home.items():
-            weight, scale = home.parts if isinstance(home, Float8Weight) else (None, None)
-            if weight is None or scale is None:
-                found = None
-            else:
-                found = float8_codes(weight, scale)
-            if found is not None and scale is not None and scale.name == f"{name}_scale":
-                yield name, found
+            if not isinstance(home, Float8Weight):
+                continue
+            weight, scale = home.parts
+            small_floats = float8_codes(weight, scale)
+            # compressed-tensors names the scales of FP8 weights this way.
+            if small_floats is not None and scale.name == f"{name}_scale":
+                yield name, small_floats
 
     def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
-        """Let a model that is known by its tensors have other ones of the same values on disk: for
-        one that holds all experts each of their linears, see `Stack`.
+        """Describe a model that is known by its tensors by other tensors with the same values on
+        disk: instead of one with all experts, each of their linears, see `Stack`.
         """
         self.config = replace(self.config, tensors=tensors)
         shapes = {name: spec.shape for name, spec in self._disk_specs.items()}
         self._place(found_tensors(self.config, shapes, self.path))
 
     def _place(self, tensors: Iterable[DiskTensor]) -> None:
-        self._places = {
-            place.name: (tensor, place) for tensor in tensors for place in tensor.places
-        }
+        self._places: dict[str, tuple[DiskTensor, Place]] = {}
+        for tensor in tensors:
+            for place in tensor.places:
+                self._places[place.name] = (tensor, place)
         self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:
@@ -267,20 +294,21 @@ class HFCheckpoint:
 
     def files(self) -> list[SourceFile]:
         scales = () if self.kv_cache is None else self.kv_cache.tensors.values()
-        homes = {home.source for home in (*self._files.values(), *scales)}
-        return [*sorted(homes, key=lambda home: home.path), *self._settings]
+        # Many tensors share a file.
+        sources = {file.source for file in (*self._files.values(), *scales)}
+        return [*sorted(sources, key=lambda source: source.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """Return one tensor, or a part of it."""
+        """Load one tensor, or a part of it."""
         tensor, place = self._places[name]
         home = self._home.get(tensor.name)
-        codec = self._codecs.get(tensor.name) or (
-            home if isinstance(home, DequantizedTensor) else None
-        )
+        codec: Decodes | None = self._codecs.get(tensor.name)
+        # A tensor that was replaced by its floats decodes itself.
+        if codec is None and isinstance(home, DequantizedTensor):
+            codec = home
         if codec is not None:
-            return decode(
-                codec, self._raw(tensor), self._disk_specs[tensor.name], tensor, place, part
-            )
+            spec = self._disk_specs[tensor.name]
+            return decode(codec, self._raw(tensor), spec, tensor, place, part)
         file = self._files[tensor.name]
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 
@@ -299,7 +327,9 @@ class HFCheckpoint:
             return share(home.nbytes, tensor, place)
         if codec is None:
             return StoredTensor(name, spec.dtype, place.shape).nbytes
-        size = sum(stored.nbytes for stored in codec.parts(self._raw(tensor), spec))
+        size = 0
+        for stored in codec.parts(self._raw(tensor), spec):
+            size += stored.nbytes
         return share(size, tensor, place)
 
     def readers(self) -> str:
@@ -309,29 +339,30 @@ class HFCheckpoint:
                 return "quantkit, transformers, vLLM"
             return "what runs this architecture"
         problem = describe_problems(coded._vllm_problems())
-        note = "" if problem is None else f"; {problem}"
+        problem_note = "" if problem is None else f"; {problem}"
         if not self.config.runnable:
-            return f"what runs this architecture and {self._method.name}{note}"
-        linears = (
-            tensor
-            for tensor, _ in self._places.values()
-            if tensor.quantizable or tensor.name in coded._codecs
-        )
-        found = {linear.module: coded._disk_specs[linear.name].scheme for linear in linears}
-        if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
+            return f"what runs this architecture and {self._method.name}{problem_note}"
+        linear_schemes: dict[str, QuantScheme | None] = {}
+        for tensor, _ in self._places.values():
+            if tensor.quantizable or tensor.name in coded._codecs:
+                linear_schemes[tensor.module] = coded._disk_specs[tensor.name].scheme
+        if read_here_alone(self._method, linear_schemes, tied=self.config.tied_embeddings):
             return "quantkit"
-        if problem is None:
-            unread: set[Runtime] = set()
-        else:
-            unread = {"vllm"}
+        unread: set[Runtime] = set()
+        if problem is not None:
+            unread.add("vllm")
         if unread_experts(self.config, schemes(coded)):
             unread.add("transformers")
-        others, _, own_note = self._method.readers(found, without=unread).partition("; ")
-        own_note = f"; {own_note}" if own_note else ""
-        return ", ".join(filter(None, ("quantkit", others))) + own_note + note
+        readers = self._method.readers(linear_schemes, without=unread)
+        # A note on the method comes before the note on vLLM's problem.
+        other_readers, separator, method_note = readers.partition("; ")
+        if not method_note:
+            separator = ""
+        programs = f"quantkit, {other_readers}" if other_readers else "quantkit"
+        return f"{programs}{separator}{method_note}{problem_note}"
 
     def _vllm_problems(self) -> list[VllmProblem]:
-        """Return what vLLM does not load of the linears."""
+        """List what vLLM does not load of the linears."""
         assert self._method is not None
         coded = {}
         for name, codec in self._codecs.items():
@@ -339,9 +370,8 @@ class HFCheckpoint:
                 coded[name.removesuffix(".weight")] = self._disk_specs[name].shape
         config = self._stated_config
         shapes = find_linear_shapes(self._stored, coded, str(config.get("model_type")))
-        return vllm_problems(
-            Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
-        )
+        linears = Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
+        return vllm_problems(linears)
 
     @property
     def _floats_as(self) -> DType:
@@ -349,10 +379,12 @@ class HFCheckpoint:
         return self._requested_floats or DType(self.config.dtype)
 
     def _float_notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """Return a note for each kind of codes that are read as floats."""
-        kinds = Counter(
-            specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None
-        )
+        """Write a note for each kind of codes that are read as floats."""
+        kinds: Counter[str] = Counter()
+        for name in self._codecs:
+            stored_as = specs[name].stored_as
+            if stored_as is not None:
+                kinds[stored_as] += 1
         float_notes: list[str] = []
         for kind, count in kinds.items():
             float_notes.append(
@@ -367,38 +399,41 @@ class HFCheckpoint:
         """Return whether a codec may decode a tensor: a linear's weight, or one that is not stored
         as floats, such as all experts, an embedding or a router.
         """
-        found = self._stored.get(tensor.name)
+        stored = self._stored.get(tensor.name)
         if not self.config.runnable:
-            return found is None or f"{tensor.module}.{SCALE}" in self._stored
+            return stored is None or f"{tensor.module}.{SCALE}" in self._stored
         if tensor.quantizable:
             return True
-        if found is None:
-            return tensor.stacked is not None or (
-                len(tensor.shape) == 2 and tensor.module in self._modules
-            )
-        return found.dtype not in FLOATS
+        if stored is None:
+            # Without its plain name, a matrix is missing or stored as codes in the same module.
+            has_module = len(tensor.shape) == 2 and tensor.module in self._modules
+            return has_module or tensor.stacked is not None
+        return stored.dtype not in FLOATS
 
     def _take_tensors(self, raw: Mapping[str, Any], original_config: Mapping[str, Any]) -> None:
         """Accept all tensors as the model's: floats, those that codecs may decode, and others;
-        `stated` is the config.json as it is, `raw` what `settings_in` makes of it.
+        `original_config` is the config.json as it is, `raw` what `settings_in` makes of it.
         """
-        self.config = opaque_config(
-            raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()}
-        )
+        # Read twice: dequantization needs the model's float type, and adds and removes tensors.
+        stored_layouts: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, tensor in self._stored.items():
+            stored_layouts[name] = (tensor.shape, tensor.dtype)
+        self.config = opaque_config(raw, stored_layouts)
         settings = self._read_quantization_settings(raw)
         # In other folders such names mean anything.
         if settings is not None and states_scheme(settings):
             self._take_kv_cache(raw)
         self._dequantize(raw)
         shapes = read_weight_shapes(self._stored, self._files, raw)
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        layouts: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
             if module not in shapes or not leaf.startswith("weight"):
-                found[name] = tensor.shape, tensor.dtype
+                layouts[name] = (tensor.shape, tensor.dtype)
             elif leaf in (PACKED, PLAIN):
-                found[f"{module}.weight"] = shapes[module], self.config.dtype
-        self.config = replace(opaque_config(raw, found), dtype=self.config.dtype)
+                layouts[f"{module}.weight"] = (shapes[module], self.config.dtype)
+        self.config = replace(opaque_config(raw, layouts), dtype=self.config.dtype)
+        # Only codes of compressed-tensors are copied with the settings that describe them.
         if shapes:
             self.extra_config = original_config
         else:
@@ -412,12 +447,12 @@ class HFCheckpoint:
             self.notes.append(f"{self.path}: {self.kv_cache.note(run_here=self.config.runnable)}")
 
     def _read_quantization_settings(self, raw: Mapping[str, Any]) -> Settings | None:
-        """Return the settings of a quantization in a config, see `settings_in`, if there are
+        """Read the settings of a quantization in a config, see `settings_in`, if there are
         any.
         """
-        stated = raw.get(SETTINGS)
-        if isinstance(stated, dict):
-            return Settings(stated, self._config_path, SETTINGS)
+        settings = raw.get(SETTINGS)
+        if isinstance(settings, dict):
+            return Settings(settings, self._config_path, SETTINGS)
         return None
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
@@ -425,7 +460,8 @@ class HFCheckpoint:
         self._stored, self._home, notes = replace_quantized_tensors(
             self._stored, self._files, settings, self._floats_as
         )
-        self.notes += [f"{self.path}: {note}" for note in notes]
+        for note in notes:
+            self.notes.append(f"{self.path}: {note}")
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
         """Refuse remains of a quantization, with settings in the config or elsewhere; see
@@ -437,11 +473,16 @@ class HFCheckpoint:
             method = str(settings.get("quant_method"))
         floats = settings is not None and by_small_floats(settings)
         require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
-        elsewhere = [name for name in QUANTIZED_ELSEWHERE if (self.path / name).is_file()]
-        if method is None and elsewhere:
-            problem = "the source is quantized already, in a scheme that its config does not name"
-            hint = "start from the float model; if this is one, remove the file"
-            raise UnsupportedError(problem, path=self.path, found=elsewhere[0], hint=hint)
+        if method is not None:
+            return
+        for file_name in QUANTIZED_ELSEWHERE:
+            if (self.path / file_name).is_file():
+                raise UnsupportedError(
+                    "the source is quantized already, in a scheme that its config does not name",
+                    path=self.path,
+                    found=file_name,
+                    hint="start from the float model; if this is one, remove the file",
+                )
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
         """Open all files of weights; `derived` is whether to include buffers that the config
@@ -469,7 +510,8 @@ class HFCheckpoint:
             return
         file = self._files.pop(head)
         del self._stored[head]
-        self._stored[embedding], self._files[embedding] = file.add_name(head, embedding), file
+        self._stored[embedding] = file.add_name(head, embedding)
+        self._files[embedding] = file
         self.notes.append(
             f"{self.path}: the embedding is stored as {head}, to which the config ties it"
         )
@@ -489,7 +531,9 @@ class HFCheckpoint:
         del self._stored[head]
 
     def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
-        """Every tensor on disk; the tensors of a module with a codec as one weight."""
+        """Describe every tensor on disk, with the tensors of a module with a codec as one
+        weight.
+        """
         dtype = self._floats_as
         stored = dict(self._stored)
         joined = {}
@@ -505,20 +549,27 @@ class HFCheckpoint:
                 raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
         self.notes += self._float_notes(joined)
-        biases = [f"{tensors[name].module}.bias" for name in joined]  # early AutoGPTQ added such
-        extra = [name for name in biases if name in self._home and name not in tensors]
-        if unused := [name for name in extra if not any(self._home[name].read_bytes(name))]:
+        # Early AutoGPTQ added a bias to every linear.
+        zero_biases = []
+        for name in joined:
+            bias_name = f"{tensors[name].module}.bias"
+            if bias_name not in self._home or bias_name in tensors:
+                continue
+            if not any(self._home[bias_name].read_bytes(bias_name)):
+                zero_biases.append(bias_name)
+        if zero_biases:
             self.notes.append(
-                f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}"
+                f"{self.path}: {len(zero_biases)} biases that are all zero are left out:"
+                f" {zero_biases[0]}"
             )
-        for name in unused:
+        for name in zero_biases:
             del stored[name]
-        found = {}
+        specs = {}
         for name, tensor in stored.items():
             home = self._home[name]
             if isinstance(home, DequantizedTensor):
                 stored_as = home.stored_as
             else:
                 stored_as = None
-            found[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
-        return found | joined
+            specs[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
+        return specs | joined

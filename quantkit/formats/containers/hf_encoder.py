@@ -70,11 +70,13 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         self._extra_tensors = extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
         count = self._shard_of[-1] + 1
-        self._names = [
-            f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
-        ]
+        # transformers looks for a single file under its name without numbers.
         if count == 1:
             self._names = ["model.safetensors"]
+        else:
+            self._names = []
+            for number in range(1, count + 1):
+                self._names.append(f"model-{number:05d}-of-{count:05d}.safetensors")
         self._headers = [build_header(self._list_shard_tensors(shard)) for shard in range(count)]
 
     @property
@@ -83,18 +85,22 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
     @property
     def max_buffered_bytes(self) -> int:
-        joined = (unit for unit in self._units if len(unit.tensor.places) > 1)
-        parts = (self.planned[unit.first : unit.first + unit.at_once] for unit in joined)
-        return max(
-            (sum(math.prod(p.shape) * p.dtype.itemsize for p in specs) for specs in parts),
-            default=0,
-        )
+        max_bytes = 0
+        for unit in self._units:
+            # Other tensors are written as they come.
+            if len(unit.tensor.places) < 2:
+                continue
+            unit_bytes = 0
+            for spec in self.planned[unit.first : unit.first + unit.at_once]:
+                unit_bytes += math.prod(spec.shape) * spec.dtype.itemsize
+            max_bytes = max(max_bytes, unit_bytes)
+        return max_bytes
 
     def total_bytes(self) -> int:
         return self._data_bytes + sum(map(len, self._headers))
 
     def decode(self, index: int, folder: Path) -> Weight:
-        """Tensor number `index`, read back from the files so far."""
+        """Read tensor number `index` back from the files so far."""
         (number,) = self._of_part[index]
         shard = self._shard_of[number]
         unit = self._units[number]
@@ -107,11 +113,11 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             start += stored.nbytes
         place = unit.tensor.places[index - unit.first]
         source = SourceFile(folder / self._names[shard])
-        # Some of a stacked tensor may not be there yet.
+        # Without views, which must be within the file: a stacked tensor may be incomplete.
         if unit.codec is None:
-            return read_floats(
-                TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None
-            )
+            unchecked_file = TensorFile(source, {})
+            view = views[unit.tensor.name]
+            return read_floats(unchecked_file, view, unit.tensor, place, None)
         file = TensorFile(source, views)
         raw = RawModule(unit.tensor.module, dict.fromkeys(views, file), file.path)
         return decode(unit.codec, raw, unit.spec, unit.tensor, place, None)
@@ -124,26 +130,27 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         if len(self._names) == 1:
             return {}
         weight_map = {}
-        for shard, name in enumerate(self._names):
+        for shard, file_name in enumerate(self._names):
             for stored in self._list_shard_tensors(shard):
-                weight_map[stored.name] = name
+                weight_map[stored.name] = file_name
         index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
     def _list_shard_tensors(self, shard: int) -> list[StoredTensor]:
-        units = zip(self._units, self._shard_of, strict=True)
-        result = []
-        for unit, number in units:
-            if number == shard:
-                for stored in unit.stored:
-                    result.append(stored)
-        if shard == len(self._names) - 1:
-            return result + [stored for stored, _ in self._extra_tensors]
-        return result
+        tensors: list[StoredTensor] = []
+        for unit, unit_shard in zip(self._units, self._shard_of, strict=True):
+            if unit_shard == shard:
+                tensors.extend(unit.stored)
+        is_last_shard = shard == len(self._names) - 1
+        if is_last_shard:
+            for stored, _ in self._extra_tensors:
+                tensors.append(stored)
+        return tensors
 
     def _encode_unit(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
         if isinstance(value, torch.Tensor):
             (stored,) = unit.stored
+            # A tensor of all experts arrives one expert at a time.
             if unit.tensor.stacked is None:
                 shape = stored.shape
             else:
@@ -159,27 +166,38 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
 
 def _cut_tile(tensor: DiskTensor, scheme: QuantScheme) -> Place | None:
-    """Return the first part of a tensor whose rows share a scale with those of the next part; None
+    """Find the first part of a tensor whose rows share a scale with those of the next part; None
     if none do.
     """
     if scheme.scales is not Scales.TILES:
         return None
-    return next((place for place in tensor.places[:-1] if place.shape[0] % TILE), None)
+    for place in tensor.places[:-1]:
+        if place.shape[0] % TILE:
+            return place
+    return None
 
 
 def _plan_units(
     planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod
 ) -> list[_Written]:
-    names = {spec.name for spec in planned}
-    quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
-    tensors = disk_tensors(
-        config, quantized, joins_experts=bool(quantized) and method.joins_experts
-    )
-    known = [one for one in tensors if one.parts[0] in names]
-    scales = [spec for spec in planned if config.runnable and is_scale(spec.name)]
-    known += [DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)) for spec in scales]
-    result = []
-    for tensor, first, spec in units_of(planned, known):
+    names = set()
+    quantized = set()
+    for spec in planned:
+        names.add(spec.name)
+        if spec.scheme is not None:
+            quantized.add(spec.name.removesuffix(".weight"))
+    joins_experts = bool(quantized) and method.joins_experts
+    tensors = []
+    for tensor in disk_tensors(config, quantized, joins_experts=joins_experts):
+        if tensor.parts[0] in names:
+            tensors.append(tensor)
+    # A model's topology has no scales of a KV cache. A model that is known by its tensors only
+    # lists them among its tensors.
+    for spec in planned:
+        if config.runnable and is_scale(spec.name):
+            tensors.append(DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)))
+    units = []
+    for tensor, first, spec in units_of(planned, tensors):
         embedding = is_embedding(spec.name.removesuffix(".weight"))
         if spec.scheme is None:
             codec = None
@@ -187,7 +205,9 @@ def _plan_units(
             codec = method.codec(spec.scheme, embedding=embedding)
         if isinstance(codec, Reason):
             raise codec.error(spec.name, method.name)
-        if spec.scheme is not None and (part := _cut_tile(tensor, spec.scheme)) is not None:
+        # The scales of a tile that contains rows of two parts cannot be those of both.
+        part = None if spec.scheme is None else _cut_tile(tensor, spec.scheme)
+        if part is not None:
             reason = Reason(
                 f"its rows lie within a larger tensor, and {TILE} does not divide them",
                 part.shape[0],
@@ -197,10 +217,12 @@ def _plan_units(
             stored = [StoredTensor(spec.name, spec.dtype, spec.shape)]
         else:
             stored = codec.list_stored_tensors(spec)
+        # Floats of all experts are appended one expert at a time, which buffers less. Codes and
+        # scales are separate tensors on disk, so all experts are encoded together.
         by_expert = tensor.stacked is not None and codec is None
         if by_expert:
             at_once = len(tensor.parts) // tensor.shape[0]
         else:
             at_once = len(tensor.parts)
-        result.append(_Written(tensor, first, spec, at_once, codec, stored))
-    return result
+        units.append(_Written(tensor, first, spec, at_once, codec, stored))
+    return units

@@ -20,17 +20,17 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 
 def weight_kinds(folder: Path) -> list[str]:
-    """Return the sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
-    result: list[str] = []
+    """Find the sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
+    kinds: list[str] = []
     for kind in _STEMS:
         if index_path(folder, kind).is_file() or _find_weight_files(folder, kind):
-            result.append(kind)
-    return result
+            kinds.append(kind)
+    return kinds
 
 
 @dataclass
 class Headers:
-    """What the files of weights hold.
+    """The tensors of the files of weights, from their headers.
 
     Attributes:
         tensors, files: by the name of a tensor; its file.
@@ -54,55 +54,66 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     Raises:
         CheckpointError: if files are missing or damaged, or contradict the index.
     """
-    result = Headers()
+    headers = Headers()
     index = index_path(folder, kind)
     if index.is_file():
-        listed = _weight_map(index)
-        result.settings.append(SourceFile(index))
-        paths = sorted({folder / file for file in listed.values()})
+        weight_map = _weight_map(index)
+        headers.settings.append(SourceFile(index))
+        paths = sorted({folder / file for file in weight_map.values()})
     else:
-        listed = None
+        weight_map = None
         paths = _find_weight_files(folder, kind)
         _require_all_parts(paths)
+    # Compared at the end, when all files that the index names are open.
     copies: list[tuple[str, TensorFile]] = []
     for path in paths:
         if kind == "safetensors":
             file = safetensors_io.open_file(path)
         else:
             file = pth_io.open_file(path)
-        result.notes += file.notes
+        headers.notes += file.notes
         for name, tensor in file.tensors.items():
-            if listed is not None and listed.get(name, path.name) != path.name:
+            if weight_map is not None and weight_map.get(name, path.name) != path.name:
                 if derived or not is_derived_buffer(name):
                     copies.append((name, file))
                 continue
-            if listed is not None and name not in listed:
+            # An index need not list rotary tables, which no reader needs.
+            if weight_map is not None and name not in weight_map:
                 if derived or not is_derived_buffer(name):
                     raise _stale_index(index, name, path, "nothing")
                 continue
-            if name in result.tensors:
-                other = f"also in {result.files[name].path.name}"
-                raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
-            result.tensors[name] = tensor
-            result.files[name] = file
-    result.notes += _check_copies(copies, result.files, index)
-    for name, home in (listed or {}).items():
-        if name not in result.tensors:
+            if name in headers.tensors:
+                other_file = f"also in {headers.files[name].path.name}"
+                raise CheckpointError(
+                    f"tensor '{name}' is in two files", path=path, found=other_file
+                )
+            headers.tensors[name] = tensor
+            headers.files[name] = file
+    headers.notes += _check_copies(copies, headers.files, index)
+    for name, file_name in (weight_map or {}).items():
+        if name not in headers.tensors:
             expected = f"as {index.name} says"
             hint = "the index is stale or the shard is another model's"
             raise CheckpointError(
-                f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint
+                f"lacks tensor '{name}'", path=folder / file_name, expected=expected, hint=hint
             )
-    stray = {p.name for p in _find_weight_files(folder, kind)} - {p.name for p in paths}
-    if stray:
-        result.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
-        _require_same_weights(folder / f"{_STEMS[kind]}.{kind}", kind, result, index)
-    for name in [name for name in result.tensors if not derived and is_derived_buffer(name)]:
-        del result.tensors[name]
-        del result.files[name]
-    if not result.tensors:
+    opened_names = {path.name for path in paths}
+    stray_names = []
+    for path in _find_weight_files(folder, kind):
+        if path.name not in opened_names:
+            stray_names.append(path.name)
+    if stray_names:
+        headers.notes.append(f"{folder}: {', '.join(stray_names)} not in the index; ignored")
+        _require_same_weights(folder / f"{_STEMS[kind]}.{kind}", kind, headers, index)
+    # Removed last, since an index may list them.
+    if not derived:
+        for name in list(headers.tensors):
+            if is_derived_buffer(name):
+                del headers.tensors[name]
+                del headers.files[name]
+    if not headers.tensors:
         raise CheckpointError("holds no tensors", path=folder)
-    return result
+    return headers
 
 
 def _check_copies(
@@ -118,12 +129,13 @@ def _check_copies(
         CheckpointError: if two differ, or the file that the index names lacks the tensor.
     """
     for name, file in copies:
-        home = files.get(name)
-        if home is None or name not in home.tensors:
+        listed_file = files.get(name)
+        if listed_file is None or name not in listed_file.tensors:
             raise _stale_index(index, name, file.path, "another file")
-        if not same_tensor(home, name, file, name):
+        if not same_tensor(listed_file, name, file, name):
             raise CheckpointError(
-                f"tensor '{name}' differs from that of {home.path.name}, which the index names",
+                f"tensor '{name}' differs from that of {listed_file.path.name},"
+                " which the index names",
                 path=file.path,
                 hint="readers differ in which of them they take: remove the wrong one",
             )
@@ -181,45 +193,55 @@ def index_path(folder: Path, kind: str) -> Path:
 
 
 def _find_weight_files(folder: Path, kind: str) -> list[Path]:
-    """Weight files by name: a single one, or parts ``-00001-of-00002``."""
+    """Find weight files by name: a single one, or parts ``-00001-of-00002``."""
     pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
-    return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
 
 
 def _require_all_parts(paths: list[Path]) -> None:
-    """Without an index, all parts must exist and belong to one set."""
-    totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
-    whole = [p for p in paths if "-of-" not in p.name]
-    if len(totals) + len(whole) > 1:
+    """Check that without an index all parts exist and belong to one set."""
+    # As text, since the number of digits belongs to the names of the parts.
+    totals = set()
+    single_files = []
+    for path in paths:
+        match = re.search(r"-of-(\d+)\.", path.name)
+        if match is not None:
+            totals.add(match[1])
+        if "-of-" not in path.name:
+            single_files.append(path)
+    if len(totals) + len(single_files) > 1:
         problem = "several sets of weights and no index to say which"
-        found = ", ".join(p.name for p in paths)
+        file_names = ", ".join(path.name for path in paths)
         raise CheckpointError(
-            problem, path=paths[0].parent, found=found, hint="move the stray files away"
+            problem, path=paths[0].parent, found=file_names, hint="move the stray files away"
         )
     for total in totals:
-        present = {p.name for p in paths}
+        present_names = {path.name for path in paths}
         for number in range(1, int(total) + 1):
             name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
-            if name not in present:
-                found = f"{len(present)} of {int(total)} parts"
+            if name not in present_names:
+                count = f"{len(present_names)} of {int(total)} parts"
                 raise make_damaged_file_error(
-                    "the weight file is missing", paths[0].with_name(name), found
+                    "the weight file is missing", paths[0].with_name(name), count
                 )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    raw = read_json(index).get("weight_map")
-    if not isinstance(raw, dict) or not raw:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("lacks the key 'weight_map'", path=index)
-    for name, file in raw.items():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or file in ("", ".", "..")
-            or "\\" in file
-        ):
+    # Whoever made the folder chose these names, which must not lead out of it.
+    for name, file in weight_map.items():
+        if not _is_plain_file_name(file):
             problem = f"puts tensor '{name}' outside the folder"
             raise CheckpointError(
                 problem, path=index, found=repr(file), expected="a plain file name"
             )
-    return raw
+    return weight_map
+
+
+def _is_plain_file_name(file: object) -> bool:
+    """Return whether a value names a file in the same folder, on any system."""
+    if not isinstance(file, str) or file in ("", ".", ".."):
+        return False
+    return Path(file).name == file and "\\" not in file

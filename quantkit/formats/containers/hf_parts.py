@@ -19,7 +19,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 def read_floats(
     file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None
 ) -> torch.Tensor:
-    """Return a canonical tensor, or a part of it, from one that is stored as floats at a view; no
+    """Read a canonical tensor, or a part of it, from one that is stored as floats at a view; no
     other rows are read.
     """
     if tensor.whole:
@@ -29,11 +29,13 @@ def read_floats(
         assert tensor.stacked is not None
         if tensor.stacked.transposed:
             view = view.transpose()
+    # A step of two selects the gate or up rows of experts that are interleaved.
     view = view.every(place.first, place.step, place.shape[0])
     if place.head_order is None:
         return file.read_view(view, part)
-    wanted, inside = _whole_heads(part, len(place.head_order))
-    rows = _in_order(file.read_view(view, wanted), place.head_order)
+    # Rows can be put in order only within complete heads.
+    heads, inside = _whole_heads(part, len(place.head_order))
+    rows = _in_order(file.read_view(view, heads), place.head_order)
     if inside is None:
         return rows
     return inside.of(rows)
@@ -53,36 +55,39 @@ def decode(
     place: Place,
     part: TensorSlice | None,
 ) -> Weight:
-    """Return a canonical tensor, or a part of it, from one that a codec decodes, which has this
-    spec on disk; of a stacked one only the expert is decoded, floats [1, O, I], or [1, I, O] if
-    they are transposed, or codes [O, I].
+    """Decode a canonical tensor, or a part of it, from one that has this spec on disk; of a stacked
+    one only the expert is decoded, floats [1, O, I], or [1, I, O] if they are transposed, or codes
+    [O, I].
     """
+    place_rows = TensorSlice(0, ((place.first, place.first + place.shape[0]),))
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
         if isinstance(slab, qtensor.QuantTensor):
-            own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
+            expert_codes = place_rows.of_weight(slab)
             if part is None:
-                return own
-            return part.of_weight(own)
+                return expert_codes
+            return part.of_weight(expert_codes)
         if tensor.stacked is not None and tensor.stacked.transposed:
             matrix = slab[0].t()
         else:
             matrix = slab[0]
         floats = matrix[place.first :: place.step][: place.shape[0]]
+        # Contiguous, so that the result does not keep the memory of the complete expert.
         if part is None:
             return floats.contiguous()
         return part.of(floats).contiguous()
-    wanted = part
+    # Rows can be put in order only within complete heads.
+    requested = part
     inside = None
     if place.head_order is not None:
-        wanted, inside = _whole_heads(part, len(place.head_order))
+        requested, inside = _whole_heads(part, len(place.head_order))
     if place.shape[0] == spec.shape[0]:
-        value = codec.decode(raw, spec, wanted)
-    elif wanted is not None and wanted.axis == 1:
-        rows = TensorSlice(0, ((place.first, place.first + place.shape[0]),))
-        value = rows.of_weight(codec.decode(raw, spec, wanted))
+        value = codec.decode(raw, spec, requested)
+    elif requested is not None and requested.axis == 1:
+        # A codec decodes a part of rows or of columns, not of both.
+        value = place_rows.of_weight(codec.decode(raw, spec, requested))
     else:
-        ranges = ((0, place.shape[0]),) if wanted is None else wanted.ranges
+        ranges = ((0, place.shape[0]),) if requested is None else requested.ranges
         shifted = tuple((place.first + start, place.first + stop) for start, stop in ranges)
         value = codec.decode(raw, spec, TensorSlice(0, shifted))
     if place.head_order is not None:
@@ -93,49 +98,61 @@ def decode(
 
 
 def assemble_tensor(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
-    """Return a tensor on disk, or one expert of it, from its parts in order.
+    """Assemble a tensor on disk, or one expert of it, from its parts in order.
 
     Raises:
         ValueError: if the parts differ in scheme or float type.
     """
     places = tensor.places[: len(values)]
-    parts = []
+    parts: list[Weight] = []
     for place, value in zip(places, values, strict=True):
-        order = place.head_order
-        parts.append(
-            value
-            if order is None
-            else reorder_rows(value, sorted(range(len(order)), key=order.__getitem__))
-        )
+        head_order = place.head_order
+        if head_order is None:
+            parts.append(value)
+        else:
+            # The order in which the file is read, inverted.
+            inverse_order = sorted(range(len(head_order)), key=head_order.__getitem__)
+            parts.append(reorder_rows(value, inverse_order))
     if len(parts) == 1 and tensor.stacked is None:
         return parts[0]
-    quantized = [part for part in parts if isinstance(part, qtensor.QuantTensor)]
-    floats = [part for part in parts if not isinstance(part, qtensor.QuantTensor)]
+    quantized: list[qtensor.QuantTensor] = []
+    floats: list[torch.Tensor] = []
+    for part in parts:
+        if isinstance(part, qtensor.QuantTensor):
+            quantized.append(part)
+        else:
+            floats.append(part)
     if quantized:
-        if floats or (joined := qtensor.concatenate_if_uniform(quantized)) is None:
+        joined = None if floats else qtensor.concatenate_if_uniform(quantized)
+        if joined is None:
             raise ValueError(f"{tensor.name}: its parts are quantized differently")
         return joined
-    if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
+    stacked = tensor.stacked
+    if len(floats) == 1:
+        rows = floats[0]
+    elif stacked is not None and stacked.interleaved:
+        # Rows of gate and up alternate.
         rows = torch.stack(floats, 1).flatten(0, 1)
     else:
-        if len(floats) > 1:
-            rows = torch.cat(floats)
-        else:
-            rows = floats[0]
-    turned = tensor.stacked is not None and tensor.stacked.transposed
-    return rows.t() if turned else rows
+        rows = torch.cat(floats)
+    is_transposed = stacked is not None and stacked.transposed
+    return rows.t() if is_transposed else rows
 
 
 def share(size: int, tensor: DiskTensor, place: Place) -> int:
-    """Return the bytes of a part of a tensor; the shares of all parts add up to its size."""
+    """Compute the bytes of a part of a tensor; the shares of all parts add up to its size."""
     elements = math.prod(tensor.shape)
+    # Integer division rounds down; the first part gets the remainder.
     if place is tensor.places[0]:
-        return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
+        first_size = size
+        for other_place in tensor.places[1:]:
+            first_size -= size * math.prod(other_place.shape) // elements
+        return first_size
     return size * math.prod(place.shape) // elements
 
 
 def reorder_rows(value: Weight, order: Sequence[int]) -> Weight:
-    """Rows in another order within each head."""
+    """Put rows in another order within each head."""
     if not isinstance(value, qtensor.QuantTensor):
         return _in_order(value, order)
     return value.map(lambda rows: _in_order(rows, order))
@@ -149,22 +166,21 @@ def _in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 def _whole_heads(
     part: TensorSlice | None, head: int
 ) -> tuple[TensorSlice | None, TensorSlice | None]:
-    """Return the complete heads that contain a part of rows, and the part of these; None for all
-    rows.
+    """Extend a part of rows to the complete heads that contain it, and locate the part within
+    these; None for all rows.
     """
-    if (
-        part is None
-        or part.axis == 1
-        or not any(bound % head for bounds in part.ranges for bound in bounds)
-    ):
+    if part is None or part.axis == 1:
         return part, None
-    wider = []
+    heads = []
     inside = []
-    before = 0
+    rows_before = 0
     for start, stop in part.ranges:
         low = start // head * head
         high = -(-stop // head) * head
-        wider.append((low, high))
-        inside.append((before + start - low, before + stop - low))
-        before += high - low
-    return TensorSlice(0, tuple(wider)), TensorSlice(0, tuple(inside))
+        heads.append((low, high))
+        inside.append((rows_before + start - low, rows_before + stop - low))
+        rows_before += high - low
+    # A part of complete heads needs no second slice, which would copy it.
+    if tuple(heads) == tuple(part.ranges):
+        return part, None
+    return TensorSlice(0, tuple(heads)), TensorSlice(0, tuple(inside))

@@ -31,7 +31,7 @@ def read_codecs(
     methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
 ) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:
-    """Return the method of quantization in a config.json, and the codec of each module; none for
+    """Read the method of quantization in a config.json, and the codec of each module; none for
     floats.
 
     Args:
@@ -55,74 +55,93 @@ def read_codecs(
     name = method_in(settings)
     if name is not None and name in methods:
         name, settings = methods[name].resolve(settings)
-    stated = settings.values.get("quant_algo")
-    if (
-        name == MODEL_OPTIMIZER
-        and stated != _FLOAT8
-        and (stated is not None or not states_scheme(settings))
-    ):
-        problem = "this algorithm of Model Optimizer is not read"
-        found = format_value(stated)
-        hint = _FLOAT_MODEL
-        if "FP4" in str(stated):
-            # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
-            hint = (
-                f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors'"
-                " nvfp4-pack-quantized; vLLM and TensorRT-LLM run this folder as it is"
-            )
-        raise UnsupportedError(
-            problem, path=settings.path, found=found, expected=_FLOAT8, hint=hint
-        )
+    algorithm = settings.values.get("quant_algo")
+    if name == MODEL_OPTIMIZER and algorithm != _FLOAT8:
+        # Without an algorithm, only the KV cache is quantized.
+        has_only_kv_cache = algorithm is None and states_scheme(settings)
+        if not has_only_kv_cache:
+            raise _make_algorithm_error(algorithm, settings.path)
     if name is None or name not in methods:
+        bits = ""
         if settings.has("bits"):
             bits = format_value(settings.values["bits"])
-        else:
-            bits = ""
         if name:
-            found = f"{name} {bits}".strip()
+            scheme_name = f"{name} {bits}".strip()
         else:
-            found = "an unnamed scheme"
+            scheme_name = "an unnamed scheme"
         problem = "the source is quantized already in a scheme quantkit does not read"
         expected = ", ".join(methods)
         raise UnsupportedError(
-            problem, path=path, found=found, expected=expected, hint=_FLOAT_MODEL
+            problem, path=path, found=scheme_name, expected=expected, hint=_FLOAT_MODEL
         )
-    if methods[name].read_as_floats:
+    method = methods[name]
+    # These weights were replaced by their floats when the headers were read.
+    if method.read_as_floats:
         return None, {}
-    codecs = methods[name].read_settings(settings, modules, stored)
-    # A format of this method with its own name.
-    form = methods.get(str(settings.values.get("format")))
-    named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
-    return form if form is not None and named else methods[name], codecs
+    codecs = method.read_settings(settings, modules, stored)
+    # A format of this method may be a method with its own name.
+    format_method = methods.get(str(settings.values.get("format")))
+    if format_method is not None and all(
+        codec.scheme in format_method.schemes for codec in codecs.values()
+    ):
+        method = format_method
+    return method, codecs
+
+
+def _make_algorithm_error(algorithm: object, path: str) -> UnsupportedError:
+    """Build the error for an algorithm of Model Optimizer that is not read."""
+    hint = _FLOAT_MODEL
+    if "FP4" in str(algorithm):
+        # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
+        hint = (
+            f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors'"
+            " nvfp4-pack-quantized; vLLM and TensorRT-LLM run this folder as it is"
+        )
+    return UnsupportedError(
+        "this algorithm of Model Optimizer is not read",
+        path=path,
+        found=format_value(algorithm),
+        expected=_FLOAT8,
+        hint=hint,
+    )
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return a config.json with the settings of a quantization, which may come from a part of it,
-    MLX's key, or another file in the folder; a `CheckpointError` if that is damaged.
+    """Find the settings of a quantization, which may be in a part of a config.json, under MLX's
+    key, or in another file of the folder, and put them under the usual key.
+
+    Raises:
+        CheckpointError: if another file with the settings is damaged.
     """
-    if isinstance(named := raw.get(_MLX_SETTINGS), dict):
-        return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
-    nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
-    found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
-    for name, method in SETTINGS_FILES.items() if found is None else ():
-        if folder is not None and (path := folder / name).is_file():
-            settings = read_json(path)
-            # Model Optimizer has them in a part of the file.
-            inner = settings.get(_MLX_SETTINGS)
-            return {
-                **raw,
-                SETTINGS: {
-                    "quant_method": method,
-                    **(inner if isinstance(inner, dict) else settings),
-                },
-            }
-    return {**raw, SETTINGS: found}
+    # First, because mlx-lm writes its settings under both keys, without a `quant_method`.
+    mlx_settings = raw.get(_MLX_SETTINGS)
+    if isinstance(mlx_settings, dict):
+        return {**raw, SETTINGS: {"quant_method": "mlx", **mlx_settings}}
+    settings = raw.get(SETTINGS)
+    if settings is not None:
+        return {**raw, SETTINGS: settings}
+    # Models of text and images may have them in the config of their text part.
+    for part in raw.values():
+        if isinstance(part, dict) and part.get(SETTINGS) is not None:
+            return {**raw, SETTINGS: part[SETTINGS]}
+    if folder is None:
+        return {**raw, SETTINGS: None}
+    for file_name, method in SETTINGS_FILES.items():
+        path = folder / file_name
+        if path.is_file():
+            file_settings = read_json(path)
+            # Model Optimizer has them in a part of the file, under the same key as MLX.
+            inner_settings = file_settings.get(_MLX_SETTINGS)
+            if isinstance(inner_settings, dict):
+                file_settings = inner_settings
+            return {**raw, SETTINGS: {"quant_method": method, **file_settings}}
+    return {**raw, SETTINGS: None}
 
 
 def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of the same model in floats."""
-    result: dict[str, Any] = {}
+    """Copy a config.json without the settings of a quantization, also in its parts."""
+    float_config: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in (SETTINGS, _MLX_SETTINGS):
-            result[key] = without_settings(value) if isinstance(value, dict) else value
-    return result
+            float_config[key] = without_settings(value) if isinstance(value, dict) else value
+    return float_config

@@ -38,7 +38,7 @@ _Unit = TypeVar("_Unit", bound=Unit)
 
 class ShardedEncoder(Encoder, Generic[_Unit]):
     """Files that are filled one after the other, each with a header. The parts of a tensor on disk
-    follow each other in the plan, and are held until all are put.
+    follow each other in the plan, and are buffered until all have arrived.
     """
 
     _headers: Sequence[bytes]
@@ -50,8 +50,11 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         sizes: Sequence[int],
         numbers: Sequence[int],
     ) -> None:
-        """The units are in the order of the files, with the bytes of each, and the number of its
-        file.
+        """
+        Args:
+            units: in the order of the files.
+            sizes: the bytes of each unit.
+            numbers: the number of the file of each unit.
         """
         self.planned = planned
         self._units = units
@@ -60,8 +63,11 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         # After the header of the file.
         self._offsets: list[int] = []
         for index, number in enumerate(numbers):
-            same_file = index > 0 and numbers[index - 1] == number
-            self._offsets.append(self._offsets[-1] + sizes[index - 1] if same_file else 0)
+            offset = 0
+            if index > 0 and numbers[index - 1] == number:
+                offset = self._offsets[-1] + sizes[index - 1]
+            self._offsets.append(offset)
+        # A list for each part: GGUF may store a tied embedding a second time, as the head.
         self._of_part: list[list[int]] = [[] for _ in planned]
         for number, unit in enumerate(units):
             for part in range(len(unit.tensor.places)):
@@ -82,11 +88,13 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         for number in self._of_part[index]:
             unit = self._units[number]
             self._pending_parts.append(value)
-            put = index - unit.first + 1
-            if put % unit.at_once == 0:
+            # Counted from the index, because an encoder that resumes has not seen earlier parts.
+            part_count = index - unit.first + 1
+            if part_count % unit.at_once == 0:
                 joined = assemble_tensor(unit.tensor, self._pending_parts)
+                # Cleared first, so that `holds` is false while the chunks are written.
                 self._pending_parts = []
-                yield from self._iter_chunks(number, put - unit.at_once, joined)
+                yield from self._iter_chunks(number, part_count - unit.at_once, joined)
 
     def _iter_chunks(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
         """Yield what a tensor on disk, or an expert of one, appends: before the first of a file its
@@ -103,23 +111,24 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
 
     @abstractmethod
     def _encode_unit(self, unit: _Unit, part: int, value: Weight) -> Iterator[bytes | memoryview]:
-        """Return the bytes of a tensor on disk, or of an expert of one; see `_iter_chunks`."""
+        """Encode a tensor on disk, or an expert of one, as bytes; see `_iter_chunks`."""
 
 
 def units_of(
     planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]
 ) -> list[tuple[DiskTensor, int, TensorSpec]]:
-    """Return the tensors on disk that planned tensors make up, with the index of their first part,
-    and their name on disk, shape and type, in the order of the plan.
+    """Combine planned tensors to tensors on disk, each with the index of its first part, and its
+    name on disk, shape and type, in the order of the plan.
 
     Raises:
         UnsupportedError: if the parts of one differ in scheme or float type.
         ValueError: if they do not follow each other in the plan, or planned tensors are left over.
     """
     index_of = {spec.name: index for index, spec in enumerate(planned)}
-    found = []
-    used = set[int]()
+    units: list[tuple[DiskTensor, int, TensorSpec]] = []
+    used_indices: set[int] = set()
     for tensor in tensors:
+        # An index beyond the plan selects no parts, so the check below fails.
         first = index_of.get(tensor.parts[0], len(planned))
         parts = planned[first : first + len(tensor.parts)]
         if tuple(part.name for part in parts) != tensor.parts:
@@ -133,33 +142,36 @@ def units_of(
                     f"'{parts[0].name}' and '{part.name}' are one tensor on disk, '{tensor.name}',"
                     " but differ"
                 )
-                stated = " and ".join(str(one.scheme or one.dtype) for one in (parts[0], part))
+                first_kind = parts[0].scheme or parts[0].dtype
+                part_kind = part.scheme or part.dtype
                 raise UnsupportedError(
-                    problem, found=stated, hint="convert the source to one float type first"
+                    problem,
+                    found=f"{first_kind} and {part_kind}",
+                    hint="convert the source to one float type first",
                 )
         spec = TensorSpec(tensor.name, tensor.shape, parts[0].dtype, parts[0].scheme)
-        found.append((tensor, first, spec))
-        used.update(range(first, first + len(parts)))
-    if len(used) != len(planned):
-        raise ValueError(
-            f"{next(s.name for i, s in enumerate(planned) if i not in used)} is in no tensor on"
-            " disk"
-        )
-    return sorted(found, key=lambda unit: unit[1])
+        units.append((tensor, first, spec))
+        used_indices.update(range(first, first + len(parts)))
+    for index, spec in enumerate(planned):
+        if index not in used_indices:
+            raise ValueError(f"{spec.name} is in no tensor on disk")
+    return sorted(units, key=lambda unit: unit[1])
 
 
 def assign_file_numbers(
     sizes: Iterable[int], max_bytes: int, *, first_overhead: int = 0, overhead: int = 0
 ) -> list[int]:
-    """Return the number of the file that each tensor goes to, if files are filled in order.
+    """Assign each tensor to a file by its number, filling files in order.
 
     Args:
-        first, others: bytes of the first file, and of each other one, besides its tensors.
+        first_overhead, overhead: bytes of the first file, and of each other one, besides its
+            tensors.
     """
     numbers: list[int] = []
     number = 0
     filled = first_overhead
     for size in sizes:
+        # The first file has a tensor in any case, and a tensor above the limit gets its own file.
         if numbers and filled + size > max_bytes:
             number = number + 1
             filled = overhead

@@ -44,9 +44,11 @@ from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
-_EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
+_EMBEDDING = f"{META['embedding']}.weight"
+_HEAD = f"{META['head']}.weight"
 # Of the first layer.
-_QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))
+_QUERY = f"{META['attention.q'].format(layer=0)}.weight"
+_GATE = f"{META['mlp.gate'].format(layer=0)}.weight"
 _OTHER_MODEL = "the shards are of different models"
 
 
@@ -89,27 +91,32 @@ class Meta(Container):
         )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """See `Container.side_files`; Meta's code reads tokenizer.model, which must be the same
-        as tokenizer.json.
+        """Build the side files, see `Container.side_files`; Meta's code reads tokenizer.model,
+        which must be the same as tokenizer.json.
         """
         folder = text_folder(output.source.path)
         files: dict[str, bytes | Path] = {
             self.config_file: json_bytes(config_to_meta(output.config))
         }
         original = folder / _TOKENIZER
-        names = (_TOKENIZER,) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
-        if original.is_file() and (folder / "tokenizer.json").is_file():
-            used = load_tokenizer(folder)
-            stated = original_tokenizer(original)
-            if (difference := first_difference(stated, used, gate_texts().values())) is not None:
-                problem = "tokenizer.model is another tokenizer than tokenizer.json"
-                hint = "remove the one that is not"
-                found = f"a difference in {difference}"
+        has_original = original.is_file()
+        names: tuple[str, ...] = ("tokenizer.json", "tokenizer_config.json")
+        if has_original:
+            names = (_TOKENIZER,)
+        # quantkit uses tokenizer.json if a folder has both, and only the other one is written.
+        if has_original and (folder / "tokenizer.json").is_file():
+            used_tokenizer = load_tokenizer(folder)
+            written_tokenizer = original_tokenizer(original)
+            difference = first_difference(written_tokenizer, used_tokenizer, gate_texts().values())
+            if difference is not None:
                 raise CheckpointError(
-                    problem, path=original, found=found, hint=f"{hint} the model's"
+                    "tokenizer.model is another tokenizer than tokenizer.json",
+                    path=original,
+                    found=f"a difference in {difference}",
+                    hint="remove the one that is not the model's",
                 )
         files.update(present(folder, names + LICENSES))
-        return with_templates(files, output.templates, in_settings=not original.is_file())
+        return with_templates(files, output.templates, in_settings=not has_original)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         return (*TOKENIZER_FILES, ADDITIONAL_TEMPLATES, *LICENSES)
@@ -122,8 +129,8 @@ class Meta(Container):
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the ``consolidated.NN.pth`` files of a folder in order."""
-    return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
+    """Find the ``consolidated.NN.pth`` files of a folder, in order."""
+    return sorted(path for path in folder.iterdir() if _SHARD.fullmatch(path.name))
 
 
 class MetaCheckpoint:
@@ -148,15 +155,18 @@ class MetaCheckpoint:
         params = read_settings(params_path)
         self._params = SourceFile(params_path)
         self._paths = _contiguous(shard_paths(path), path)
-        self._shards = [pth_io.open_file(p) for p in self._paths]
-        self.notes += [note for shard in self._shards for note in shard.notes]
+        self._shards = [pth_io.open_file(shard_path) for shard_path in self._paths]
+        for shard in self._shards:
+            self.notes.extend(shard.notes)
         self._stored = self._shards[0].tensors
         self._weights = self._same_tensors([shard.tensors for shard in self._shards])
+        # Llama 1 and 2; Llama 3's shapes change it when the config is read.
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
         self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
-        if (factor := find_assumed_rope_factor(params, self.config)) is not None:
+        factor = find_assumed_rope_factor(params, self.config)
+        if factor is not None:
             note = "does not say rope_scaling_factor"
             version = "3.1" if factor == 8 else "3.2"
             self.notes.append(
@@ -185,86 +195,97 @@ class MetaCheckpoint:
         return [*(shard.source for shard in self._shards), self._params]
 
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """Return one tensor, or a part of it, joined from its shards, in canonical layout; a part
+        """Load one tensor, or a part of it, joined from its shards, in canonical layout; a part
         of rotary rows must be of complete heads.
 
         Raises:
             CheckpointError: if copies of a tensor in several shards differ.
         """
         parameter = self._parameters[name]
-        stored = meta_name(parameter)
+        stored_name = meta_name(parameter)
+        stored = self._stored[stored_name]
         axis = self._axis(parameter)
+        piece_size = stored.shape[axis]
+        # The shards with the same piece follow each other.
         copies = self._copies(parameter)
-        pieces = []
-        for i in range(0, len(self._shards), copies):
-            pieces.append((self._shards[i : i + copies], part))
+        holders_by_piece = []
+        for first_shard in range(0, len(self._shards), copies):
+            holders_by_piece.append(self._shards[first_shard : first_shard + copies])
+        # A part along another axis takes the same columns or rows of every piece.
         if part is not None and part.axis == axis:
-            pieces = _overlaps(
-                [holders for holders, _ in pieces], self._stored[stored].shape[axis], part
-            )
-        sizes = []
-        for _, p in pieces:
-            sizes.append(
-                self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size
-            )
+            pieces = _overlaps(holders_by_piece, piece_size, part)
+        else:
+            pieces = [(holders, part) for holders in holders_by_piece]
         shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
-        joined = self._stored[stored].dtype.empty(shape)
+        # Pieces are read into their place, so that no piece is in memory twice.
+        joined = stored.dtype.empty(shape)
         start = 0
-        for size, (holders, wanted) in zip(sizes, pieces, strict=True):
+        for holders, piece_part in pieces:
+            size = piece_size
+            if piece_part is not None and piece_part.axis == axis:
+                size = piece_part.size
             target = joined.narrow(axis, start, size)
             start += size
             if not parameter.rotary:
-                holders[0].read_into(target, stored, wanted)
+                holders[0].read_into(target, stored_name, piece_part)
             else:
-                target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
-            for other in holders[1:]:
-                if not holders[0].read(stored, wanted).equal(other.read(stored, wanted)):
+                interleaved = holders[0].read(stored_name, piece_part)
+                target.copy_(to_rotate_half(interleaved, self.config.head_dim))
+            for holder in holders[1:]:
+                expected = holders[0].read(stored_name, piece_part)
+                if not expected.equal(holder.read(stored_name, piece_part)):
                     problem = (
-                        f"tensor '{stored}' must be the same in every shard that holds it and"
+                        f"tensor '{stored_name}' must be the same in every shard that holds it and"
                         " is not"
                     )
                     raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
         return joined
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
-        """Return the names of the weights, which all shards have in the same shape and float
-        type.
+        """Check that all shards have the weights in the same shape and float type, and return the
+        names of these.
         """
-        first = shards[0]
-        weights = {name for name in shards[0] if not is_derived_buffer(name)}
+        first_shard = shards[0]
+        weights = {name for name in first_shard if not is_derived_buffer(name)}
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
-            if difference := sorted(set(first) ^ set(shard)):
+            difference = sorted(set(first_shard) ^ set(shard))
+            if difference:
                 problem = f"holds other tensors than {self._paths[0].name}"
                 stray = f"'{difference[0]}' in one"
                 raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
             for name in weights:
-                if shard[name] != first[name]:
-                    if shard[name].shape == first[name].shape:
-                        what = "float type"
+                tensor = shard[name]
+                expected = first_shard[name]
+                if tensor != expected:
+                    if tensor.shape == expected.shape:
+                        property_name = "float type"
                     else:
-                        what = "shape"
-                    problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
-                    found, expected = (
-                        f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name])
+                        property_name = "shape"
+                    raise CheckpointError(
+                        f"tensor '{name}' has another {property_name} than in"
+                        f" {self._paths[0].name}",
+                        path=path,
+                        found=f"{tensor.dtype} {list(tensor.shape)}",
+                        expected=f"{expected.dtype} {list(expected.shape)}",
                     )
-                    raise CheckpointError(problem, path=path, found=found, expected=expected)
         return weights
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
-        """Return the architecture, from params.json and the shapes."""
+        """Read the architecture from params.json and the shapes."""
         count = len(self._paths)
-        for needed in (_EMBEDDING, _QUERY, _GATE):
-            if needed not in self._weights:
-                known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
-                strangers = []
-                for n in self._weights:
-                    if re.sub(r"\.\d+\.", ".{}.", n) not in known:
-                        strangers.append(n)
-                if strangers:
-                    raise_unexpected(strangers, self._paths[0])
-                raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
+        for required_name in (_EMBEDDING, _QUERY, _GATE):
+            if required_name not in self._weights:
+                # Names of other formats or quantizations explain more than the missing one.
+                patterns = {f"{module.format(layer='{}')}.weight" for module in META.values()}
+                unexpected = []
+                for name in self._weights:
+                    if re.sub(r"\.\d+\.", ".{}.", name) not in patterns:
+                        unexpected.append(name)
+                if unexpected:
+                    raise_unexpected(unexpected, self._paths[0])
+                raise CheckpointError(f"tensor '{required_name}' is missing", path=self._paths[0])
         rows, width = self._matrix_shape(_EMBEDDING)
         query_rows, dim = self._matrix_shape(_QUERY)
         feed_forward, _ = self._matrix_shape(_GATE)
@@ -274,7 +295,8 @@ class MetaCheckpoint:
                 "weights are not stored as floats", path=self._paths[0], found=dtype
             )
         settings = Settings(params, params_path)
-        stated = dim
+        # Query rows over all shards, unless the params have another size of heads.
+        query_size = dim
         if settings.has("dim") and settings.integer("dim", 1, Limits.width) != dim:
             raise CheckpointError(
                 "dim disagrees with the weights",
@@ -283,11 +305,11 @@ class MetaCheckpoint:
                 expected=dim,
             )
         if settings.has("n_heads") and settings.has("head_dim"):
-            stated = settings.integer("n_heads", 1, Limits.heads) * settings.integer(
-                "head_dim", 1, Limits.heads
-            )
-        if query_rows * count != stated:
-            self._wrong_count(stated // query_rows)
+            heads = settings.integer("n_heads", 1, Limits.heads)
+            query_size = heads * settings.integer("head_dim", 1, Limits.heads)
+        if query_rows * count != query_size:
+            self._wrong_count(query_size // query_rows)
+        # Complete rows of the embedding mean that it is split by rows.
         if width == dim:
             self.embedding_axis = 0
             rows *= count
@@ -310,10 +332,10 @@ class MetaCheckpoint:
 
     def _wrong_count(self, expected: int | None) -> None:
         problem = "the number of shards disagrees with the shapes"
-        found = f"{len(self._paths)} consolidated.*.pth"
+        shards = f"{len(self._paths)} consolidated.*.pth"
         hint = "a shard is missing or stray"
         raise CheckpointError(
-            f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint
+            f"{problem} of the tensors", path=self.path, found=shards, expected=expected, hint=hint
         )
 
     def _matrix_shape(self, name: str) -> tuple[int, ...]:
@@ -325,46 +347,54 @@ class MetaCheckpoint:
         return shape
 
     def _is_tied(self) -> bool:
-        """Return whether the output projection is absent or a copy of the embedding."""
+        """Check whether the output projection is absent or a copy of the embedding."""
         if _HEAD not in self._weights:
             return True
         if self.embedding_axis == 0:
             return all(same_tensor(shard, _HEAD, shard, _EMBEDDING) for shard in self._shards)
-        shape, (rows, width), count = (
-            self._stored[_HEAD].shape,
-            self._stored[_EMBEDDING].shape,
-            len(self._shards),
-        )
-        if self._stored[_HEAD].dtype != self._stored[_EMBEDDING].dtype or len(shape) != 2:
+        head = self._stored[_HEAD]
+        embedding = self._stored[_EMBEDDING]
+        rows, width = embedding.shape
+        count = len(self._shards)
+        if head.dtype != embedding.dtype or len(head.shape) != 2:
             return False
-        if (shape[0] * count, shape[1]) != (rows, width * count):
+        if (head.shape[0] * count, head.shape[1]) != (rows, width * count):
             return False
+        # The head is split by rows and the embedding by columns, so some rows of one shard's head
+        # are compared with the same rows of all shards' embeddings at a time.
         for rank, shard in enumerate(self._shards):
+            first_row = rank * head.shape[0]
             for part in shard.row_parts(_HEAD):
-                (start, stop), first = part.ranges[0], rank * shape[0]
-                same_rows = TensorSlice(0, ((first + start, first + stop),))
-                pieces = [other.read_bytes(_EMBEDDING, same_rows) for other in self._shards]
+                start, stop = part.ranges[0]
+                embedding_rows = TensorSlice(0, ((first_row + start, first_row + stop),))
+                pieces = []
+                for embedding_shard in self._shards:
+                    pieces.append(embedding_shard.read_bytes(_EMBEDDING, embedding_rows))
                 if shard.read_bytes(_HEAD, part) != _side_by_side(pieces, stop - start):
                     return False
         return True
 
     def _check(self) -> None:
-        known = {meta_name(e): e for e in self._parameters.values()}
-        head_is_double = self.config.tied_embeddings and _HEAD in self._weights
-        strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
-        if strangers:
-            raise_unexpected(strangers, self._paths[0])
-        found = {}
-        for name, parameter in known.items():
-            if name in self._weights:
-                found[parameter.name] = TensorSpec(
+        by_meta_name: dict[str, Parameter] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for parameter in self._parameters.values():
+            by_meta_name[meta_name(parameter)] = parameter
+            shapes[parameter.name] = parameter.shape
+        unexpected = self._weights - set(by_meta_name)
+        # Meta's format stores a tied head too.
+        if self.config.tied_embeddings:
+            unexpected.discard(_HEAD)
+        if unexpected:
+            raise_unexpected(unexpected, self._paths[0])
+        specs = {}
+        for stored_name, parameter in by_meta_name.items():
+            if stored_name in self._weights:
+                specs[parameter.name] = TensorSpec(
                     parameter.name,
-                    self._compute_joined_shape(parameter, name),
-                    self._stored[name].dtype,
+                    self._compute_joined_shape(parameter, stored_name),
+                    self._stored[stored_name].dtype,
                 )
-        require_tensors(
-            found, {name: one.shape for name, one in self._parameters.items()}, self.path
-        )
+        require_tensors(specs, shapes, self.path)
 
     def _compute_joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
         joined = list(self._stored[name].shape)
@@ -379,27 +409,27 @@ class MetaCheckpoint:
         return parameter.split_axis or 0
 
     def _copies(self, parameter: Parameter) -> int:
-        """Return the number of consecutive shards with the same piece."""
+        """Count the consecutive shards with the same piece."""
         if parameter.split_axis is None:
             return len(self._shards)
         return self._replicas(parameter)
 
     def _replicas(self, parameter: Parameter) -> int:
-        """Return the number of shards with the same KV head; more than one only if each shard has a
-        single KV head.
+        """Count the shards with the same KV head; more than one only if each shard has a single KV
+        head.
         """
         if parameter.dims[0] != "kv":
             return 1
         shards = len(self._shards)
         heads = self.config.num_kv_heads
-        one_each = self._stored[meta_name(parameter)].shape[0] == self.config.head_dim
-        if one_each and shards > heads and shards % heads == 0:
+        has_single_head = self._stored[meta_name(parameter)].shape[0] == self.config.head_dim
+        if has_single_head and shards > heads and shards % heads == 0:
             return shards // heads
         return 1
 
 
 def meta_name(parameter: Parameter) -> str:
-    """Meta's name of a tensor that its format has."""
+    """Return Meta's name of a tensor that its format has."""
     assert parameter.leaf == "weight", parameter.name
     return f"{META[parameter.role].format(layer=parameter.layer)}.weight"
 
@@ -407,24 +437,26 @@ def meta_name(parameter: Parameter) -> str:
 def _overlaps(
     pieces: list[list[TensorFile]], size: int, part: TensorSlice
 ) -> list[tuple[list[TensorFile], TensorSlice | None]]:
-    """Return the pieces, of equal size along the part's axis, that a part overlaps, and the overlap
+    """Find the pieces, of equal size along the part's axis, that a part overlaps, and the overlap
     of each.
     """
-    result: list[tuple[list[TensorFile], TensorSlice | None]] = []
+    overlaps: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
             low = max(start - index * size, 0)
             high = min(stop - index * size, size)
-            result.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
-    return result
+            overlaps.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
+    return overlaps
 
 
 def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
-    """Rows whose columns are split over pieces of equal size."""
+    """Join rows whose columns are split over pieces of equal size."""
     width = len(pieces[0]) // rows
-    return b"".join(
-        piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces
-    )
+    row_pieces: list[bytes] = []
+    for start in range(0, rows * width, width):
+        for piece in pieces:
+            row_pieces.append(piece[start : start + width])
+    return b"".join(row_pieces)
 
 
 def to_rotate_half(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -440,12 +472,12 @@ def to_interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
-    numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
+    numbers = [int(_SHARD.fullmatch(path.name)[1]) for path in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:
             missing = f"consolidated.{expected:02d}.pth"
-            found = f"{len(paths)} shards up to {paths[-1].name}"
-            raise make_damaged_file_error("the weight file is missing", folder / missing, found)
+            shards = f"{len(paths)} shards up to {paths[-1].name}"
+            raise make_damaged_file_error("the weight file is missing", folder / missing, shards)
     if not paths:
         raise CheckpointError("has no consolidated.*.pth", path=folder)
     return paths

@@ -34,21 +34,25 @@ class MetaEncoder(Encoder):
         *,
         embedding_axis: int,
     ) -> None:
-        """Raise a `RequestError` if the shards do not divide the heads, the feed-forward width
-        or the vocabulary.
+        """
+        Raises:
+            RequestError: if the shards do not divide the heads, the feed-forward width or the
+                vocabulary.
         """
         self.planned = planned
         self._config = config
         self._shards = shards
         self._axis = embedding_axis
         # With the head even if it is tied: readers of Meta's format expect it.
-        self._parameters = {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
+        self._parameters: dict[str, Parameter] = {}
+        for parameter in parameters(replace(config, tied_embeddings=False)):
+            self._parameters[parameter.name] = parameter
         _require_divisible(config, shards, embedding_axis)
-        stored = [self._part_of(p, self._parameters[p.name]) for p in planned]
-        self._zips = {
-            f"consolidated.{i:02d}.pth": PthEncoder(f"consolidated.{i:02d}", stored)
-            for i in range(shards)
-        }
+        stored = [self._part_of(spec, self._parameters[spec.name]) for spec in planned]
+        self._zips: dict[str, PthEncoder] = {}
+        for rank in range(shards):
+            stem = f"consolidated.{rank:02d}"
+            self._zips[f"{stem}.pth"] = PthEncoder(stem, stored)
 
     def total_bytes(self) -> int:
         return sum(encoder.total_bytes for encoder in self._zips.values())
@@ -62,6 +66,7 @@ class MetaEncoder(Encoder):
         if parameter.rotary:
             value = to_interleaved(value, self._config.head_dim)
         part = self._part_of(self.planned[index], parameter)
+        # Every tensor goes to all shards, so all files grow together.
         for rank, (file, encoder) in enumerate(self._zips.items()):
             data = tensor_bytes(self._slice(value, parameter, rank), part)
             if index == 0:
@@ -86,12 +91,12 @@ class MetaEncoder(Encoder):
             return value
         pieces = self._pieces(parameter)
         size = value.shape[axis] // pieces
-        return value.narrow(axis, rank * pieces // self._shards * size, size)
+        # Consecutive shards share a piece if there are fewer pieces than shards.
+        piece = rank * pieces // self._shards
+        return value.narrow(axis, piece * size, size)
 
     def _pieces(self, parameter: Parameter) -> int:
-        """Return the number of different pieces of a tensor; fewer than shards if KV heads
-        repeat.
-        """
+        """Count the different pieces of a tensor; fewer than shards if KV heads repeat."""
         if parameter.dims[0] == "kv":
             return min(self._shards, self._config.num_kv_heads)
         return self._shards
@@ -103,7 +108,8 @@ class MetaEncoder(Encoder):
 
     def _part_of(self, planned: TensorSpec, parameter: Parameter) -> StoredTensor:
         shape = list(planned.shape)
-        if (axis := self._axis_of(parameter)) is not None:
+        axis = self._axis_of(parameter)
+        if axis is not None:
             shape[axis] //= self._pieces(parameter)
         return StoredTensor(meta_name(parameter), planned.dtype, tuple(shape))
 
@@ -118,6 +124,7 @@ def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) ->
             raise RequestError(
                 f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`"
             )
+    # More shards than KV heads repeat each head the same number of times.
     kv_heads = config.num_kv_heads
     if kv_heads % shards and shards % kv_heads:
         raise RequestError(

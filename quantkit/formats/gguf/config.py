@@ -60,7 +60,7 @@ def config_of(
     tied: bool,
     dtype: str,
 ) -> ModelConfig:
-    """Return the config of a file's model.
+    """Build the config of a file's model.
 
     Args:
         shapes: of its tensors, by name, rows first.
@@ -78,22 +78,22 @@ def config_of(
     heads = _read_uniform_size(keys, "attention.head_count", Limits.heads)
     hidden = keys.integer("embedding_length", 1, Limits.width)
     context = keys.integer("context_length", 1, Limits.context)
-    own = keys.has("attention.key_length")
-    if own:
+    if keys.has("attention.key_length"):
         head_dim = keys.integer("attention.key_length", 1, Limits.heads)
     else:
         head_dim = hidden // heads
-    if (
-        keys.has("attention.value_length")
-        and keys.integer("attention.value_length", 1, Limits.heads) != head_dim
-    ):
-        raise UnsupportedError(
-            "keys and values of different sizes are not supported", path=str(path)
-        )
+    if keys.has("attention.value_length"):
+        value_dim = keys.integer("attention.value_length", 1, Limits.heads)
+        if value_dim != head_dim:
+            raise UnsupportedError(
+                "keys and values of different sizes are not supported", path=str(path)
+            )
     if not keys.flag("attention.causal", True):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
     window, windowed = _windows(keys, architecture, layers)
-    factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
+    shortest_factors: dict[str, tuple[float, ...]] = {}
+    for name, values in factors.items():
+        shortest_factors[name] = tuple(map(shortest, values))
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError(
@@ -107,16 +107,19 @@ def config_of(
             expected=embedding[0],
         )
     general = Settings(metadata, path)
-    starts = general.ids("tokenizer.ggml.bos_token_id")
-    llama_ends = []
+    bos_ids = general.ids("tokenizer.ggml.bos_token_id")
+    # llama.cpp ends a text at each of these: the end of a text, of a turn and of a message.
+    llama_eos_ids: dict[int, None] = {}
     for name in ("eos", "eot", "eom"):
-        llama_ends.append(general.ids(f"tokenizer.ggml.{name}_token_id"))
-    ends = tuple(dict.fromkeys(end for llama_end in llama_ends for end in llama_end))
-    listed_ends = general.ids(EOS_IDS)
+        llama_eos_ids |= dict.fromkeys(general.ids(f"tokenizer.ggml.{name}_token_id"))
+    eos_ids = tuple(llama_eos_ids)
+    listed_eos_ids = general.ids(EOS_IDS)
     # Otherwise a key was changed after quantkit wrote the file.
-    if set(ends) <= set(listed_ends):
-        ends = listed_ends
+    if set(eos_ids) <= set(listed_eos_ids):
+        eos_ids = listed_eos_ids
+    # Some architectures have one tensor for queries, keys and values.
     has_qkv_bias = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
+    # A config.json, whose family checks it and fills in defaults.
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
@@ -133,20 +136,21 @@ def config_of(
         "torch_dtype": dtype,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": [SLIDING if one else FULL for one in windowed],
-        "bos_token_id": starts[0] if starts else None,
-        "eos_token_id": list(ends) or None,
+        "layer_types": [SLIDING if has_window else FULL for has_window in windowed],
+        "bos_token_id": bos_ids[0] if bos_ids else None,
+        "eos_token_id": list(eos_ids) or None,
         "attention_bias": has_qkv_bias,
         "qkv_bias": has_qkv_bias,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        **read_rope(keys, architecture, factors, head_dim, context),
+        **read_rope(keys, architecture, shortest_factors, head_dim, context),
         **_experts(keys, architecture),
         **architecture.read(keys, head_dim),
     }
+    # llama.cpp recognizes Gemma's large model, which scales attention otherwise, by its layers.
     if architecture.wide_scale_layers is not None:
-        raw["query_pre_attn_scalar"] = (
-            hidden // heads if architecture.wide_scale_layers == layers else head_dim
-        )
+        raw["query_pre_attn_scalar"] = head_dim
+        if architecture.wide_scale_layers == layers:
+            raw["query_pre_attn_scalar"] = hidden // heads
     raw["model_type"] = _family(metadata, architecture, raw)
     if WINDOWED_BASE in architecture.keys and window is not None:
         raw |= _ropes_by_layer(keys, architecture, raw)
@@ -154,12 +158,15 @@ def config_of(
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a model's config; those of its tokenizer are written elsewhere. Raises
-    `UnsupportedError` if GGUF cannot state all of it, or llama.cpp would compute it differently.
+    """Write the keys of a model's config; those of its tokenizer are written elsewhere.
+
+    Raises:
+        UnsupportedError: if GGUF cannot state all of the config, or llama.cpp would compute it
+            differently.
     """
     architecture = gguf_architecture(config)
     _require_computed(config, architecture)
-    own: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
@@ -174,8 +181,8 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     }
     experts = config.experts
     if experts is not None:
-        own |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
-    stated = {
+        keys |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    optional_values = {
         "expert_feed_forward_length": None if experts is None else experts.size,
         "expert_shared_feed_forward_length": None if experts is None else experts.shared_size,
         "attn_logit_softcapping": config.attention_softcap,
@@ -185,23 +192,25 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
         "residual_scale": config.residual_multiplier,
         "logit_scale": 1 / config.logit_multiplier,
     }
-    for key, value in stated.items():
+    for key, value in optional_values.items():
         if key in architecture.keys and value is not None:
-            own[key] = value if key.endswith("length") else float(value)
-    own |= write_rope(config, architecture)
-    result: dict[str, Any] = {
+            # GGUF's values have types: lengths are integers, the others floats.
+            keys[key] = value if key.endswith("length") else float(value)
+    keys |= write_rope(config, architecture)
+    metadata: dict[str, Any] = {
         "general.architecture": architecture.name,
         MODEL_TYPE: config.architecture,
     }
-    result |= {f"{architecture.name}.{key}": value for key, value in own.items()}
+    for key, value in keys.items():
+        metadata[f"{architecture.name}.{key}"] = value
     if config.eos_token_ids:
-        result[EOS_IDS] = list(config.eos_token_ids)
-    _require_read_back(config, result)
-    return result
+        metadata[EOS_IDS] = list(config.eos_token_ids)
+    _require_read_back(config, metadata)
+    return metadata
 
 
 def notes_of(config: ModelConfig) -> list[str]:
-    """Return what llama.cpp does differently, for the user."""
+    """List what llama.cpp does differently, for the user."""
     window = only_window(config)
     if window is None or gguf_architecture(config).window_period is not None:
         return []
@@ -213,22 +222,22 @@ def notes_of(config: ModelConfig) -> list[str]:
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
     general = Settings(metadata, path)
+    # Other types are adapters, for instance.
+    kind = "model"
     if general.has("general.type"):
         kind = general.string("general.type")
-    else:
-        kind = "model"
     if kind != "model":
         raise UnsupportedError("is not a complete model", path=str(path), found=format_value(kind))
     name = general.string("general.architecture")
-    known = sharing_families()
-    if name not in known:
+    families_by_architecture = sharing_families()
+    if name not in families_by_architecture:
         raise UnsupportedError(
             "architecture is not supported",
             path=str(path),
             found=format_value(name),
-            expected=", ".join(sorted(known)),
+            expected=", ".join(sorted(families_by_architecture)),
         )
-    architecture = known[name][0].gguf
+    architecture = families_by_architecture[name][0].gguf
     assert architecture is not None
     return architecture
 
@@ -236,35 +245,33 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
 def _read_architecture_keys(
     metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object
 ) -> Settings:
-    """Return the architecture's keys, without its name. An unknown key is refused unless it has no
+    """Read the architecture's keys, without its name. An unknown key is refused unless it has no
     effect: it could change the arithmetic.
     """
     prefix = f"{architecture.name}."
-    found = {}
+    values = {}
     for key, value in metadata.items():
         if key.startswith(prefix):
-            found[key.removeprefix(prefix)] = shortest(value)
-    usual = {
+            values[key.removeprefix(prefix)] = shortest(value)
+    # What llama.cpp computes without these keys.
+    default_values = {
         "expert_gating_func": _SOFTMAX,
         "expert_weights_scale": 1.0,
         "expert_weights_norm": architecture.normalized,
     }
-    known = {*_KEYS, *architecture.keys}
-    unknown = []
-    for key, value in found.items():
-        if key not in known and value and value != usual.get(key):
-            unknown.append(key)
-    if unknown:
-        raise UnsupportedError(
-            f"has the key '{prefix}{unknown[0]}', which is not supported",
-            path=str(path),
-            found=format_value(found[unknown[0]]),
-        )
-    return Settings(found, path, architecture.name)
+    supported_keys = {*_KEYS, *architecture.keys}
+    for key, value in values.items():
+        if key not in supported_keys and value and value != default_values.get(key):
+            raise UnsupportedError(
+                f"has the key '{prefix}{key}', which is not supported",
+                path=str(path),
+                found=format_value(value),
+            )
+    return Settings(values, path, architecture.name)
 
 
 def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None = None) -> int:
-    """Return a size that may be listed for each layer, but must be the same for all."""
+    """Read a size that may be listed for each layer, but must be the same for all."""
     if default is not None and not keys.has(key):
         return default
     value = keys.need(key)
@@ -282,27 +289,26 @@ def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None 
 def _windows(
     keys: Settings, architecture: GgufArchitecture, layers: int
 ) -> tuple[int | None, list[bool]]:
-    """Return the width of the windows, and which layers have one."""
+    """Read the width of the windows, and which layers have one."""
     if keys.has(_WINDOW):
         window = keys.integer(_WINDOW, 0, Limits.context)
     else:
         window = architecture.default_window or 0
-    stated = keys.values.get(_PATTERN)
-    if isinstance(stated, list):
-        if len(stated) != layers or not all(one in (0, 1) for one in stated):
+    # Either a flag for each layer, or a period.
+    pattern = keys.values.get(_PATTERN)
+    if isinstance(pattern, list):
+        if len(pattern) != layers or not all(flag in (0, 1) for flag in pattern):
             raise CheckpointError(
                 f"{keys.name}.{_PATTERN} does not fit the layers",
                 path=keys.path,
-                found=format_value(stated),
+                found=format_value(pattern),
                 expected=f"0 or 1 for each of {layers}",
             )
-        windowed = [bool(one) for one in stated]
+        windowed = [bool(flag) for flag in pattern]
     else:
-        period = (
-            keys.integer(_PATTERN, 0, Limits.layers)
-            if keys.has(_PATTERN)
-            else architecture.window_period
-        )
+        period = architecture.window_period
+        if keys.has(_PATTERN):
+            period = keys.integer(_PATTERN, 0, Limits.layers)
         windowed = _by_period(period, layers)
     if window and any(windowed):
         return window, windowed
@@ -312,34 +318,37 @@ def _windows(
             path=keys.path,
             found=(
                 f"{_WINDOW} {format_value(keys.values.get(_WINDOW))},"
-                f" {_PATTERN} {format_value(stated)}"
+                f" {_PATTERN} {format_value(pattern)}"
             ),
         )
     return None, [False] * layers
 
 
 def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
-    """Return the keys of a mixture of experts, under the names of any family."""
-    if architecture.normalized is None or (
-        architecture.dense_too and not keys.values.get("expert_count")
-    ):
+    """Read the keys of a mixture of experts, under the names of any family."""
+    if architecture.normalized is None:
+        return {}
+    # Architectures such as Llama are those of models with experts and of models without.
+    if architecture.dense_too and not keys.values.get("expert_count"):
         return {}
     count = keys.integer("expert_count", 0, Limits.experts)
-    used = keys.integer("expert_used_count", 1, Limits.experts)
+    per_token = keys.integer("expert_used_count", 1, Limits.experts)
     width = _read_uniform_size(keys, "feed_forward_length", Limits.width)
     size_key = "expert_feed_forward_length"
     shared_key = "expert_shared_feed_forward_length"
     if keys.has(size_key):
         size = keys.integer(size_key, 1, Limits.width)
     else:
-        size = max(width // used, 1)
+        size = max(width // per_token, 1)
+    if keys.has(shared_key):
+        shared_size = keys.integer(shared_key, 1, Limits.width)
+    else:
+        shared_size = width
     return {
         "num_experts": count,
-        "num_experts_per_tok": used,
+        "num_experts_per_tok": per_token,
         "moe_intermediate_size": size,
-        "shared_expert_intermediate_size": (
-            keys.integer(shared_key, 1, Limits.width) if keys.has(shared_key) else width
-        ),
+        "shared_expert_intermediate_size": shared_size,
         "norm_topk_prob": architecture.normalized,
     }
 
@@ -347,25 +356,30 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
 def _family(
     metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]
 ) -> str:
-    """Return the family of a file among those of its architecture: from quantkit's key, or from the
-    features.
+    """Determine the family of a file among those of its architecture: from quantkit's key, or from
+    the features.
     """
     families = sharing_families()[architecture.name]
-    marked = {}
+    unmarked = [family for family in families if family.gguf_mark is None]
+    plain_family = (unmarked or families)[0]
+    families_by_feature = {}
     for family in families:
         if raw.get(family.gguf_mark or "") is not None:
-            marked[family.gguf_mark] = family.model_type
-    stated = metadata.get(MODEL_TYPE)
-    if "num_experts" not in marked and any(stated == family.model_type for family in families):
-        return str(stated)
-    plain = next((family for family in families if family.gguf_mark is None), families[0])
-    return marked.get("num_experts") or marked.get("sliding_window") or plain.model_type
+            families_by_feature[family.gguf_mark] = family.model_type
+    model_type = metadata.get(MODEL_TYPE)
+    # A file with experts is of the family with experts, whatever its key says.
+    if "num_experts" in families_by_feature:
+        return families_by_feature["num_experts"]
+    for family in families:
+        if model_type == family.model_type:
+            return family.model_type
+    return families_by_feature.get("sliding_window") or plain_family.model_type
 
 
 def _ropes_by_layer(
     keys: Settings, architecture: GgufArchitecture, raw: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rotary positions by kind of layer: those of layers with a window are not scaled."""
+    """Read rotary positions by kind of layer: those of layers with a window are not scaled."""
     if architecture.one_rotary_base:
         base = raw["rope_theta"]
     else:
@@ -386,14 +400,18 @@ def _ropes_by_layer(
 
 
 def _by_period(period: int | None, layers: int) -> list[bool]:
-    """Return which layers have a window: all but the last of each period, all of them without a
+    """Determine which layers have a window: all but the last of each period, all of them without a
     period.
     """
+    # As llama.cpp's `set_swa_pattern` does.
     return [not period or layer % period < period - 1 for layer in range(layers)]
 
 
 def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    widths = {window for window in config.windows if window is not None}
+    widths: set[int] = set()
+    for window in config.windows:
+        if window is not None:
+            widths.add(window)
     if len(widths) > 1:
         raise UnsupportedError(
             "GGUF cannot hold windows of several widths", found=format_value(sorted(widths))
@@ -402,28 +420,28 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     layers = config.num_layers
     if not widths:
         return {}
-    result: dict[str, Any] = {_WINDOW: widths.pop()}
+    keys: dict[str, Any] = {_WINDOW: widths.pop()}
     if windowed == _by_period(architecture.window_period, layers):
-        return result
+        return keys
+    # llama.cpp has no windows for these architectures, so only quantkit reads the flags.
     if architecture.window_period is None:
-        return {**result, _PATTERN: windowed}
-    period = next(
-        (one for one in range(2, layers + 2) if windowed == _by_period(one, layers)), None
+        return {**keys, _PATTERN: windowed}
+    # A period of one has no windows; one more than the layers has a window in all of them.
+    for period in range(2, layers + 2):
+        if windowed == _by_period(period, layers):
+            return {**keys, _PATTERN: period}
+    raise UnsupportedError(
+        "llama.cpp does not support this order of layers with windows",
+        found=format_value(windowed),
     )
-    if period is None:
-        raise UnsupportedError(
-            "llama.cpp does not support this order of layers with windows",
-            found=format_value(windowed),
-        )
-    return {**result, _PATTERN: period}
 
 
 def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
     """Refuse features that llama.cpp does not compute."""
     biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
     refused = []
-    for name, bias in biases.items():
-        if bias and name not in architecture.biases:
+    for name, has_bias in biases.items():
+        if has_bias and name not in architecture.biases:
             refused.append(f"biases of {name}")
     if config.experts is not None and not all(layer.experts for layer in config.layers):
         refused.append("layers without experts")
@@ -437,9 +455,9 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
         )
     if config.clip_qkv is not None:
         refused.append("clipped queries, keys and values")
-    refused += [
-        description for description, is_used in architecture.refused.items() if is_used(config)
-    ]
+    for description, is_used in architecture.refused.items():
+        if is_used(config):
+            refused.append(description)
     if refused:
         raise UnsupportedError(
             f"llama.cpp does not compute {refused[0]} of {architecture.name} models"
@@ -448,43 +466,54 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
 
 def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None:
     """Refuse a model that would be read back as another one."""
-    stored = {key: _as_stored(value) for key, value in metadata.items()}
-    names = {"attn_q": config.qkv_bias, "ffn_gate": config.mlp_bias}
+    stored_metadata: dict[str, Any] = {}
+    for key, value in metadata.items():
+        stored_metadata[key] = _as_stored(value)
+    # The tokenizer's keys are not among them.
+    stored_metadata["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    # Of these tensors only the presence or the rows are read.
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, there in names.items():
-        if there:
-            shapes[f"blk.0.{name}.bias"] = (1,)
+    if config.qkv_bias:
+        shapes["blk.0.attn_q.bias"] = (1,)
+    if config.mlp_bias:
+        shapes["blk.0.ffn_gate.bias"] = (1,)
     shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)
     factors = {}
     for name, values in rope_tensors(config).items():
         factors[name] = tuple(map(_as_stored, values))
-    ids = {"tokenizer.ggml.bos_token_id": config.bos_token_id}
-    found = config_of(
-        {**stored, **ids}, shapes, factors, "GGUF", tied=config.tied_embeddings, dtype=config.dtype
+    config_read_back = config_of(
+        stored_metadata,
+        shapes,
+        factors,
+        "GGUF",
+        tied=config.tied_embeddings,
+        dtype=config.dtype,
     )
-    if _round_floats(found) != _round_floats(config):
-        differences = found.differences(config) or ["its layers"]
+    # Numbers are rounded to float32 on both sides, so that only real differences count.
+    if _round_floats(config_read_back) != _round_floats(config):
+        differences = config_read_back.differences(config) or ["its layers"]
         raise UnsupportedError("GGUF cannot hold all of the model's config", found=differences[0])
 
 
 def _as_stored(value: Any) -> Any:
-    """Return a value as it is read back: floats are float32."""
+    """Round a value as it is read back: floats are float32."""
     if isinstance(value, float):
         return struct.unpack("<f", struct.pack("<f", value))[0]
     return value
 
 
 def _round_floats(part: Any) -> Any:
-    """Return a config to compare in float32: with six digits of its numbers."""
+    """Round a config to six digits of its numbers, to compare it in float32."""
     if isinstance(part, float):
         return f"{part:.6g}"
     if isinstance(part, tuple):
         return tuple(map(_round_floats, part))
     if not dataclasses.is_dataclass(part):
         return part
+    # The tokenizer's keys state these.
     skipped = {"bos_token_id", "eos_token_ids"}
-    return tuple(
-        _round_floats(getattr(part, field.name))
-        for field in dataclasses.fields(part)
-        if field.name not in skipped
-    )
+    values = []
+    for field in dataclasses.fields(part):
+        if field.name not in skipped:
+            values.append(_round_floats(getattr(part, field.name)))
+    return tuple(values)

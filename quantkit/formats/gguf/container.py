@@ -66,7 +66,8 @@ _HEAD = "output.weight"
 _QUANTIZATION_VERSION = 2
 _EXACT = "read as float32, which is exact"
 _MAX_FACTORS = 2**16
-_DEFAULT = DType.BFLOAT16  # of a model without float matrices
+# The type of a model without float matrices.
+_DEFAULT = DType.BFLOAT16
 
 
 class Gguf(Container):
@@ -102,17 +103,20 @@ class Gguf(Container):
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
     ) -> list[Parameter]:
-        known = {parameter.name: parameter for parameter in parameters(config)}
-        result: list[Parameter] = []
-        for name in dict.fromkeys(
-            name for gguf_tensor in gguf_tensors(config) for name in gguf_tensor.parts
-        ):
-            result.append(known[name])
-        return result
+        by_name: dict[str, Parameter] = {}
+        for parameter in parameters(config):
+            by_name[parameter.name] = parameter
+        # Each once: a tied embedding may be written as the head too.
+        ordered: dict[str, Parameter] = {}
+        for tensor in gguf_tensors(config):
+            for name in tensor.parts:
+                ordered[name] = by_name[name]
+        return list(ordered.values())
 
     def encoder(self, output: Output) -> Encoder:
-        """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model
-        differently, and a `CheckpointError` if the source's tokenizer is damaged.
+        """Make the encoder, see `Container.encoder`; raise an `UnsupportedError` also if llama.cpp
+        would run the model differently, and a `CheckpointError` if the source's tokenizer is
+        damaged.
         """
         from quantkit.formats.gguf.encoder import GgufEncoder
 
@@ -125,8 +129,9 @@ class Gguf(Container):
         name = adapt_model_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name}
         metadata |= gguf_authorship(output.source.path, output.authorship) | texts
-        if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
-            metadata[ENDS] = list(ends)
+        eos_ids = dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])])
+        if eos_ids:
+            metadata[ENDS] = list(eos_ids)
         # The fallback of short rows may be the type of most numbers.
         if output.mix is not None:
             metadata["general.file_type"] = output.mix.file_type
@@ -147,34 +152,36 @@ class Gguf(Container):
         return (*in_metadata, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
-        return [
-            *_text_metadata(output)[1],
-            *(f"{output.source.path}: {note}" for note in notes_of(output.config)),
-        ]
+        _, text_notes = _text_metadata(output)
+        notes = list(text_notes)
+        for config_note in notes_of(output.config):
+            notes.append(f"{output.source.path}: {config_note}")
+        return notes
 
 
 def adapt_model_name(name: str, architecture: str, tokens: Collection[str]) -> str:
-    """Return a model's name with which llama.cpp tokenizes like its tokenizer: by the name it
+    """Change a model's name so that llama.cpp tokenizes like its tokenizer: by the name it
     recognizes Phi-3, whose special tokens remove the spaces after them.
     """
-    match = re.search(_PHI3, name, re.IGNORECASE)
-    if not {*tokens} >= _PHI3_TOKENS:
+    has_phi3_tokens = {*tokens} >= _PHI3_TOKENS
+    if not has_phi3_tokens:
+        # A space keeps the name readable, and llama.cpp does not recognize it.
         return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
-    if architecture == "phi3" and match is None:
+    if architecture == "phi3" and re.search(_PHI3, name, re.IGNORECASE) is None:
         return f"{name} (Phi-3)"
     return name
 
 
 def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
-    """Return the metadata of the tokenizer and the chat templates, and notes on them; computed
-    once.
+    """Build the metadata of the tokenizer and the chat templates, and notes on them, once for an
+    output.
     """
     if _TEXTS not in output.cache:
         output.cache[_TEXTS] = tokenizer_metadata(
             output.source.path, output.config.vocab_size, output.templates
         )
-    result: tuple[dict[str, Any], list[str]] = output.cache[_TEXTS]
-    return result
+    text_metadata: tuple[dict[str, Any], list[str]] = output.cache[_TEXTS]
+    return text_metadata
 
 
 class GgufCheckpoint:
@@ -202,52 +209,62 @@ class GgufCheckpoint:
         self._codes = BLOCK_TYPES
         self.path = self._headers[0].path
         self.notes: list[str] = []
-        self._stored = {
-            name: tensor for header in self._headers for name, tensor in header.tensors.items()
-        }
-        self._files: dict[str, TensorFile] = {}  # by tensor
+        self._stored: dict[str, GgufTensor] = {}
+        # By tensor.
+        self._files: dict[str, TensorFile] = {}
         for header in self._headers:
-            file = TensorFile(
-                header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()}
-            )
+            views = {name: view_of(stored) for name, stored in header.tensors.items()}
+            file = TensorFile(header.source, views)
+            self._stored.update(header.tensors)
             self._files.update(dict.fromkeys(header.tensors, file))
         metadata = self._headers[0].metadata
         self._require_types(metadata)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
+        factors = {}
+        for name in ROPE_TENSORS:
+            if name in self._stored:
+                factors[name] = self._factors(name)
         config = config_of(
             metadata, shapes, factors, self.path, tied=self._is_tied(), dtype=_DEFAULT.value
         )
-        padding = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
-        known = bool(padding) and padding[0] < config.vocab_size
         # null if it is unknown: without the key, transformers uses its own default.
-        self.extra_config: Mapping[str, Any] = {"pad_token_id": padding[0] if known else None}
+        pad_token_id = None
+        padding_ids = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
+        if padding_ids and padding_ids[0] < config.vocab_size:
+            pad_token_id = padding_ids[0]
+        self.extra_config: Mapping[str, Any] = {"pad_token_id": pad_token_id}
         tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(self._stored))
-        self._disk = {tensor.name: tensor for tensor in tensors}
+        self._disk: dict[str, DiskTensor] = {}
+        for tensor in tensors:
+            self._disk[tensor.name] = tensor
+        # The types of matrices decide the model's; which tensors are matrices follows from the
+        # config.
         self.config = config.with_dtype(self._dtype().value)
         self._floats_as = floats_as or DType(self.config.dtype)
         self._check()
-        self._places = {
-            place.name: (tensor, place)
-            for tensor in self._disk.values()
-            for place in tensor.places
-            if not (tensor.name == _HEAD and self.config.tied_embeddings)
-        }
+        self._places: dict[str, tuple[DiskTensor, Place]] = {}
+        for tensor in self._disk.values():
+            # A tied head is a copy of the embedding and has the same canonical name.
+            if tensor.name == _HEAD and self.config.tied_embeddings:
+                continue
+            for place in tensor.places:
+                self._places[place.name] = (tensor, place)
         self._order = [parameter.name for parameter in parameters(self.config)]
         # Else quantkit wrote it, with these notes.
         if MODEL_TYPE not in metadata:
-            self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
+            for config_note in notes_of(self.config):
+                self.notes.append(f"{self.path}: {config_note}")
         for name in (_EMBEDDING, _HEAD):
-            tensor = self._disk.get(name)
-            if tensor is not None and self._exact_floats(tensor):
+            if name in self._disk and self._exact_floats(self._disk[name]):
                 self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, {_EXACT}")
 
     def with_codes(self) -> GgufCheckpoint:
-        """Return the same with all codes read as such; see `Container.with_codes`."""
-        result = copy.copy(self)
-        result._codes = CODED_TYPES
-        result.notes = [note for note in self.notes if not note.endswith(_EXACT)]
-        return result
+        """Copy this checkpoint to one that reads all codes as such; see `Container.with_codes`."""
+        coded = copy.copy(self)
+        coded._codes = CODED_TYPES
+        # Tensors with codes are not read as floats.
+        coded.notes = [note for note in self.notes if not note.endswith(_EXACT)]
+        return coded
 
     @property
     def method(self) -> str | None:
@@ -265,14 +282,13 @@ class GgufCheckpoint:
         return f"{self.format} ({name}{parts})"
 
     def _file_type_name(self) -> str | None:
-        """Return llama.cpp's name of the file, such as Q4_K_M; None if the file states none that
+        """Look up llama.cpp's name of the file, such as Q4_K_M; None if the file states none that
         its tensors allow.
         """
-        stated = self._headers[0].metadata.get("general.file_type")
-        if isinstance(stated, int):
-            name = FILE_TYPES.get(stated)
-        else:
-            name = None
+        name = None
+        file_type = self._headers[0].metadata.get("general.file_type")
+        if isinstance(file_type, int):
+            name = FILE_TYPES.get(file_type)
         claims_floats = name in {kind.value for kind in FLOATS}
         has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
         if claims_floats == has_only_floats:
@@ -280,6 +296,7 @@ class GgufCheckpoint:
         return None
 
     def _prevalent_type(self) -> str:
+        # Ties go to the first of all types, not to the first tensor's.
         kinds = Counter(dict.fromkeys(GgmlType, 0))
         for tensor in self._stored.values():
             kinds[tensor.type] += tensor.nbytes
@@ -304,30 +321,26 @@ class GgufCheckpoint:
         return "quantkit, llama.cpp"
 
     def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """Return one tensor, or a part of it."""
+        """Load one tensor, or a part of it."""
         tensor, place = self._places[name]
-        stored = self._stored[tensor.name]
+        kind = self._stored[tensor.name].type
         spec = self._spec(tensor)
         file = self._files[tensor.name]
         view = self._view(tensor)
-        return read_place(
-            file, view, stored.type, spec, tensor, place, get_norm_offset(self.config, tensor), part
-        )
+        offset = get_norm_offset(self.config, tensor)
+        return read_place(file, view, kind, spec, tensor, place, offset, part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
-        if kind in self._codes and (
-            tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
-        ):
+        keeps_codes = tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
+        if keeps_codes and kind in self._codes:
+            # GGUF's scales are float16.
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
-        if kind in SMALL_FLOATS:
-            stored_as = None
-        else:
-            stored_as = kind.value
+        stored_as = None if kind in SMALL_FLOATS else kind.value
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
@@ -338,38 +351,41 @@ class GgufCheckpoint:
         return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
 
     def _view(self, tensor: DiskTensor) -> View:
-        """Return the place of a tensor, in the expected shape; of blocks, their bytes."""
+        """Locate a tensor, in the expected shape; of blocks, their bytes."""
         view = self._files[tensor.name].view(tensor.name)
+        # Files may have leading sizes of 1; the last size is that of the bytes of blocks.
         shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
 
     def _require_types(self, metadata: Mapping[str, Any]) -> None:
         version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
         for name, tensor in self._stored.items():
-            if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
+            is_quantized = tensor.type not in FLOATS
+            if tensor.type in NOT_READ or (is_quantized and len(tensor.shape) == 1):
                 problem = f"tensor '{name}' is of a type that is not read"
                 raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
-            if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
-                problem = "is quantized by unknown rules"
-                found = f"general.quantization_version {format_value(version)}"
+            if is_quantized and version != _QUANTIZATION_VERSION:
                 raise UnsupportedError(
-                    problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION
+                    "is quantized by unknown rules",
+                    path=self.path,
+                    found=f"general.quantization_version {format_value(version)}",
+                    expected=_QUANTIZATION_VERSION,
                 )
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._stored[name]
-        if (
-            tensor.type is not GgmlType.F32
-            or len(tensor.shape) != 1
-            or tensor.shape[0] > _MAX_FACTORS
-        ):
-            problem = f"tensor '{name}' is not a list of factors"
-            found = f"{tensor.type} {list(tensor.shape)}"
-            raise CheckpointError(problem, path=self._files[name].path, found=found)
+        is_list = len(tensor.shape) == 1 and tensor.shape[0] <= _MAX_FACTORS
+        if tensor.type is not GgmlType.F32 or not is_list:
+            raise CheckpointError(
+                f"tensor '{name}' is not a list of factors",
+                path=self._files[name].path,
+                found=f"{tensor.type} {list(tensor.shape)}",
+            )
+        # Read here, because the config depends on the values, without torch.
         return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
 
     def _is_tied(self) -> bool:
-        """Return whether the head is absent or a copy of the embedding, as some architectures
+        """Check whether the head is absent or a copy of the embedding, as some architectures
         store it.
         """
         if _HEAD not in self._stored or _EMBEDDING not in self._stored:
@@ -390,16 +406,21 @@ class GgufCheckpoint:
 
     def _check(self) -> None:
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
-        found = {}
+        is_tied = self.config.tied_embeddings
+        specs = {}
         for name, tensor in self._stored.items():
-            if name not in ROPE_TENSORS and (
-                name != _HEAD or name in expected or not self.config.tied_embeddings
-            ):
-                dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
-                found[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
-        if self.config.tied_embeddings and _HEAD not in found:
+            # These became a part of the config.
+            if name in ROPE_TENSORS:
+                continue
+            # A head that equals the embedding is allowed in any architecture.
+            if name == _HEAD and is_tied and name not in expected:
+                continue
+            # Blocks count as floats here: `_require_types` checked them.
+            dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
+            specs[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
+        if is_tied and _HEAD not in specs:
             expected.pop(_HEAD, None)
-        require_tensors(found, expected, self.path)
+        require_tensors(specs, expected, self.path)
 
 
 def read_place(
@@ -412,7 +433,7 @@ def read_place(
     offset: float,
     part: TensorSlice | None = None,
 ) -> Weight:
-    """Return a canonical tensor, or a part of it, from a tensor at a place of a file, see
+    """Read a canonical tensor, or a part of it, from a tensor at a place of a file, see
     `view_of`.
 
     Args:
@@ -421,20 +442,20 @@ def read_place(
     """
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
+        # In float32, so that the difference is rounded once.
         if offset:
             return (floats.float() - offset).to(floats.dtype)
         return floats
     rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
     if place.expert is None:
         return decode(rows, None, spec, tensor, place, part)
-    own = replace(spec, shape=spec.shape[1:])
-    return decode(
-        rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part
-    )
+    expert_spec = replace(spec, shape=spec.shape[1:])
+    expert_rows = rows.of_expert(place.expert)
+    return decode(expert_rows, None, expert_spec, tensor, replace(place, expert=None), part)
 
 
 def view_of(tensor: GgufTensor) -> View:
-    """Return the place of a tensor: floats by elements, all others by bytes."""
+    """Locate a tensor in its file: floats by elements, all others by bytes."""
     dtype = FLOATS.get(tensor.type)
     shape = tensor.shape
     if dtype is None:
@@ -445,6 +466,7 @@ def view_of(tensor: GgufTensor) -> View:
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return a tensor's shape, without leading sizes of 1 that are not expected."""
+    # ggml's tensors have four sizes, and leading sizes of 1 say nothing.
     padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
     if shape is not None and padded == (1,) * (4 - len(shape)) + shape:
         return shape

@@ -100,24 +100,31 @@ class GgufEncoder(ShardedEncoder[_Written]):
                 is.
         """
         self._config = config
-        units = [_extra(name, value) for name, value in extra.items()]
+        units = [_extra(name, values) for name, values in extra.items()]
         for tensor, first, spec in units_of(planned, gguf_tensors(config)):
-            if tensor.stacked is None:
-                at_once = len(tensor.parts)
-            else:
-                at_once = 1
+            # Experts are appended one by one, which buffers less.
+            at_once = len(tensor.parts) if tensor.stacked is None else 1
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}
-        empty = []
-        for more in (self._metadata, {}):
-            empty.append(len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT)
-        sizes = [unit.total_bytes for unit in units]
+        # Only the first file has the model's metadata, with a large vocabulary.
+        split_metadata = Split(0, 1, 0).metadata()
+        first_header = build_header(self._metadata | split_metadata, [])
+        other_header = build_header(split_metadata, [])
+        # The size of a header is rounded up to the alignment.
+        sizes = []
+        data_sizes = []
+        for unit in units:
+            sizes.append(unit.total_bytes)
+            data_sizes.append(unit.nbytes)
         numbers = assign_file_numbers(
-            sizes, shard_bytes, first_overhead=empty[0], overhead=empty[1]
+            sizes,
+            shard_bytes,
+            first_overhead=len(first_header) + ALIGNMENT,
+            overhead=len(other_header) + ALIGNMENT,
         )
-        super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
+        super().__init__(planned, units, data_sizes, numbers)
         count = numbers[-1] + 1
         if count == 1:
             self._names = [stem + GGUF]
@@ -128,26 +135,36 @@ class GgufEncoder(ShardedEncoder[_Written]):
 
     @property
     def max_buffered_bytes(self) -> int:
-        joined = (unit for unit in self._units if unit.at_once > 1)
-        return max((unit.stored.nbytes for unit in joined), default=0)
+        max_bytes = 0
+        for unit in self._units:
+            if unit.at_once > 1:
+                max_bytes = max(max_bytes, unit.stored.nbytes)
+        return max_bytes
 
     def total_bytes(self) -> int:
-        return sum(map(len, self._headers)) + sum(unit.nbytes for unit in self._units)
+        total = sum(map(len, self._headers))
+        for unit in self._units:
+            total += unit.nbytes
+        return total
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
-        for number, unit in enumerate(self._units if index == 0 else ()):
-            if unit.value is not None:  # these come first
-                yield from self._iter_chunks(number, 0, unit.value)
+        # Tensors that the config determines come first.
+        if index == 0:
+            for number, unit in enumerate(self._units):
+                if unit.value is not None:
+                    yield from self._iter_chunks(number, 0, unit.value)
         yield from super().encode(index, value)
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
-        """Tensor number `index`, read back from the files so far."""
+        """Read tensor number `index` back from the files so far."""
         number = self._of_part[index][0]
         unit = self._units[number]
         shard = self._shard_of[number]
         stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
+        # Without views, which must be within the file: it may be incomplete.
+        file = TensorFile(SourceFile(folder / self._names[shard]), {})
         value = read_place(
-            TensorFile(SourceFile(folder / self._names[shard]), {}),
+            file,
             view_of(stored),
             stored.type,
             unit.spec,
@@ -161,17 +178,19 @@ class GgufEncoder(ShardedEncoder[_Written]):
         assert scheme is not None
         if value.scheme.scales is not Scales.FLOATS:
             return value
-        times = value.scale.shape[1] // scheme.groups(value.shape[1])
-        return QuantTensor(
-            value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme
-        )
+        # Blocks of 32 repeat the scale of a longer group.
+        repeats = value.scale.shape[1] // scheme.groups(value.shape[1])
+        scale = value.scale[:, ::repeats].to(unit.spec.dtype.torch)
+        return QuantTensor(value.codes, scale, None, scheme)
 
     def state(self) -> Any:
         return self._headers_hash
 
     def restore(self, state: Any) -> None:
-        """Raise a `ResumeError` if the headers of the files so far differ from those of this
-        run.
+        """Check that the headers of the files so far are those of this run.
+
+        Raises:
+            ResumeError: if they differ.
         """
         if state is not None and state != self.state():
             problem = (
@@ -184,12 +203,10 @@ class GgufEncoder(ShardedEncoder[_Written]):
     def _encode_unit(
         self, unit: _Written, part: int, value: Tensor | QuantTensor
     ) -> Iterator[bytes | memoryview]:
-        """Yield the padding follows the last part."""
+        """Encode a tensor or an expert, with padding after the last part of a tensor."""
         stored = unit.stored
-        if unit.tensor.stacked is None:
-            shape = stored.shape
-        else:
-            shape = stored.shape[-2:]
+        # A tensor of all experts arrives one expert at a time.
+        shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
         if isinstance(value, QuantTensor):
             blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):
@@ -197,7 +214,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
             rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
             yield tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
         else:
-            if offset := get_norm_offset(self._config, unit.tensor):
+            offset = get_norm_offset(self._config, unit.tensor)
+            if offset:
                 value = value.float() + offset
             if stored.type is GgmlType.F32:
                 value = value.float()
@@ -209,12 +227,19 @@ class GgufEncoder(ShardedEncoder[_Written]):
         metadata = self._metadata if index == 0 else {}
         if count > 1:
             metadata = metadata | Split(index, count, len(self._units)).metadata()
-        units = zip(self._units, self._shard_of, strict=True)
-        return build_header(metadata, [unit.stored for unit, number in units if number == index])
+        tensors = []
+        for unit, number in zip(self._units, self._shard_of, strict=True):
+            if number == index:
+                tensors.append(unit.stored)
+        return build_header(metadata, tensors)
 
 
 def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
-    """Return how a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
+    """Choose the type in which a tensor is stored.
+
+    Raises:
+        UnsupportedError: if there is no type for its codes.
+    """
     if spec.scheme is None:
         if keeps_float32(tensor):
             return GgmlType.F32

@@ -34,34 +34,38 @@ def has_merged_qkv(names: Collection[str]) -> bool:
 
 @functools.cache
 def sharing_families() -> dict[str, list[Family]]:
-    """Return the families that are read and written, by the name of their architecture in
+    """Group the families that are read and written by the name of their architecture in
     llama.cpp's files.
     """
-    result: dict[str, list[Family]] = {}
+    families_by_architecture: dict[str, list[Family]] = {}
     for family in families().values():
         if family.gguf is not None:
-            result.setdefault(family.gguf.name, []).append(family)
-    return result
+            families_by_architecture.setdefault(family.gguf.name, []).append(family)
+    return families_by_architecture
 
 
 def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
-    """Return the architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no
-    such model, or quantkit does not write it.
+    """Look up the architecture of a model in llama.cpp.
+
+    Raises:
+        UnsupportedError: if GGUF has no such model, or quantkit does not write it.
     """
     family = families().get(config.architecture)
     if family is None or family.gguf is None or config.tensors is not None:
-        known = sorted(one.model_type for shared in sharing_families().values() for one in shared)
+        model_types: list[str] = []
+        for sharing in sharing_families().values():
+            model_types += [supported_family.model_type for supported_family in sharing]
         raise UnsupportedError(
             "the architecture is not written as GGUF",
             found=config.architecture,
-            expected=", ".join(known),
+            expected=", ".join(sorted(model_types)),
         )
     return family.gguf
 
 
 def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskTensor]:
-    """Return the tensors of a model's file in the order of writing, with the canonical ones that
-    each holds.
+    """List the tensors of a model's file in the order of writing, with the canonical ones that
+    each of them stores.
 
     A tensor of all experts is [E, O, I]; a norm's weight is `get_norm_offset` larger than the
     canonical one. Raises `UnsupportedError`, see `gguf_architecture`.
@@ -78,13 +82,11 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
         lambda parameter: (_name(architecture, parameter), _find_expert_stack(parameter)),
         interleaved=architecture.interleaved_rotary,
     )
+    # llama.cpp requires a head of these architectures, so a tied embedding is written twice.
     if config.tied_embeddings and architecture.tied is False:
         embedding = disk_tensors[0]
-        disk_tensors.append(
-            DiskTensor(
-                "output.weight", embedding.shape, (Place(embedding.parts[0], embedding.shape),)
-            )
-        )
+        place = Place(embedding.parts[0], embedding.shape)
+        disk_tensors.append(DiskTensor("output.weight", embedding.shape, (place,)))
     return disk_tensors
 
 
@@ -92,6 +94,7 @@ def keeps_float32(tensor: DiskTensor) -> bool:
     """Return whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
     routers.
     """
+    # Routers are `ffn_gate_inp`, and `ffn_gate_inp_shexp` for shared experts.
     return len(tensor.shape) == 1 or tensor.name.endswith(
         (".bias", "_inp.weight", "_inp_shexp.weight")
     )
@@ -119,7 +122,7 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
 
 
 def _find_expert_stack(parameter: Parameter) -> StackedExperts | None:
-    """Return how the tensor that a parameter is part of holds experts, if it does."""
+    """Describe how the tensor with a parameter stacks all experts, if it does."""
     if parameter.role in EXPERT_ROLES:
         return StackedExperts(GGUF[parameter.role], (parameter.role,))
     return None

@@ -30,22 +30,21 @@ KEYS = (
     "rope.scaling.yarn_ext_factor",
 )
 # Low and high frequency factor and original context of all that is published.
-_LLAMA3 = (
-    1.0,
-    4.0,
-    8192,
-)
-_BETAS = (32.0, 1.0)  # of YaRN in llama.cpp, for all but a few architectures
+_LLAMA3 = (1.0, 4.0, 8192)
+# Of YaRN in llama.cpp, for all but a few architectures.
+_BETAS = (32.0, 1.0)
 # Factors, and the frequencies behind them, are rounded to float32.
 _CLOSE = 1e-5
 
 
 def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """Return the keys of a model's rotary positions, without the architecture's name; raises
-    `UnsupportedError` for what llama.cpp does not compute.
+    """Write the keys of a model's rotary positions, without the architecture's name.
+
+    Raises:
+        UnsupportedError: for what llama.cpp does not compute.
     """
     rope = config.rope
-    result: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "rope.dimension_count": rope.rotary_dim or config.head_dim,
         "rope.freq_base": float(rope.theta),
     }
@@ -55,7 +54,9 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
         raise _make_unsupported_error(
             architecture, "queries scaled by position", rope.query_scaling_beta
         )
-    if any(window is not None for window in config.windows) and WINDOWED_BASE in architecture.keys:
+    has_windows = any(window is not None for window in config.windows)
+    if has_windows and WINDOWED_BASE in architecture.keys:
+        # llama.cpp scales only the positions of layers without a window.
         windowed = config.window_rope or rope
         if windowed.type != "default":
             raise _make_unsupported_error(
@@ -65,52 +66,49 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
             raise _make_unsupported_error(
                 architecture, "another rotary base of layers with a window", windowed.theta
             )
-        result[WINDOWED_BASE] = float(windowed.theta)
+        keys[WINDOWED_BASE] = float(windowed.theta)
     if rope.type == "default":
-        return result
+        return keys
     if rope.original_context is not None:
-        result["rope.scaling.original_context_length"] = rope.original_context
+        keys["rope.scaling.original_context_length"] = rope.original_context
     if rope.type == "linear":
-        return {**result, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
+        return {**keys, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
     if rope.type == "yarn":
         _require_plain_yarn(rope, architecture)
-        return {**result, "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
+        return {**keys, "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
+    # llama.cpp has no type for Llama 3's scaling: a tensor has its factors.
     if rope.type == "llama3" and architecture.rope_freqs:
-        return result
+        return keys
     if rope.type == "longrope" and architecture.long_rope:
         if rope.attention_factor is not None:
             scale = rope.attention_factor
         else:
             scale = _long_scale(rope)
-        return {**result, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(scale)}
+        return {**keys, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(scale)}
     raise _make_unsupported_error(architecture, f"{rope.type} rope scaling", rope.type)
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
-    """Return the tensors, float32, of factors that divide the frequency of each pair. Raises
-    `UnsupportedError`, see `gguf_architecture`.
+    """Compute the tensors, float32, of factors that divide the frequency of each pair.
+
+    Raises:
+        UnsupportedError: see `gguf_architecture`.
     """
     architecture = gguf_architecture(config)
     rope = config.rope
-    if (
-        rope.type == "longrope"
-        and architecture.long_rope
-        and rope.long_factor
-        and rope.short_factor
-    ):
-        return {ROPE_LONG: rope.long_factor, ROPE_SHORT: rope.short_factor}
-    if (
-        rope.type == "llama3"
-        and rope.low_freq_factor
-        and rope.high_freq_factor
-        and rope.original_context
-    ):
-        blend = rope.low_freq_factor, rope.high_freq_factor, rope.original_context
-        return {
-            ROPE_FREQS: _llama3_factors(
-                rope.theta, rope.rotary_dim or config.head_dim, rope.factor, *blend
+    long_factor = rope.long_factor
+    short_factor = rope.short_factor
+    if rope.type == "longrope" and architecture.long_rope and long_factor and short_factor:
+        return {ROPE_LONG: long_factor, ROPE_SHORT: short_factor}
+    if rope.type == "llama3":
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
+        if low and high and rope.original_context:
+            dim = rope.rotary_dim or config.head_dim
+            factors = _llama3_factors(
+                rope.theta, dim, rope.factor, low, high, rope.original_context
             )
-        }
+            return {ROPE_FREQS: factors}
     return {}
 
 
@@ -121,8 +119,8 @@ def read_rope(
     head_dim: int,
     context: int,
 ) -> dict[str, Any]:
-    """Return the keys of a config.json for the rotary positions of a file, and of its tensors among
-    `rope_tensors`.
+    """Translate the rotary positions of a file, and its tensors among `rope_tensors`, to keys of a
+    config.json.
 
     Raises:
         CheckpointError: for values of the wrong type, or that contradict each other.
@@ -145,9 +143,8 @@ def read_rope(
             expected=head_dim,
         )
     for name, values in factors.items():
-        if len(values) != rotated // 2 or not all(
-            SCALE[0] <= value <= SCALE[1] for value in values
-        ):
+        in_range = all(SCALE[0] <= value <= SCALE[1] for value in values)
+        if len(values) != rotated // 2 or not in_range:
             raise CheckpointError(
                 f"tensor '{name}' does not fit the heads",
                 path=keys.path,
@@ -155,12 +152,12 @@ def read_rope(
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )
     original_key = "rope.scaling.original_context_length"
+    original = None
     if keys.has(original_key):
         original = keys.integer(original_key, 1, Limits.context)
-    else:
-        original = None
     scaling = _scaling(keys, original or context)
-    if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
+    # Factors of one change nothing.
+    if any(factor != 1 for factor in factors.get(ROPE_FREQS, ())):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)
         scaling = _of_factors(factors[ROPE_FREQS], theta, rotated, original, context)
     if ROPE_LONG in factors or ROPE_SHORT in factors:
@@ -173,16 +170,19 @@ def read_rope(
             "rope.scaling.attn_factor",
             keys,
         )
-    result: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    config_keys: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if rotated != head_dim:
-        result["partial_rotary_factor"] = rotated / head_dim
+        config_keys["partial_rotary_factor"] = rotated / head_dim
     if scaling is not None and scaling["rope_type"] == "longrope":
-        result["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return result
+        # Phi-3's config.json has it outside the scaling.
+        original_context = scaling["original_max_position_embeddings"]
+        config_keys["original_max_position_embeddings"] = original_context
+    return config_keys
 
 
 def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> None:
-    stated = {
+    # Values that differ from llama.cpp's, which a file cannot state; None for those that do not.
+    custom_values = {
         "attention_factor": rope.attention_factor,
         "mscale": rope.mscale,
         "mscale_all_dim": rope.mscale_all_dim,
@@ -190,25 +190,25 @@ def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> Non
         "beta_fast": None if rope.beta_fast == _BETAS[0] else rope.beta_fast,
         "beta_slow": None if rope.beta_slow == _BETAS[1] else rope.beta_slow,
     }
-    for name, value in stated.items():
+    for name, value in custom_values.items():
         if value is not None:
             raise _make_unsupported_error(architecture, f"{name} of yarn rope scaling", value)
 
 
 def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
-    """Return the scaling that the keys state; LongRoPE is stated by tensors."""
+    """Read the scaling that the keys state; LongRoPE is stated by tensors."""
+    # llama.cpp reads the older key if the first is absent.
     if keys.has("rope.scaling.factor"):
         factor_key = "rope.scaling.factor"
     else:
         factor_key = "rope.scale_linear"
+    factor = 0.0
     if keys.has(factor_key):
         factor = keys.number(factor_key, 0, SCALE[1])
-    else:
-        factor = 0.0
+    kind = "linear"
     if keys.has("rope.scaling.type"):
         kind = keys.string("rope.scaling.type")
-    else:
-        kind = "linear"
+    # Values other than these change what YaRN computes.
     for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
         if keys.has(key) and keys.number(key, -1, SCALE[1]) not in (1, -1):
             raise UnsupportedError(
@@ -239,27 +239,25 @@ def _long_rope(
 ) -> dict[str, Any]:
     if ROPE_LONG not in factors or ROPE_SHORT not in factors:
         raise CheckpointError(f"has only one of {ROPE_LONG} and {ROPE_SHORT}", path=keys.path)
-    result: dict[str, Any] = {
+    scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": list(factors[ROPE_SHORT]),
         "long_factor": list(factors[ROPE_LONG]),
         "original_max_position_embeddings": original,
     }
     key = "rope.scaling.attn_factor"
+    attention_factor = 1.0
     if keys.has(key):
-        stated = keys.number(key, *SCALE)
-    else:
-        stated = 1.0
-    usual = _long_scale(
-        RopeConfig(type="longrope", factor=context / original, original_context=original)
-    )
-    if math.isclose(stated, usual, rel_tol=_CLOSE):
-        return result
-    return {**result, "attention_factor": stated}
+        attention_factor = keys.number(key, *SCALE)
+    # A config.json without the key means the default, so the result equals the original config.
+    default_rope = RopeConfig(type="longrope", factor=context / original, original_context=original)
+    if math.isclose(attention_factor, _long_scale(default_rope), rel_tol=_CLOSE):
+        return scaling
+    return {**scaling, "attention_factor": attention_factor}
 
 
 def _long_scale(rope: RopeConfig) -> float:
-    """LongRoPE's default attention factor."""
+    """Compute LongRoPE's default attention factor."""
     if rope.factor <= 1 or rope.original_context is None or rope.original_context < 2:
         return 1.0
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
@@ -268,19 +266,21 @@ def _long_scale(rope: RopeConfig) -> float:
 def _of_factors(
     factors: Sequence[float], theta: float, dim: int, original: int | None, context: int
 ) -> dict[str, Any]:
-    """Llama 3's scaling with these factors, up to float32; otherwise LongRoPE's, which lists
+    """Find Llama 3's scaling with these factors, up to float32; otherwise LongRoPE's, which lists
     each factor.
     """
+    # Llama 3 divides the lowest frequencies by its whole factor.
     slowest = max(factors)
-    low, high, usual = _LLAMA3
-    tried = [
-        (low, high, original or usual),
-        (low, high, usual),
+    low, high, usual_length = _LLAMA3
+    candidates = [
+        (low, high, original or usual_length),
+        (low, high, usual_length),
         *_fit_llama3_settings(factors, theta, dim, original),
     ]
-    for low, high, length in tried:
+    for low, high, length in candidates:
         computed = _llama3_factors(theta, dim, slowest, low, high, length)
-        if all(math.isclose(*pair, rel_tol=_CLOSE) for pair in zip(factors, computed, strict=True)):
+        pairs = zip(factors, computed, strict=True)
+        if all(math.isclose(*pair, rel_tol=_CLOSE) for pair in pairs):
             return {
                 "rope_type": "llama3",
                 "factor": slowest,
@@ -301,39 +301,48 @@ def _of_factors(
 def _llama3_factors(
     theta: float, dim: int, factor: float, low: float, high: float, original: int
 ) -> tuple[float, ...]:
-    found = []
+    factors = []
     for pair in range(dim // 2):
         # Rotations within the trained context.
         turns = original * theta ** (-2 * pair / dim) / (2 * math.pi)
+        # 0 divides the frequency by the whole factor, 1 keeps it.
         blend = min(max((turns - low) / (high - low), 0.0), 1.0)
-        found.append(1 / ((1 - blend) / factor + blend))
-    return tuple(found)
+        factors.append(1 / ((1 - blend) / factor + blend))
+    return tuple(factors)
 
 
 def _fit_llama3_settings(
     factors: Sequence[float], theta: float, dim: int, original: int | None
 ) -> list[tuple[float, float, int]]:
-    """Return the settings that follow from the blend of two factors, if two are blended."""
+    """Solve for the settings that follow from the blend of two factors, if two are blended."""
     slowest = max(factors)
     blends = []
     for pair, factor in enumerate(factors):
         if 1 < factor < slowest:
-            blends.append(
-                (theta ** (-2 * pair / dim), (1 / factor - 1 / slowest) / (1 - 1 / slowest))
-            )
+            frequency = theta ** (-2 * pair / dim)
+            # Solves 1 / factor = (1 - blend) / slowest + blend.
+            blend = (1 / factor - 1 / slowest) / (1 - 1 / slowest)
+            blends.append((frequency, blend))
     if len(blends) < 2:
         return []
-    (x1, y1), (x2, y2) = blends[0], blends[-1]
-    rise = (y1 - y2) / (x1 - x2)
-    # of the high frequency factor to the low one
-    if y1 != rise * x1:
-        ratio = 1 - 1 / (y1 - rise * x1)
+    # The blend is linear in the frequency:
+    # length / (2 pi) * frequency = low + blend * (high - low).
+    # The pairs that are farthest apart have the smallest error of rounding.
+    frequency1, blend1 = blends[0]
+    frequency2, blend2 = blends[-1]
+    slope = (blend1 - blend2) / (frequency1 - frequency2)
+    # Equals -low / (high - low).
+    intercept = blend1 - slope * frequency1
+    # Of the high frequency factor to the low one.
+    if intercept != 0:
+        ratio = 1 - 1 / intercept
     else:
         ratio = 0.0
     if ratio <= 1:
         return []
     length = original or _LLAMA3[2]
-    low = length / (2 * math.pi * rise * (ratio - 1))
+    # The slope is length / (2 pi (high - low)).
+    low = length / (2 * math.pi * slope * (ratio - 1))
     if low > 0:
         return [(round(low, 6), round(low * ratio, 6), length)]
     return []
