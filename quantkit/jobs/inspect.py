@@ -1,4 +1,4 @@
-"""Say what lies in a folder, from headers alone."""
+"""Describe the checkpoint in a folder, from headers alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from quantkit.formats.kv_cache import cache_text
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.spec import TensorSpec
+from quantkit.text.tokenizer import Tokenizer
 
-_OF_MAKER = ("quantkit_version", "job", "method", "effort")  # of the manifest
+# Keys of the manifest.
+_OF_MAKER = ("quantkit_version", "job", "method", "effort")
 _OF_TOKENIZER = ("kind", "vocab_size", "bos_id")
 
 
@@ -30,7 +32,7 @@ class Inspection:
 
     Attributes:
         path: the folder.
-        format: how it lies on disk: Meta, or Hugging Face, with which kind of weights.
+        format: its layout on disk: Meta, or Hugging Face, with which kind of weights.
         architecture: as its config calls it.
         layers, hidden_size, heads, kv_heads, vocabulary: sizes.
         context: tokens that it can take at most.
@@ -92,11 +94,11 @@ class Inspection:
     kv_cache: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
+        """Convert the inspection to plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Write the report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
         ropes = []
         for rope in (self.rope, self.window_rope):
@@ -120,36 +122,37 @@ class Inspection:
                 sizes = f"  run by {self.run_by}"
             else:
                 sizes = "  known by its tensors only: not run here"
-        return [
+        lines = [
             (
                 f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)}"
                 f" parameters, {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits"
                 " per weight"
             ),
             sizes,
-            *([experts] if self.experts else []),
-            f"  tensors: {kinds}",
-            *(
-                [f"  tokenizer: {_describe_tokenizer(self.tokenizer)}"]
-                if self.runnable or self.run_by
-                else []
-            ),
-            *(
-                [f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"]
-                if cache
-                else []
-            ),
-            f"  loads in: {', '.join(self.readers)}"
-            + (f"; {self.readers_note}" if self.readers_note else ""),
-            *([f"  made by: {_maker(**made_by)}"] if made_by else []),
-            *(
-                [f"  schemes: {_describe_allocation(self.schemes_chosen)}"]
-                if self.schemes_chosen
-                else []
-            ),
-            *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
-            *(f"  note: {note}" for note in self.notes),
         ]
+        if self.experts:
+            lines.append(experts)
+        lines.append(f"  tensors: {kinds}")
+        # Without a decoder nothing uses the tokenizer.
+        if self.runnable or self.run_by:
+            lines.append(f"  tokenizer: {_describe_tokenizer(self.tokenizer)}")
+        if cache:
+            cache_line = cache_text(cache["scheme"], cache["layers"], self.layers)
+            lines.append(f"  KV cache: {cache_line}")
+        loads_in = f"  loads in: {', '.join(self.readers)}"
+        if self.readers_note:
+            loads_in += f"; {self.readers_note}"
+        lines.append(loads_in)
+        if made_by:
+            lines.append(f"  made by: {_maker(**made_by)}")
+        if self.schemes_chosen:
+            lines.append(f"  schemes: {_describe_allocation(self.schemes_chosen)}")
+        if self.positions is not None:
+            for line in self.positions.lines():
+                lines.append(f"  {line}")
+        for note in self.notes:
+            lines.append(f"  note: {note}")
+        return lines
 
 
 def inspect(
@@ -178,20 +181,38 @@ def inspect(
     checkpoint = _open_for_inspection(
         path, weights, tensors_only=tensors_only or made_of_tensors(path)
     )
-    made = manifest_or_empty(checkpoint.path)
-    if not checkpoint.config.runnable and isinstance(run_by := made.get("run_by"), str):
+    manifest = manifest_or_empty(checkpoint.path)
+    run_by = manifest.get("run_by")
+    # A model known by its tensors has no decoder here; its manifest tells what ran it.
+    if not checkpoint.config.runnable and isinstance(run_by, str):
         checkpoint.config = replace(checkpoint.config, run_by=run_by)
     config = checkpoint.config
     tokenizer, notes = load_checked_tokenizer(checkpoint)
-    if not config.runnable and (family := text_family(checkpoint.extra_config)) is not None:
-        notes.append(
-            f"{path}: generate, chat and bench run its text part as {family}, without images"
-        )
+    if not config.runnable:
+        family = text_family(checkpoint.extra_config)
+        if family is not None:
+            notes.append(
+                f"{path}: generate, chat and bench run its text part as {family}, without images"
+            )
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
     kinds = Counter(map(_kind, specs))
     cache = checkpoint.kv_cache
+    if cache is None:
+        kv_cache = None
+    else:
+        kv_cache = {"scheme": cache.scheme, "layers": cache.layers_with_scales}
     readers, _, readers_note = checkpoint.readers().partition("; ")
+    if config.experts is None:
+        num_experts = 0
+        experts_per_token = 0
+    else:
+        num_experts = config.experts.count
+        experts_per_token = config.experts.per_token
+    if manifest.get("positions") is None:
+        positions = None
+    else:
+        positions = PositionCertificate.from_json(manifest["positions"], path)
     return Inspection(
         path=str(path),
         format=checkpoint.layout,
@@ -205,34 +226,37 @@ def inspect(
         rope=config.rope if config.runnable else None,
         window_rope=config.window_rope if config.runnable else None,
         tied_embeddings=config.tied_embeddings,
-        experts=0 if config.experts is None else config.experts.count,
-        experts_per_token=0 if config.experts is None else config.experts.per_token,
+        experts=num_experts,
+        experts_per_token=experts_per_token,
         parameters=parameter_count(checkpoint),
         active_parameters=active_parameter_count(checkpoint),
         weight_bytes=size,
         bits_per_weight=bits_per_weight,
         tensors=dict(kinds.most_common()),
-        tokenizer=(
-            None
-            if tokenizer is None
-            else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER}
-        ),
-        made_by={name: made.get(name) for name in _OF_MAKER if name in made} if made else None,
+        tokenizer=_read_tokenizer_facts(tokenizer),
+        made_by=_read_maker(manifest),
         readers=readers.split(", "),
         readers_note=readers_note or None,
         notes=[*checkpoint.notes, *notes],
         runnable=config.runnable,
         run_by=config.run_by,
-        schemes_chosen=_read_allocation(made),
-        kv_cache=(
-            None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales}
-        ),
-        positions=(
-            None
-            if made.get("positions") is None
-            else PositionCertificate.from_json(made["positions"], path)
-        ),
+        schemes_chosen=_read_allocation(manifest),
+        kv_cache=kv_cache,
+        positions=positions,
     )
+
+
+def _read_tokenizer_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    if tokenizer is None:
+        return None
+    return {name: getattr(tokenizer, name) for name in _OF_TOKENIZER}
+
+
+def _read_maker(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Select the manifest's facts on what wrote the model; None without a manifest."""
+    if not manifest:
+        return None
+    return {name: manifest[name] for name in _OF_MAKER if name in manifest}
 
 
 def _open_for_inspection(
@@ -241,32 +265,34 @@ def _open_for_inspection(
     try:
         return open_checkpoint(path, weights, tensors_only=tensors_only)
     except UnsupportedError:
-        from quantkit.via_transformers.forward import open_to_look_at  # which imports torch
+        # This module imports torch, which takes longer than the whole inspection of a known family.
+        from quantkit.via_transformers.forward import open_to_look_at
 
-        if (to_look := open_to_look_at(path, weights)) is None:
+        checkpoint = open_to_look_at(path, weights)
+        if checkpoint is None:
             raise
-        return to_look
+        return checkpoint
 
 
 def _maker(quantkit_version: object = None, job: object = None, **how: object) -> str:
-    """Who made a model, in words."""
-    return (
-        f"quantkit {quantkit_version}"
-        f" ({', '.join([str(job), *(f'{name} {value}' for name, value in how.items())])})"
-    )
+    """Describe in words what made a model."""
+    words = [str(job)]
+    for name, value in how.items():
+        words.append(f"{name} {value}")
+    return f"quantkit {quantkit_version} ({', '.join(words)})"
 
 
 def _kind(spec: TensorSpec) -> str:
-    """Return what a tensor is, in a word or two."""
+    """Name a tensor's storage: its scheme or float type, in a word or two."""
     if spec.stored_as is not None:
         return f"{spec.stored_as} as {spec.dtype}"
     return str(spec.scheme or spec.dtype)
 
 
 def _rope_text(rope: RopeConfig) -> str:
-    return f"theta {rope.theta:g}" + (
-        "" if rope.type == "default" else f", {rope.type} x{rope.factor:g}"
-    )
+    if rope.type == "default":
+        return f"theta {rope.theta:g}"
+    return f"theta {rope.theta:g}, {rope.type} x{rope.factor:g}"
 
 
 def _describe_tokenizer(tokenizer: dict[str, Any] | None) -> str:
@@ -276,10 +302,11 @@ def _describe_tokenizer(tokenizer: dict[str, Any] | None) -> str:
 
 
 def _read_allocation(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    found = manifest.get("bit_allocation")
-    if not isinstance(found, dict):
+    allocation = manifest.get("bit_allocation")
+    if not isinstance(allocation, dict):
         return None
-    return {key: found.get(key) for key in ("target_bits", "max_size", "estimated_kl")}
+    # `_describe_allocation` unpacks the values in this order.
+    return {key: allocation.get(key) for key in ("target_bits", "max_size", "estimated_kl")}
 
 
 def _describe_allocation(allocation: dict[str, Any]) -> str:
@@ -292,7 +319,7 @@ def _describe_allocation(allocation: dict[str, Any]) -> str:
 
 
 def count_text(count: int) -> str:
-    """Return a number of parameters: ``1.24B``."""
+    """Format a number of parameters: ``1.24B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.2f}{unit}"

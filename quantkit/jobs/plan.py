@@ -1,9 +1,9 @@
-"""What commands would take, before they are begun: checks, memory, disk and time.
+"""Check commands and estimate their memory, disk and time, before they begin.
 
     >>> print(*quantkit.plan.quantize("model", "model-int4", "int4-g128").lines(), sep="\\n")
 
-`convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what those
-check, and write nothing. `generate` and `training` do the same for generation and for steps of
+`convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what these
+jobs check, and write nothing. `generate` and `training` do the same for generation and for steps of
 `refine` on a TPU slice.
 """
 
@@ -50,7 +50,7 @@ __all__ = ["Estimate", "convert", "generate", "quantize", "refine", "training"]
 
 @accept_fields_of(ConvertOptions)
 def convert(options: ConvertOptions) -> Estimate:
-    """Return what `quantkit.convert` with the same arguments would take.
+    """Estimate what `quantkit.convert` with the same arguments would take.
 
     Returns:
         Memory, disk and time.
@@ -66,8 +66,8 @@ def convert(options: ConvertOptions) -> Estimate:
 
 @accept_fields_of(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> Estimate:
-    """Return what `quantkit.quantize` with the same arguments would take; calibration text is read,
-    and no samples are drawn.
+    """Estimate what `quantkit.quantize` with the same arguments would take; calibration text is
+    read, and no samples are drawn.
 
     Returns:
         Memory, disk and time, and what becomes of the layers.
@@ -83,13 +83,14 @@ def quantize(options: QuantizeOptions) -> Estimate:
         estimate = estimate_quantization(formats, size_fit(prepared))
     _require_room(formats.dst, formats.encoder, estimate, options)
     if prepared.settings is not None:
+        # A calibration text that is missing or too short is an error of the real run too.
         prepared.settings.require_text(prepared.source)
     return estimate
 
 
 @accept_fields_of(RefineOptions)
 def refine(options: RefineOptions) -> Estimate:
-    """Return what `quantkit.refine` with the same arguments would take; no samples are drawn.
+    """Estimate what `quantkit.refine` with the same arguments would take; no samples are drawn.
 
     Returns:
         Memory, disk and time.
@@ -105,6 +106,7 @@ def refine(options: RefineOptions) -> Estimate:
         )
     planned = plan_refinement(options)
     estimate = estimate_refinement(planned)
+    # A delta is a single small file without a folder to build it in.
     if options.delta is None:
         require_buildable(planned.plan.dst, planned.plan.work.encoder, resume=options.resume)
     require_space(options.output, estimate.disk_bytes + estimate.scratch_bytes)
@@ -120,8 +122,8 @@ def generate(
     context: int | None = None,
     dtype: FloatName | torch.dtype | None = None,
 ) -> SliceEstimate:
-    """Return what generation takes of each chip of a TPU slice, as the compiler for that slice
-    says; no TPU is needed.
+    """Estimate what generation takes of each chip of a TPU slice, by compiling for that slice; no
+    TPU is needed.
 
     Args:
         model: a folder, or an open checkpoint; only its shapes are looked at.
@@ -141,12 +143,11 @@ def generate(
     float_dtype = float_type(dtype)
     target = as_string("target", target)
     batch = as_integer("batch", batch)
-    if context is None:
-        context = None
-    else:
+    if context is not None:
         context = as_integer("context", context)
     if not hasattr(model, "config"):
         model = as_path("model", model)
+    # The imports below need jax and torchax, which are optional.
     require_compiler()
     from quantkit.xla.estimate import estimate_slice
 
@@ -168,8 +169,8 @@ def training(
     train_norms: bool = False,
     progress: Progress | None = None,
 ) -> TrainingEstimate:
-    """Return what a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler
-    says; no TPU is needed.
+    """Estimate what a step of `quantkit.refine` takes of each chip of a TPU slice, by compiling for
+    that slice; no TPU is needed.
 
     Args:
         model: the quantized model: a folder, or an open checkpoint; only its shapes are looked at.
@@ -192,10 +193,10 @@ def training(
     target = as_string("target", target)
     shape = mesh_shape(mesh)
     require_flags(train_norms=train_norms)
-    batch, length = (
-        None if value is None else as_integer(name, value, 1)
-        for name, value in (("batch", batch), ("length", length))
-    )
+    if batch is not None:
+        batch = as_integer("batch", batch, 1)
+    if length is not None:
+        length = as_integer("length", length, 1)
     if not hasattr(model, "config"):
         model = as_path("model", model)
     require_compiler()
@@ -206,7 +207,10 @@ def training(
     else:
         checkpoint = model
     require_runnable(checkpoint)
+    # XLA trains no codes: `refine` refuses `train_codes` with `backend="xla"`.
     names = TrainedNames.of(checkpoint, norms=train_norms, codes=False)
+    if length is None:
+        length = effort.EFFORTS["default"].length(checkpoint.config)
     return estimate_training(
         checkpoint,
         target,
@@ -214,7 +218,7 @@ def training(
         meshes=[] if shape is None else [shape],
         batch=batch,
         least=BATCH,
-        length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
+        length=length,
         progress=skip_repeated_reports(progress),
     )
 

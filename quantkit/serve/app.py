@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -430,7 +430,7 @@ def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationReque
     return [prompt.bound(grammars) for prompt in prompts]
 
 
-def _is_token_list(value: object) -> bool:
+def _is_token_list(value: object) -> TypeGuard[list[int]]:
     """Tell whether a JSON value is a list of numbers that are not negative."""
     if not isinstance(value, list):
         return False

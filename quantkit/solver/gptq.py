@@ -345,9 +345,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     """
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
-        if info:
-            return None
-        return factor
+        return None if info else factor
     size = len(matrix)
     for start in range(0, size, BLOCK_SIZE):
         stop = min(start + BLOCK_SIZE, size)

@@ -1,8 +1,8 @@
 """The model card: ``README.md`` of a quantized folder, as model hubs expect it; its text is
 `model_card.md.jinja`.
 
-Equal inputs give an equal card: it holds no time, no path and not the name of the folder. For the
-source and the calibration text it holds the last part of the path.
+Equal inputs give an equal card: it contains no time, no path and not the name of the folder. Of the
+source and the calibration text it contains the last part of the path.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 from quantkit.via_transformers.linears import auto_class
 
@@ -62,7 +63,7 @@ _TASKS = {
     _CAUSAL: "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
 }
-# What is said of the result itself is said anew.
+# Keys of the source's front matter that the card states itself, for the result.
 _NOT_CARRIED = ("base_model", "base_model_relation", "tags")
 
 
@@ -74,20 +75,21 @@ def model_card_files(
     gate: Gate | WeightsOnly,
     certificate: PositionCertificate | None,
 ) -> dict[str, bytes]:
-    """Return the card, and its picture of schemes chosen for a size, by file name; nothing for a
+    """Write the card, and its picture of schemes chosen for a size, by file name; nothing for a
     single file.
     """
     method = prepared.target.method
+    # GGUF: a single file has no folder for a card.
     if method is None:
         return {}
     source = prepared.source
-    chosen = prepared.scheme_map
+    scheme_map = prepared.scheme_map
     allocation = prepared.allocation
     base = prepared.options.base_model or find_base_model(source)
     name = model_name(source, prepared.options.base_model)
     source_name = _source_name(source)
-    title = " and ".join(chosen.counts())
-    short = next(iter(chosen.counts()))
+    title = " and ".join(scheme_map.counts())
+    short = next(iter(scheme_map.counts()))
     if allocation is not None:
         title = f"{allocation.bits:.4g} bits per weight"
         short = f"{allocation.bits:.4g}bit"
@@ -107,7 +109,7 @@ def model_card_files(
         settings=prepared.settings,
         drawn=drawn,
         allocation=allocation,
-        embedding=chosen.embedding,
+        embedding=scheme_map.embedding,
         size=size_text(weight_bytes),
         picture=PICTURE,
         bits_per_weight=bits_per_weight,
@@ -160,35 +162,38 @@ def _template() -> Template:
 def _metadata(
     prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]
 ) -> str:
-    """Return what hubs read, in YAML."""
+    """Write the front matter that hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
     source = prepared.source
-    stated = prepared.authorship
-    carried = {key: value for key, value in stated.items() if key not in _NOT_CARRIED}
+    authorship = prepared.authorship
+    carried = {key: value for key, value in authorship.items() if key not in _NOT_CARRIED}
     relation: str | None = "quantized"
     # The model has no name on a hub, but perhaps the one that it was trained from.
     if base is None:
-        base = stated.get("base_model")
-        relation = stated.get("base_model_relation")
+        base = authorship.get("base_model")
+        relation = authorship.get("base_model_relation")
+    pipeline_tag = None
     if source.config.measurable:
-        measured_task = _TASKS[str(readers["auto_class"])]
-    else:
-        measured_task = None
+        pipeline_tag = _TASKS[str(readers["auto_class"])]
+    # The architecture of a model known by its tensors does not tell its task; its own card may.
+    if not pipeline_tag:
+        pipeline_tag = read_front_matter(source.path / CARD).get("pipeline_tag")
     facts: dict[str, Any] = {
         **carried,
         "base_model": base,
         "base_model_relation": relation if base else None,
         "library_name": "transformers" if readers["in_transformers"] else None,
-        "pipeline_tag": measured_task or read_front_matter(source.path / CARD).get("pipeline_tag"),
+        "pipeline_tag": pipeline_tag,
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
     }
+    # ModelCardData has an order of its own for the fields that it knows.
     return ModelCardData(**facts).to_yaml(original_order=list(facts))
 
 
 def _source_name(source: Checkpoint) -> str | None:
-    """Return how the source was named, without the folders that it is in; None if that is no
-    plain name.
+    """Name the source as the user did, without the folders above it; None if the last part of the
+    path is no plain name.
     """
     hub = origin(source.path)
     if hub is None:
@@ -197,28 +202,31 @@ def _source_name(source: Checkpoint) -> str | None:
 
 
 def _layers(prepared: Prepared) -> dict[str, object]:
-    """Return which layers have which schemes, and how many weights there are."""
+    """List which layers have which schemes, and count the weights."""
     source = prepared.source
-    chosen = prepared.scheme_map
+    scheme_map = prepared.scheme_map
     schemes = []
-    for index, (name, count) in enumerate(chosen.counts().items()):
+    for index, (name, count) in enumerate(scheme_map.counts().items()):
         modules = []
-        for module, scheme in chosen.linears.items():
+        for module, scheme in scheme_map.linears.items():
             if str(scheme) == name:
                 modules.append(module)
-        named = index > 0 and source.config.runnable
-        if named:
-            layers = layer_names(modules, chosen.modules)
+        # The first scheme is the most frequent one: it applies to all layers not listed elsewhere.
+        if index > 0 and source.config.runnable:
+            layers = layer_names(modules, scheme_map.modules)
         else:
             layers = None
-        schemes.append((chosen.schemes[modules[0]], count, layers))
-    recurrent = kept_recurrent(source.config, chosen.schemes)
+        schemes.append((scheme_map.schemes[modules[0]], count, layers))
+    recurrent = kept_recurrent(source.config, scheme_map.schemes)
+    if recurrent:
+        # In Markdown a bare asterisk begins emphasis.
+        recurrent = recurrent.replace("*", r"\*")
     return {
         "weights": _count(parameter_count(source)),
         "active_weights": _count(active_parameter_count(source)),
         "schemes": schemes,
-        "kept": layer_names(chosen.kept(), chosen.modules),
-        "recurrent": recurrent and recurrent.replace("*", r"\*"),
+        "kept": layer_names(scheme_map.kept(), scheme_map.modules),
+        "recurrent": recurrent,
     }
 
 
@@ -229,27 +237,32 @@ def _count(number: int) -> str:
 
 
 def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
-    """Return the text of the samples, by name, and how many samples were dropped."""
+    """Name the calibration text, and count the samples that were dropped."""
     if prepared.settings is None or drawn is None:
         return {}
     name = "quantkit's own text"
     if prepared.settings.text is not None:
-        named = _text_name(prepared.settings.text, drawn)
-        if named:
-            name = f"`{named}`"
+        text_name = _text_name(prepared.settings.text, drawn)
+        if text_name:
+            name = f"`{text_name}`"
         else:
             name = "an unnamed text"
     return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
 
 
 def _text_name(text: TextSource, drawn: Calibration) -> str | None:
-    return drawn.source or (file_name(text) if isinstance(text, str | Path) else None)
+    if drawn.source:
+        return drawn.source
+    if isinstance(text, str | Path):
+        return file_name(text)
+    return None
 
 
 def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
-    """Return the table of what was lost, and the bounds."""
+    """Lay out the table of the gate's measurements, and list its bounds."""
     if not isinstance(gate, Gate):
         return {}
+    # A model that is only rounded is its own baseline, so that its gate has no such column.
     rounding = any(text.rounding_kl is not None for text in gate.texts)
     heads = [
         "text",
@@ -259,30 +272,25 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         "change",
         "KL",
         "maximum KL",
-        *(["KL of rounding"] if rounding else []),
-        "KL, 99th percentile",
-        "same most likely token",
     ]
+    if rounding:
+        heads.append("KL of rounding")
+    heads += ["KL, 99th percentile", "same most likely token"]
     rows = []
     for text in gate.texts:
-        rows.append(
-            [
-                text.text,
-                f"{text.tokens}",
-                f"{text.source_perplexity:.4g}",
-                f"{text.perplexity:.4g}",
-                growth_text(text.perplexity_ratio),
-                f"{text.kl_estimate}",
-                f"{text.kl_bound:.3g}",
-                *(
-                    ["" if text.rounding_kl is None else f"{text.rounding_kl:.3g}"]
-                    if rounding
-                    else []
-                ),
-                f"{text.kl_p99:.3g}",
-                f"{text.top1_agreement:.1%}",
-            ]
-        )
+        row = [
+            text.text,
+            f"{text.tokens}",
+            f"{text.source_perplexity:.4g}",
+            f"{text.perplexity:.4g}",
+            growth_text(text.perplexity_ratio),
+            f"{text.kl_estimate}",
+            f"{text.kl_bound:.3g}",
+        ]
+        if rounding:
+            row.append("" if text.rounding_kl is None else f"{text.rounding_kl:.3g}")
+        row += [f"{text.kl_p99:.3g}", f"{text.top1_agreement:.1%}"]
+        rows.append(row)
     bound = with_inputs(
         scheme_bound(prepared.scheme_map.schemes.values()), prepared.measurement_inputs.values()
     )
@@ -300,61 +308,65 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
 
 
 def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
-    """Return the table of what was lost by position."""
+    """Lay out the table of the loss by position."""
     if certificate is None:
         return {}
-    columns = (
-        column for cache in CACHES for column in (f"KL, {cache} cache", "same most likely token")
-    )
+    heads = ["positions", "tokens"]
+    for cache in CACHES:
+        heads += [f"KL, {cache} cache", "same most likely token"]
     rows = []
+    # One row for each bucket of positions, with the figures of all caches side by side.
     for buckets in zip(*certificate.caches.values(), strict=True):
-        rows.append(
-            [
-                buckets[0].name,
-                f"{buckets[0].tokens}",
-                *(
-                    cell
-                    for bucket in buckets
-                    for cell in (f"{bucket.estimate}", f"{bucket.top1_agreement:.1%}")
-                ),
-            ]
-        )
-    changes = (
-        f"with the {cache} cache, {rise_text(buckets)}"
-        for cache, buckets in certificate.caches.items()
-    )
+        row = [buckets[0].name, f"{buckets[0].tokens}"]
+        for bucket in buckets:
+            row += [f"{bucket.estimate}", f"{bucket.top1_agreement:.1%}"]
+        rows.append(row)
+    changes = []
+    for cache, cache_buckets in certificate.caches.items():
+        changes.append(f"with the {cache} cache, {rise_text(cache_buckets)}")
     return {
-        "position_heads": ["positions", "tokens", *columns],
+        "position_heads": heads,
         "position_rows": rows,
         "changes": "; ".join(changes),
     }
 
 
 def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
-    """Return what loads the folder."""
-    chosen = prepared.scheme_map
+    """List the runtimes that load the folder, and the reasons why others do not."""
+    scheme_map = prepared.scheme_map
     config = prepared.source.config
-    symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
-    if symmetric:
-        unread = unread_experts(config, chosen.schemes)
-    else:
-        unread = "packed zero points"
-    if chosen.embedding is None:
-        unread = unread
-    else:
+    symmetric = all(scheme.symmetric for scheme in scheme_map.schemes.values())
+    # The card gives one reason why transformers does not load the folder: the widest one.
+    if prepared.unread is not None:
+        unread: str | None = f"the packed weights ({prepared.unread})"
+    elif scheme_map.embedding is not None:
         unread = "a packed embedding"
-    if prepared.unread is None:
-        unread = unread
+    elif not symmetric:
+        unread = "packed zero points"
     else:
-        unread = f"the packed weights ({prepared.unread})"
-    problem = describe_problems(vllm_problems_of(prepared.source, chosen.schemes, prepared.target))
+        unread = unread_experts(config, scheme_map.schemes)
+    vllm_problems = vllm_problems_of(prepared.source, scheme_map.schemes, prepared.target)
+    problem = describe_problems(vllm_problems)
     if problem is None:
         without: set[Runtime] = set()
     else:
         without = {"vllm"}
     native = method.name == NATIVE
-    readers = method.readers(chosen.module_schemes, without=without)
-    here_alone = read_here_alone(method, chosen.module_schemes, tied=config.tied_embeddings)
+    readers = method.readers(scheme_map.module_schemes, without=without)
+    here_alone = read_here_alone(method, scheme_map.module_schemes, tied=config.tied_embeddings)
+    if here_alone:
+        in_transformers = False
+    elif native:
+        in_transformers = unread is None
+    else:
+        in_transformers = "transformers" in readers
+    not_on_cpu = None
+    if isinstance(method, CompressedTensors):
+        not_on_cpu = method.not_on_cpu(scheme_map.schemes.values())
+    if config.run_by is None:
+        model_class = _CAUSAL
+    else:
+        model_class = auto_class(prepared.source.extra_config)
     return {
         "vllm_problem": problem,
         "symmetric": symmetric,
@@ -362,41 +374,34 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
         "unread": unread,
         "readers": readers,
         "read_here_alone": here_alone,
-        "not_on_cpu": (
-            method.not_on_cpu(chosen.schemes.values())
-            if isinstance(method, CompressedTensors)
-            else None
-        ),
-        "has_int4": any(
-            scheme.bits == 4 and not scheme.of_small_floats for scheme in chosen.schemes.values()
-        ),
-        "in_transformers": (
-            not here_alone and (unread is None if native else "transformers" in readers)
-        ),
-        "auto_class": (
-            _CAUSAL if config.run_by is None else auto_class(prepared.source.extra_config)
-        ),
+        "not_on_cpu": not_on_cpu,
+        "has_int4": any(_is_int4(scheme) for scheme in scheme_map.schemes.values()),
+        "in_transformers": in_transformers,
+        "auto_class": model_class,
     }
+
+
+def _is_int4(scheme: QuantScheme) -> bool:
+    return scheme.bits == 4 and not scheme.of_small_floats
 
 
 def _quantize_command(
     src: str, dst: str, prepared: Prepared, drawn: Calibration | None
 ) -> tuple[str, str | None]:
-    """Return the command that repeats the call, and the content of the recipe file that it names,
-    if it needs one; equal calls have the same command, as options with the default value are left
+    """Write the command that repeats the call, and the content of the recipe file that it names,
+    if it needs one. Equal calls give the same command: options with the default value are left
     out.
     """
     options = prepared.options
     recipe = prepared.scheme_map.recipe
-    result_options = [
-        name for name, info in find_option_fields(QuantizeOptions).items() if info.changes_result
-    ]
-    values = {name: getattr(options, name) for name in result_options}
-    # The recipe without what was chosen.
+    values: dict[str, Any] = {}
+    for name, info in find_option_fields(QuantizeOptions).items():
+        if info.changes_result:
+            values[name] = getattr(options, name)
+    # The overrides of an allocation come first, and the command chooses them again by its size.
     if prepared.allocation is not None:
-        recipe = Recipe(
-            recipe.default, recipe.overrides[len(prepared.allocation.recipe().overrides) :]
-        )
+        num_chosen = len(prepared.allocation.recipe().overrides)
+        recipe = Recipe(recipe.default, recipe.overrides[num_chosen:])
     values |= _scheme_options(recipe)
     if prepared.allocation is not None:
         size = prepared.allocation.target
@@ -406,41 +411,44 @@ def _quantize_command(
             "max_size": size.bytes and f"{size.bytes}B",
         }
     values |= _method_options(prepared, drawn)
-    values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
+    values["to"] = _omit_default(prepared.target.name, NATIVE)
     values["template"] = options.template and Path(options.template).name
     values["lora"] = _adapters(options)
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
     license = read_authorship(prepared.source.path).get("license")
+    # A value that equals what the source's own files say is the default.
     for name, default in ("base_model", find_base_model(prepared.source)), ("license", license):
-        values[name] = None if values[name] == default else values[name]
-    words = ["quantkit", "quantize", src, dst, *command_words(values)]
-    return shlex.join(words), json.dumps(recipe.to_json(), indent=2) if "recipe" in values else None
+        values[name] = _omit_default(values[name], default)
+    command = shlex.join(["quantkit", "quantize", src, dst, *command_words(values)])
+    if "recipe" in values:
+        return command, json.dumps(recipe.to_json(), indent=2)
+    return command, None
 
 
 def _adapters(options: QuantizeOptions) -> list[str]:
-    """Return the merged adapters by the names of their folders, with their weights."""
-    found = (
-        (file_name(path) or "ADAPTER", weight) for path, weight in parse_adapters(options.lora)
-    )
+    """Name the merged adapters by their folders, with their weights."""
     adapters: list[str] = []
-    for name, weight in found:
-        for word in adapter_words({name: weight}):
-            adapters.append(word)
+    for path, weight in parse_adapters(options.lora):
+        name = file_name(path) or "ADAPTER"
+        adapters.extend(adapter_words({name: weight}))
     return adapters
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:
-    """Return a recipe as options: a scheme, one for the head and the embedding, and layers to keep;
-    or else a file.
+    """Express a recipe as options: a scheme, one for the head and the embedding, and layers to
+    keep; or else as a file.
     """
-    kept = list(recipe.overrides)
-    named = dict[str, object]()
+    remaining = list(recipe.overrides)
+    named_schemes: dict[str, object] = {}
+    # `build_recipe` puts the override of the head first, that of the embedding next.
     for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
-        if kept and kept[0].pattern == module and kept[0].scheme is not None:
-            named[name] = kept.pop(0).scheme
-    if any(override.scheme is not None for override in kept):
+        if remaining and remaining[0].pattern == module and remaining[0].scheme is not None:
+            named_schemes[name] = remaining.pop(0).scheme
+    # Options can only keep floats; other schemes by pattern need a file.
+    if any(override.scheme is not None for override in remaining):
         return {"recipe": _RECIPE, **dict.fromkeys(("scheme", "head", "embedding", "keep"))}
-    return {"scheme": recipe.default, **named, "keep": [override.pattern for override in kept]}
+    keep = [override.pattern for override in remaining]
+    return {"scheme": recipe.default, **named_schemes, "keep": keep}
 
 
 def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
@@ -455,9 +463,17 @@ def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, 
     return {
         "method": "gptq",
         "calibration": text,
-        "effort": None if settings.effort == "default" else settings.effort,
+        "effort": _omit_default(settings.effort, "default"),
+        # `effort` says the same.
         "thorough": None,
-        "samples": None if settings.samples == SAMPLES else settings.samples,
-        "length": None if settings.length == length else settings.length,
-        "seed": None if settings.seed == SEED else settings.seed,
+        "samples": _omit_default(settings.samples, SAMPLES),
+        "length": _omit_default(settings.length, length),
+        "seed": _omit_default(settings.seed, SEED),
     }
+
+
+def _omit_default(value: object, default: object) -> object:
+    """Replace a default value by None, which leaves the option out of the command."""
+    if value == default:
+        return None
+    return value

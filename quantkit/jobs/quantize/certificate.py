@@ -1,5 +1,5 @@
-"""The certificate for long contexts: what a quantized model lost by position, on request, before
-it gets its name.
+"""The certificate for long contexts: the loss of a quantized model by position, measured on request
+before the output gets its name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _MIN_TOKENS = 2
-# At most, over a long text.
+# Characters per token at most, over a long text: enough of it is tokenized, and no more.
 _LETTERS_OF_TOKEN = 64
-_STATES_OF_ATTENTION = (
-    9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
-)
+# Tensors as wide as the queries that a block keeps at the same time: queries, keys, values, and the
+# intermediate results of their rotation.
+_STATES_OF_ATTENTION = 9
 
 
 @dataclass(frozen=True)
@@ -57,49 +57,52 @@ class CertifiedText:
         progress: Progress,
     ) -> PositionCertificate:
         """Measure a result against its source, with the inputs of its linears rounded. The bound is
-        that of the gate. Raises `NonFiniteError` if a model's logits are NaN or Inf.
+        the gate's. Raises `NonFiniteError` if a model's logits are NaN or Inf.
         """
         bound = with_inputs(scheme_bound(schemes), inputs.values()).kl
         run = RoundedInputs(result, inputs)
         (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
-        found = {}
+        rounded_caches = {}
+        # The manifest records rounded values, and the certificate equals the one read back from it.
         for cache, buckets in caches.items():
-            found[cache] = [bucket.round_values() for bucket in buckets]
+            rounded_caches[cache] = [bucket.round_values() for bucket in buckets]
         count, length = self.windows.shape
         return PositionCertificate(
-            self.name, self.sha256, self.requested, length, count, bound, found
+            self.name, self.sha256, self.requested, length, count, bound, rounded_caches
         )
 
     def memory_bytes(self, config: ModelConfig) -> int:
-        """Return what the hidden states take of the source and of the result with either cache,
-        what attention makes of one of them, and the logits that are compared.
+        """Estimate the bytes of the hidden states of the source and of the result with either
+        cache, of the attention of one of them, and of the logits that are compared.
         """
-        wide = config.num_heads * config.head_dim
-        states = (1 + len(CACHES)) * config.hidden_size + _STATES_OF_ATTENTION * max(
-            wide, config.hidden_size
-        )
+        # The source, and the result with each cache.
+        num_runs = 1 + len(CACHES)
+        attention_width = max(config.num_heads * config.head_dim, config.hidden_size)
+        states = num_runs * config.hidden_size + _STATES_OF_ATTENTION * attention_width
         length = self.windows.shape[1]
-        logits = (1 + len(CACHES)) * min(LOGITS_BYTES, 4 * length * config.vocab_size)
+        # Hidden states and logits are float32; logits are computed in parts of limited size.
+        logits = num_runs * min(LOGITS_BYTES, 4 * length * config.vocab_size)
         return 4 * length * states + logits
 
     def attention_flops(self, config: ModelConfig) -> int:
-        """Of all passes, what grows with the square of the length."""
+        """Count the operations of all passes that grow with the square of the length."""
         count, length = self.windows.shape
-        seen = sum(min(length / 2, layer.window or length) for layer in config.layers)
-        return int(
-            (1 + len(CACHES)) * count * length * seen * 4 * config.num_heads * config.head_dim
-        )
+        # A causal mask lets a token attend to half of the tokens on average; a window to fewer.
+        attended = sum(min(length / 2, layer.window or length) for layer in config.layers)
+        width = config.num_heads * config.head_dim
+        # Scores and weighted values: two products, of a multiplication and an addition each.
+        return int((1 + len(CACHES)) * count * length * attended * 4 * width)
 
     @property
     def tokens(self) -> int:
-        """That go through a model in all passes."""
+        """Count the tokens that go through a model in all passes."""
         return (1 + len(CACHES)) * self.windows.numel()
 
 
 def prepare_certified_text(
     positions: int | None, text: str | Path | None, source: Checkpoint, tokenizer: Tokenizer | None
 ) -> CertifiedText | None:
-    """Return the text that a certificate is about; None if none was requested.
+    """Read and tokenize the text on which a model is certified; None if none was requested.
 
     Args:
         positions: tokens of its windows, at most; a shorter text, or context, is measured to its
@@ -124,7 +127,11 @@ def prepare_certified_text(
             "a certificate for long contexts needs a tokenizer, and the source has none",
             path=source.path,
         )
-    name, digest, raw = _text(None if text is None else as_path("certify_text", text))
+    if text is None:
+        text_path = None
+    else:
+        text_path = as_path("certify_text", text)
+    name, digest, raw = _text(text_path)
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
     context = source.config.max_positions
     windows, notes = position_windows(name, ids, prompt_start(tokenizer), length, context)
@@ -134,7 +141,7 @@ def prepare_certified_text(
 
 
 def _text(path: Path | None) -> tuple[str, str, str]:
-    """Return the name, sha256 and content of a text."""
+    """Read a text: its name, sha256 and content."""
     if path is None:
         texts = gate_texts()
         raw = "\n\n".join(texts.values())

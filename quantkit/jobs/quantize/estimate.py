@@ -1,9 +1,10 @@
-"""The memory, disk and time that conversions and quantizations take, from shapes and headers."""
+"""Estimate the memory, disk and time of a quantization from shapes and headers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.bit_allocation.fit import Fit
@@ -28,34 +29,46 @@ from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import quantization_steps
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.bounds import count_gate_tokens
+from quantkit.tensors.scheme import QuantScheme
 
-# of the choice of schemes: freed memory stays between the states that it keeps, as measured
+# Factor on the memory of the choice of schemes: the allocator keeps freed memory between the states
+# that stay, as measured.
 _HEAP = 1.25
 # Bytes of quantkit.json for each linear layer.
 _MANIFEST = 300
 
 
 def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
-    """Return what a quantization takes; with a `fit`, the schemes of `formats` stand for those that
-    it chooses.
+    """Estimate a quantization. With a `fit`, the schemes of `formats` are placeholders for those
+    that it chooses.
     """
-    each = list(formats.prepared_by_folder.values())
+    prepared_formats = list(formats.prepared_by_folder.values())
     prepared = formats.first
     source = prepared.source
     settings = prepared.settings
     certified = prepared.certified
-    notes = list(dict.fromkeys(note for one in each for note in one.notes))
+    # Formats share most notes, and each is printed once.
+    notes: list[str] = []
+    for prepared_format in prepared_formats:
+        for note in prepared_format.notes:
+            if note not in notes:
+                notes.append(note)
     assigned = prepared.scheme_map.module_schemes
     config = source.config
-    sizes = [
-        weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes)
-        for one in each
-    ]
+    sizes = []
+    for prepared_format in prepared_formats:
+        # Until the schemes are chosen, only the limit of their size is known.
+        if fit is None:
+            output_bytes = prepared_format.encoder.total_bytes()
+        else:
+            output_bytes = fit.max_bytes
+        sizes.append(weight_sizes(prepared_format, output_bytes))
     written = sum(size.output_bytes for size in sizes)
-    disk = written + side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
-    phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
-    # What is rounded for one format is kept for the next ones.
-    if len(each) > 1 and settings is None:
+    manifest_bytes = _MANIFEST * len(assigned) * len(prepared_formats)
+    disk = written + side_bytes(formats.side_files) + manifest_bytes
+    phases = {"writing": max(_streaming(source, format_.encoder) for format_ in prepared_formats)}
+    # Weights that are rounded for one format are kept for the next ones.
+    if len(prepared_formats) > 1 and settings is None:
         phases["writing"] += costs.largest_block(config)
     checked = count_checked_tokens(source, prepared.options.source_check)
     scratch = 0
@@ -64,49 +77,40 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     if config.measurable:
         phases["the gate"] = forward_bytes(source, count_gate_tokens(source), models=3)
     if certified is not None:
-        one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
-        phases["the certificate"] = forward_bytes(source, one, models=0) + certified.memory_bytes(
-            config
-        )
+        # A long window goes through a block in parts; `memory_bytes` counts its hidden states.
+        block_tokens = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
+        block_bytes = forward_bytes(source, block_tokens, models=0)
+        phases["the certificate"] = block_bytes + certified.memory_bytes(config)
     if settings is not None:
         shape = settings.samples, settings.length
         notes += too_few_tokens(shape, config)
         device = settings.device
         schemes = prepared.scheme_map.linears.values()
-        held, scratch, on_device = settings.activation_bytes(config, shape, schemes)
+        activation_bytes, scratch, on_device = settings.activation_bytes(config, shape, schemes)
         batch = batch_samples(config, shape[1]) * shape[1]
         effort = settings.effort_on(config, shape, schemes)
         backward = costs.gradient_bytes(config, shape, effort, settings.memory_bytes)
         work_bytes = costs.gptq_bytes(config, batch, device, two_sided=backward > 0)
+        # The solved codes of a block are kept until they are written.
         codes = costs.largest_block(config)
         if config.run_by is not None:
             work_bytes = costs.lockstep_bytes(config, batch)
+        # The solver's matrices are on the device that computes.
         if device.type == "cuda":
             on_device = on_device + work_bytes
             work_bytes = 0
-        phases["calibration"] = process_bytes() + held + codes + work_bytes
+        phases["calibration"] = process_bytes() + activation_bytes + codes + work_bytes
         if backward:
             phases["the gradients"] = process_bytes() + backward
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = process_bytes() + int(_HEAP * needed)
+        # The model tries the beginning of each sample of the included text, and drops those that it
+        # cannot predict.
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = forward_bytes(source, tried, models=1)
-    kinds = Counter(
-        str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING
-    )
-    if fit is not None:
-        chosen = set()
-        for unit in fit.units:
-            for module in unit.modules:
-                chosen.add(module)
-        others = (
-            str(assigned[module] or "float")
-            for module in assigned
-            if module not in {EMBEDDING, *chosen}
-        )
-        kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)
+    kinds = _count_kinds(assigned, fit)
     phase = max(phases, key=lambda name: phases[name])
     steps, efforts = quantization_steps(formats, fit, sizes, checked)
     return Estimate(
@@ -121,7 +125,22 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         notes,
         steps,
         efforts,
-        sizes[0] if len(each) == 1 else None,
+        sizes[0] if len(prepared_formats) == 1 else None,
         prepared.options.kv_cache,
         prepared.options.resume and partial_folder(formats.dst).is_dir(),
     )
+
+
+def _count_kinds(assigned: Mapping[str, QuantScheme | None], fit: Fit | None) -> Counter[str]:
+    """Count the linears by scheme; those whose schemes `fit` chooses are one kind."""
+    chosen: set[str] = set()
+    kinds: Counter[str] = Counter()
+    if fit is not None:
+        for unit in fit.units:
+            chosen.update(unit.modules)
+        if chosen:
+            kinds[f"chosen for {fit.target}"] = len(chosen)
+    for module, scheme in assigned.items():
+        if module != EMBEDDING and module not in chosen:
+            kinds[str(scheme or "float")] += 1
+    return kinds

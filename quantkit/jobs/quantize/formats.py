@@ -4,7 +4,7 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,12 +22,12 @@ from quantkit.tensors.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Formats:
-    """What is to be written of a source.
+    """The formats in which a source is written.
 
     Attributes:
         dst: the folder, or file, to create.
-        each: the result in each format, by its folder in `dst`; a single one is `dst` itself, and
-            its key is ``""``.
+        prepared_by_folder: the result in each format, by its folder in `dst`; a single one is `dst`
+            itself, and its key is ``""``.
     """
 
     dst: Path
@@ -35,18 +35,18 @@ class Formats:
 
     @classmethod
     def of(cls, prepared: Prepared) -> Formats:
-        """Return the formats that the options request.
+        """Prepare the formats that the options request.
 
         Raises `UnsupportedError` if one does not support a scheme.
         """
         targets = prepared.options.targets
         if len(targets) == 1:
             return cls(prepared.dst, {"": prepared})
-        each = {}
+        prepared_by_folder = {}
         for target in targets:
             with _prefix_errors(target.name):
-                each[target.name] = prepared.in_format(target)
-        return cls(prepared.dst, each)
+                prepared_by_folder[target.name] = prepared.in_format(target)
+        return cls(prepared.dst, prepared_by_folder)
 
     @property
     def first(self) -> Prepared:
@@ -54,55 +54,58 @@ class Formats:
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
-        """Return the tensors of the output, in order: of each decoder block those in one format
+        """List the tensors of the output, in order: of each decoder block those in one format
         after the other.
 
         Raises:
             UnsupportedError: if the formats do not have the tensors in the same order of decoder
                 blocks.
         """
-        result = []
-        for row in zip_longest(*(one.blocks for one in self.prepared_by_folder.values())):
-            if len({None if block is None else block.layer for block in row}) > 1 or None in row:
+        result: list[TensorBlock] = []
+        blocks_by_format = [prepared.blocks for prepared in self.prepared_by_folder.values()]
+        # A block is solved once and written in all formats before the next one is solved.
+        for row in zip_longest(*blocks_by_format):
+            layers = {block.layer for block in row if block is not None}
+            # None fills the row of a format that has fewer blocks.
+            if None in row or len(layers) > 1:
                 raise UnsupportedError(
                     f"{' and '.join(self.prepared_by_folder)} have the layers in another order,"
                     " and cannot be written together",
                     path=self.first.source.path,
                     hint="write them one after the other",
                 )
-            result += [
-                replace(block, folder=name)
-                for name, block in zip(self.prepared_by_folder, row, strict=True)
-            ]
+            for name, block in zip(self.prepared_by_folder, row, strict=True):
+                result.append(replace(block, folder=name))
         return result
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Raises an `UnsupportedError`, which names the format, if one cannot hold the model
-        exactly.
+        """Build the encoder of the output. Raises an `UnsupportedError`, which names the format, if
+        one cannot represent the model exactly.
         """
         encoders = {}
-        for name, one in self.prepared_by_folder.items():
+        for name, prepared in self.prepared_by_folder.items():
             with _prefix_errors(name):
-                encoders[name] = one.encoder
+                encoders[name] = prepared.encoder
         if "" in encoders:
             return encoders[""]
-        planned: Sequence[tuple[str, TensorSpec]] = [
-            (block.folder, spec) for block in self.blocks for spec in block.tensors
-        ]
+        planned: list[tuple[str, TensorSpec]] = []
+        for block in self.blocks:
+            for spec in block.tensors:
+                planned.append((block.folder, spec))
         return FoldersEncoder(planned, encoders)
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes | Path]:
-        """Return the files next to the weights; an `UnsupportedError` as from `encoder`."""
+        """Collect the files next to the weights. Raises `UnsupportedError` as `encoder` does."""
         files = {}
-        for name, one in self.prepared_by_folder.items():
+        for name, prepared in self.prepared_by_folder.items():
             with _prefix_errors(name):
-                files[name] = one.side_files
+                files[name] = prepared.side_files
         return merge_by_folder(files)
 
     def work(self, works: Mapping[str, Work]) -> Work:
-        """Return what is to be written, given that of each format, by folder."""
+        """Combine the works of all formats, given by folder."""
         if "" in works:
             return works[""]
         first = next(iter(works.values()))
@@ -112,7 +115,7 @@ class Formats:
 
 @contextmanager
 def _prefix_errors(name: str) -> Iterator[None]:
-    """Let an error of what a format cannot hold begin with the format's name."""
+    """Let an error about a format begin with the format's name."""
     try:
         yield
     except UnsupportedError as error:

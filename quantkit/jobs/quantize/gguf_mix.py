@@ -17,15 +17,17 @@ from quantkit.tensors.mix import Mix
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, QuantScheme
 
-# Whose models of 80 layers have a small attn_v.
+# Architectures whose models of 80 layers share keys and values among many queries, so that attn_v
+# is small: llama.cpp spends more bits there.
 _FEW_KV_HEADS = {"llama", "qwen2", "deci"}
 _LARGE_LAYERS = 80
 _VALUES = ("attn_v", "attn_qkv")
-# Weights; rows of others keep their floats.
+# Weights per block of GGUF's types; rows that it does not divide keep their floats.
 _BLOCK = 32
-# Which keeps its floats unless it is named.
+# The head keeps its floats unless a recipe names it.
 _HEAD = "output.weight"
-_EXPERTS = 8  # of Mixtral, for which llama.cpp has rules
+# The number of experts of Mixtral 8x7B, for which llama.cpp has rules.
+_EXPERTS = 8
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -37,7 +39,7 @@ class MixRules:
     config: ModelConfig
 
     def recipe(self) -> Recipe:
-        """Return the schemes of a model's tensors.
+        """Build the recipe with the schemes of a model's tensors.
 
         Raises `UnsupportedError` for an architecture that GGUF does not have.
         """
@@ -48,15 +50,16 @@ class MixRules:
             else:
                 scheme = chosen
             if scheme != self.mix.default or tensor.name == _HEAD:
-                overrides |= {
-                    _EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)
-                }
-        if overrides[EMBEDDING] is None:  # as it does if no recipe names it
+                for module in _modules(tensor):
+                    # GGUF stacks all experts of a layer in one tensor, which has one type.
+                    overrides[_EXPERT.sub(".experts.*.", module)] = scheme
+        # The embedding keeps its floats anyway if no recipe names it.
+        if overrides[EMBEDDING] is None:
             del overrides[EMBEDDING]
-        return Recipe(
-            self.mix.default,
-            tuple(Override(pattern, scheme) for pattern, scheme in overrides.items()),
-        )
+        override_list = []
+        for pattern, scheme in overrides.items():
+            override_list.append(Override(pattern, scheme))
+        return Recipe(self.mix.default, tuple(override_list))
 
     def _schemes(self) -> Iterator[tuple[DiskTensor, QuantScheme]]:
         """Yield the scheme of each tensor that gets one, in the order of the file."""
@@ -66,8 +69,10 @@ class MixRules:
         for tensor in tensors:
             role = _role(tensor)
             layer = _layer(tensor)
-            if role == "output" or (role == "token_embd" and self.config.tied_embeddings):
-                yield tensor, self.mix.default if self.mix.default == Q8_0 else Q6_K
+            is_head = role == "output" or (role == "token_embd" and self.config.tied_embeddings)
+            if is_head:
+                # The head gets at least Q6_K.
+                yield tensor, Q8_0 if self.mix.default == Q8_0 else Q6_K
             elif role in _VALUES:
                 yield tensor, self._of_values(values.index(tensor), len(values), architecture)
             elif role == "attn_k" and self._experts == _EXPERTS:
@@ -86,21 +91,22 @@ class MixRules:
         return self.config.experts.count
 
     def _of_values(self, index: int, count: int, architecture: str) -> QuantScheme:
-        result = self.mix.default
+        # `index` counts tensors of values, as llama.cpp's `i_attention_wv` does, not layers.
+        scheme = self.mix.default
         if self.mix.name == "q3_k_m":
-            result = Q5_K if index < 2 else Q4_K
+            scheme = Q5_K if index < 2 else Q4_K
         elif self.mix.name == "q3_k_l":
-            result = Q5_K
+            scheme = Q5_K
         elif self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(index, count):
-            result = Q6_K
+            scheme = Q6_K
         elif self.mix.name == "q4_k_s" and index < 4:
-            result = Q5_K
+            scheme = Q5_K
         few = self.config.num_heads != self.config.num_kv_heads and architecture in _FEW_KV_HEADS
-        if few and self.config.num_layers == _LARGE_LAYERS and result in (Q3_K, Q4_K):
-            result = Q5_K
+        if few and self.config.num_layers == _LARGE_LAYERS and scheme in (Q3_K, Q4_K):
+            scheme = Q5_K
         if self._experts == _EXPERTS:
             return Q8_0
-        return result
+        return scheme
 
     def _of_down(self, layer: int, layers: int) -> QuantScheme:
         if self.mix.name == "q3_k_m":
@@ -122,28 +128,32 @@ class MixRules:
 
 
 def _more_bits(layer: int, layers: int) -> bool:
-    """Return the first and last eighth of the layers, and every third of those between."""
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    """Tell whether a layer is in the first or last eighth, or one of every three between them."""
+    # llama.cpp's `use_more_bits`, in the same integer arithmetic.
+    at_an_end = layer < layers // 8 or layer >= 7 * layers // 8
+    return at_an_end or (layer - layers // 8) % 3 == 2
 
 
 def _modules(tensor: DiskTensor) -> list[str]:
-    """Return the modules of a tensor's parts, if they may be quantized."""
+    """List the modules of a tensor's parts, if they may be quantized."""
     able = tensor.quantizable or tensor.stacked is not None or _role(tensor) == "token_embd"
-    if able:
-        modules: list[str] = []
-        for part in tensor.parts:
-            if part.endswith(".weight"):
-                modules.append(part.removesuffix(".weight"))
-        return modules
-    return []
+    if not able:
+        return []
+    modules: list[str] = []
+    for part in tensor.parts:
+        if part.endswith(".weight"):
+            modules.append(part.removesuffix(".weight"))
+    return modules
 
 
 def _role(tensor: DiskTensor) -> str:
-    """``attn_v`` of ``blk.3.attn_v.weight``; all kinds of ``ffn_down`` are one."""
-    result = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    if result.startswith("ffn_down"):
+    """Extract the role from a name: ``attn_v`` of ``blk.3.attn_v.weight``. All kinds of
+    ``ffn_down`` are one role.
+    """
+    role = tensor.name.removesuffix(".weight").rpartition(".")[2]
+    if role.startswith("ffn_down"):
         return "ffn_down"
-    return result
+    return role
 
 
 def _layer(tensor: DiskTensor) -> int:

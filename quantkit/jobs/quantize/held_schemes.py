@@ -1,5 +1,5 @@
-"""The scheme of each linear of a source in a format: a recipe applied, what the format cannot
-hold, and notes.
+"""Assign a scheme to each linear of a source in a format: apply the recipe, refuse what the format
+cannot represent, and write notes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ BIT_ALLOCATION = "bit_allocation"
 run.
 """
 
+# MXFP4 and NVFP4.
 _FP4_BITS = 4
 
 
 def assign_schemes(
     source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
 ) -> tuple[SchemeMap, list[str]]:
-    """Return a recipe applied to a source, and notes on it.
+    """Apply a recipe to a source, and write notes on what readers do not support.
 
     Raises `RequestError` or `UnsupportedError` as `quantize` does.
     """
@@ -52,28 +53,32 @@ def assign_schemes(
     notes = [f"{source.path}: {line}" for line in misfits]
     _require_held(scheme_map.schemes, target, source)
     native = target.name == NATIVE
-    if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
+    symmetric = all(scheme.symmetric for scheme in scheme_map.schemes.values())
+    if native and not symmetric:
         notes.append(
             f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit"
             " does"
         )
-    if native and (unread := unread_experts(source.config, scheme_map.schemes)):
-        notes.append(
-            f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
-        )
-    packed = (
-        scheme
-        for scheme in scheme_map.schemes.values()
-        if scheme.of_small_floats and scheme.bits == _FP4_BITS
-    )
-    small = sorted({str(one) for one in packed})
+    if native:
+        unread = unread_experts(source.config, scheme_map.schemes)
+        if unread:
+            notes.append(
+                f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
+            )
+    small_floats = set()
+    for scheme in scheme_map.schemes.values():
+        if scheme.of_small_floats and scheme.bits == _FP4_BITS:
+            small_floats.add(str(scheme))
+    small = sorted(small_floats)
+    # A bfloat16 model needs no note: transformers loads it in its own type.
     if small and source.config.dtype != DType.BFLOAT16:
         loading = (
             "transformers decodes it to bfloat16 alone (seen in 5.23); load it with"
             " `dtype=torch.bfloat16`"
         )
         notes.append(f"{dst}: {' and '.join(small)}: {loading}")
-    if problem := describe_problems(vllm_problems_of(source, scheme_map.schemes, target)):
+    problem = describe_problems(vllm_problems_of(source, scheme_map.schemes, target))
+    if problem:
         notes.append(f"{dst}: {problem}")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
         tied = source.config.tied_embeddings
@@ -85,7 +90,7 @@ def assign_schemes(
 def vllm_problems_of(
     source: StoredCheckpoint, schemes: Mapping[str, QuantScheme], target: Target
 ) -> list[VllmProblem]:
-    """Return what vLLM could not load of a folder with these schemes, given by module; nothing in
+    """List what vLLM could not load of a folder with these schemes, given by module; nothing for
     formats that it does not read.
     """
     if not isinstance(target.container, HuggingFace):
@@ -101,18 +106,21 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
     path = source.path
     for module, scheme in schemes.items():
         embedding = module == EMBEDDING
-        reason = codec_of(target.codes, scheme, embedding=embedding)
-        if not isinstance(reason, Reason) and (
-            misfit := reason.misfit(source.info(f"{module}.weight").shape)
-        ):
-            raise UnsupportedError(
-                f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}",
-                path=path,
-                found=misfit.found,
-                expected=misfit.expected,
-                hint="choose another scheme, or `keep` the linear as floats",
-            )
-        if isinstance(reason, Reason) and embedding:
+        codec = codec_of(target.codes, scheme, embedding=embedding)
+        if not isinstance(codec, Reason):
+            # A codec may have block sizes that divide some shapes only.
+            misfit = codec.misfit(source.info(f"{module}.weight").shape)
+            if misfit:
+                raise UnsupportedError(
+                    f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}",
+                    path=path,
+                    found=misfit.found,
+                    expected=misfit.expected,
+                    hint="choose another scheme, or `keep` the linear as floats",
+                )
+            continue
+        reason = codec
+        if embedding:
             raise UnsupportedError(
                 f"{target.name} has no place for an {scheme} embedding: {reason.problem}",
                 path=path,
@@ -120,11 +128,10 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
                 expected=reason.expected,
                 hint="leave `embedding` out",
             )
-        if isinstance(reason, Reason):
-            raise UnsupportedError(
-                f"{target.name} does not hold {scheme}: {reason.problem}",
-                path=path,
-                found=f"{scheme} for '{module}'",
-                expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
-                hint="choose another scheme, or `keep` the linear as floats",
-            )
+        raise UnsupportedError(
+            f"{target.name} does not hold {scheme}: {reason.problem}",
+            path=path,
+            found=f"{scheme} for '{module}'",
+            expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
+            hint="choose another scheme, or `keep` the linear as floats",
+        )

@@ -28,7 +28,8 @@ from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.settings import gptq_settings
 
 _DAT = ".dat"
-# Tokens, by default, of llama.cpp's chunks, which the older form counts.
+# Tokens per chunk of llama.cpp by default. The older form counts chunks, not tokens, and does not
+# state their size.
 _CHUNK = 512
 
 
@@ -44,7 +45,7 @@ class ImatrixResult:
     text: str
 
     def to_json(self) -> dict[str, object]:
-        """Return all of it, as plain values."""
+        """Convert the result to plain values."""
         return {
             "path": str(self.path),
             "tensors": self.tensors,
@@ -53,7 +54,7 @@ class ImatrixResult:
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Write the report for people."""
         return [
             f"wrote {self.path}: {self.tensors} tensors, from {self.tokens} tokens of {self.text}"
         ]
@@ -95,43 +96,44 @@ def imatrix(
         )
     if path.exists():
         raise DestinationError("exists already; nothing is overwritten", path=path)
-    given = {
+    sample_options = {
         "calibration": calibration,
         "text_column": text_column,
         "samples": samples,
         "length": length,
         "seed": seed,
     }
-    options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **given)  # type: ignore[arg-type]
+    # GPTQ's samples do not depend on the scheme: any that GPTQ solves will do here.
+    options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **sample_options)  # type: ignore[arg-type]
     source = open_checkpoint(as_path("src", src))
     require_runnable(source)
     tensors = list(_with_inputs(source.config))
     settings = gptq_settings(options, (), source, load_checked_tokenizer(source)[0])
     assert settings is not None  # for GPTQ
     drawn = settings.draw(source, progress=progress)
-    if isinstance(calibration, (str, Path)):
+    if calibration is None:
+        text = "included text"
+    elif isinstance(calibration, (str, Path)):
+        # The last part of the path alone: the file must not depend on where the text is.
         text = Path(calibration).name
     else:
         text = "text"
-    if calibration is None:
-        text = "included text"
-    else:
-        text = text
     sums, counts = sum_squared_inputs(source, drawn.tokens, progress=progress)
-    if (
-        wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)
-    ) is not None:
-        raise NonFiniteError(f"the inputs of linear '{wrong}' are NaN or Inf", path=source.path)
-    entries = {
-        tensor.name: entry
-        for tensor in tensors
-        if (entry := _entry(tensor, sums, counts)) is not None
-    }
-    found = ImportanceMatrix(entries, text, *drawn.tokens.shape)
+    for name, total in sums.items():
+        if not total.isfinite().all():
+            raise NonFiniteError(f"the inputs of linear '{name}' are NaN or Inf", path=source.path)
+    entries = {}
+    for tensor in tensors:
+        entry = _entry(tensor, sums, counts)
+        # Without tokens there is no mean: an expert that no sample reaches has no entry.
+        if entry is not None:
+            entries[tensor.name] = entry
+    matrix = ImportanceMatrix(entries, text, *drawn.tokens.shape)
     if path.suffix.lower() == _DAT:
-        content = found.to_dat()
+        content = matrix.to_dat()
     else:
-        content = found.to_gguf()
+        content = matrix.to_gguf()
+    # A killed job must not leave a file that looks complete.
     unfinished = path.with_name(f"{path.name}.partial")
     try:
         unfinished.write_bytes(content)
@@ -145,17 +147,18 @@ def imatrix(
 
 
 def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
-    """Return the importance of the inputs of linears, by name, as `input_importance` measures it,
-    from an importance matrix.
+    """Read the importance of the inputs of linears, by name, from an importance matrix, in the form
+    in which `input_importance` measures it.
 
     Raises:
         CheckpointError: if the file is damaged, or of another model.
         UnsupportedError: if GGUF does not have the model's architecture.
     """
     matrix = read_imatrix(path)
-    result = {}
+    importance_by_linear = {}
     entries = matrix.entries
-    tokens = 1 if matrix.chunk_size else _CHUNK
+    # Entries of the newer form, which states its chunk size, count tokens.
+    tokens_per_count = 1 if matrix.chunk_size else _CHUNK
     for tensor in _with_inputs(source.config):
         entry = entries.get(tensor.name)
         if entry is None:
@@ -174,40 +177,46 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
                 hint="make it from this model",
             )
         means = entry.means.view(experts, columns)
-        counts = entry.counts.expand(experts) * tokens
+        counts = entry.counts.expand(experts) * tokens_per_count
         for part, place in zip(tensor.parts, tensor.places, strict=True):
-            own = place.expert or 0
-            weights = importance_of(means[own], counts[own].item())
+            # Parts of a fused tensor have the same inputs, which are the only row.
+            expert = place.expert or 0
+            weights = importance_of(means[expert], counts[expert].item())
             if weights is not None:
-                result[part.removesuffix(".weight")] = weights
-    if not result:
+                importance_by_linear[part.removesuffix(".weight")] = weights
+    if not importance_by_linear:
         raise CheckpointError(
             "the importance matrix has no tensor of this model",
             path=path,
             found=next(iter(entries), "nothing"),
             expected="names of GGUF's tensors, such as blk.0.attn_q.weight",
         )
-    return result
+    return importance_by_linear
 
 
 def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
     """Yield the tensors whose inputs are measured: linears, and stacks of experts."""
     for tensor in gguf_tensors(config):
-        if (tensor.quantizable or tensor.stacked is not None) and tensor.name.endswith(".weight"):
+        is_linear = tensor.quantizable or tensor.stacked is not None
+        if is_linear and tensor.name.endswith(".weight"):
             yield tensor
 
 
 def _entry(
     tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]
 ) -> Entry | None:
-    """Return the entry of a tensor; None if no token reached it."""
+    """Build the entry of a tensor; None if no token reached it."""
     names = [part.removesuffix(".weight") for part in tensor.parts]
     if tensor.stacked is None:
-        # The others have the same inputs.
+        # The other parts of a fused tensor have the same inputs.
         names = names[:1]
     if not any(name in sums for name in names):
         return None
-    counted = torch.tensor([float(counts.get(name, 0)) for name in names])
     zeros = torch.zeros(tensor.shape[-1])
-    means = torch.stack([sums.get(name, zeros) / max(1, counts.get(name, 0)) for name in names])
-    return Entry(means, counted)
+    token_counts = []
+    means = []
+    for name in names:
+        count = counts.get(name, 0)
+        token_counts.append(float(count))
+        means.append(sums.get(name, zeros) / max(1, count))
+    return Entry(torch.stack(means), torch.tensor(token_counts))

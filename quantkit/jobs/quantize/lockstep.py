@@ -1,5 +1,5 @@
-"""GPTQ for a model that transformers runs: which of its linears samples reach, and what solves
-them.
+"""GPTQ for a model that transformers runs: find which linears the samples reach, and build the
+quantizer that solves them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from quantkit.model.shared_scales import SharedScales
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites
 
+# Modules that a note lists by name.
 _NAMED = 4
 _UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
 
 
 def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
-    """Return a job that knows how samples reach the linears; those that cannot be solved keep their
+    """Record in the job how samples reach the linears; those that cannot be solved keep their
     floats, with a note.
 
     Raises:
@@ -32,38 +33,46 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
     """
     passage = passage_of(prepared.source)
     sites, kept = find_sites(passage.lazy, prepared.scheme_map.linears)
+    # All batches take the same path, or calibration refuses them: one sample shows it.
     survey = passage.survey(sites, drawn.tokens[:1])
-    for reason, own in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
-        kept |= {module: reason for site in own for module, _, _ in site.rows}
-    chosen = {
-        module: reason for module, reason in kept.items() if module in prepared.scheme_map.schemes
-    }
-    notes = [f"{prepared.source.path}: {line}" for line in _lines(chosen)]
-    if chosen.keys() == prepared.scheme_map.linears.keys():
-        module, reason = next(iter(chosen.items()))
+    for reason, unsolved_sites in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
+        for site in unsolved_sites:
+            for module, _, _ in site.rows:
+                kept[module] = reason
+    schemes = prepared.scheme_map.schemes
+    # Modules without a scheme keep their floats anyway, and need no note.
+    unsolved = {module: reason for module, reason in kept.items() if module in schemes}
+    notes = [f"{prepared.source.path}: {line}" for line in _lines(unsolved)]
+    if unsolved.keys() == prepared.scheme_map.linears.keys():
+        module, reason = next(iter(unsolved.items()))
         raise UnsupportedError(
             "GPTQ can solve no linear layer of this model",
             path=prepared.source.path,
             found=f"'{module}': {reason}",
             hint='`method="rtn"` rounds them',
         )
-    if named := [
-        module for module in chosen if module in kept_unless_named(prepared.source.config)
-    ]:
+    # A recipe that names such a module requests it explicitly: a note would not do.
+    requested_by_name = []
+    for module in unsolved:
+        if module in kept_unless_named(prepared.source.config):
+            requested_by_name.append(module)
+    if requested_by_name:
+        module = requested_by_name[0]
+        count = len(requested_by_name)
         raise RequestError(
-            f"GPTQ cannot solve '{named[0]}', which the recipe names: {chosen[named[0]]}",
+            f"GPTQ cannot solve '{module}', which the recipe names: {unsolved[module]}",
             path=prepared.source.path,
-            found=f"{len(named)} such linear{'s' * (len(named) > 1)}",
+            found=f"{count} such linear{'s' * (count > 1)}",
             hint='leave it out of the recipe; `method="rtn"` rounds it',
         )
-    scheme_map = prepared.scheme_map.without(chosen)
+    scheme_map = prepared.scheme_map.without(unsolved)
     return replace(prepared, scheme_map=scheme_map, survey=survey, notes=[*prepared.notes, *notes])
 
 
 def lockstep_quantizer(
     prepared: Prepared, settings: GptqSettings, drawn: Calibration, progress: Progress
 ) -> LockstepQuantizer:
-    """Return what solves the linears."""
+    """Build the quantizer that solves the linears."""
     assert prepared.survey is not None
     source = prepared.source
     effort = settings.effort_on(
@@ -85,17 +94,19 @@ def lockstep_quantizer(
 
 
 def _lines(kept: dict[str, str]) -> list[str]:
-    """Return which linears keep their floats, a line for each reason."""
-    result = []
-    for reason in dict.fromkeys(kept.values()):
-        modules = [module for module, own in kept.items() if own == reason]
+    """Describe which linears keep their floats, in a line for each reason."""
+    modules_by_reason: dict[str, list[str]] = {}
+    for module, reason in kept.items():
+        modules_by_reason.setdefault(reason, []).append(module)
+    lines = []
+    for reason, modules in modules_by_reason.items():
         if len(modules) > _NAMED:
-            more = f" and {len(modules) - _NAMED} more"
+            omitted = f" and {len(modules) - _NAMED} more"
         else:
-            more = ""
+            omitted = ""
         if len(modules) > 1:
             verb = "keep their floats"
         else:
             verb = "keeps its floats"
-        result.append(f"{', '.join(modules[:_NAMED])}{more} {verb}: {reason}")
-    return result
+        lines.append(f"{', '.join(modules[:_NAMED])}{omitted} {verb}: {reason}")
+    return lines

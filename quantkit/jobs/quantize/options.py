@@ -1,5 +1,5 @@
-"""The options of `quantize`: the command, the Python call, the plan, the manifest and the model
-card read them here.
+"""The options of `quantize`, which the command, the Python call, the plan, the manifest and the
+model card read here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ OUTPUT = "Output"
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What `quantize` is to do; None and False where nothing was requested.
+    """The options of `quantize`; None and False where nothing was requested.
 
     Attributes:
         src: a model of floats; one in FP8 or MXFP4 counts as such; a quantized one with
@@ -307,6 +307,7 @@ class QuantizeOptions:
         that exclude each other, as far as this needs no model.
         """
         require_valid(self)
+        # The dataclass is frozen. Words in one spelling make equal requests equal in the manifest.
         object.__setattr__(self, "lora", adapter_words(self.lora))
         if self.to is not None and not isinstance(self.to, str):
             # An iterator is read once.
@@ -329,21 +330,18 @@ class QuantizeOptions:
             raise RequestError(
                 "`via` and `tensors_only=True` exclude each other: then nothing runs the model"
             )
-        if self.tensors_only or self.via == "own":
-            require_no_code(
-                self.trust_remote_code,
-                "`tensors_only=True`" if self.tensors_only else '`via="own"`',
-            )
+        if self.tensors_only:
+            require_no_code(self.trust_remote_code, "`tensors_only=True`")
+        elif self.via == "own":
+            require_no_code(self.trust_remote_code, '`via="own"`')
         if self.via == "transformers":
             self._check_transformers()
-        if self.activations is not None and as_string("activations", self.activations) not in tuple(
-            Activations
-        ):
-            expected = " or ".join(Activations)
+        types = tuple(Activations)
+        if self.activations is not None and as_string("activations", self.activations) not in types:
             raise RequestError(
                 "unknown type of `activations`",
                 found=format_value(self.activations),
-                expected=expected,
+                expected=" or ".join(Activations),
             )
         if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
             raise RequestError(
@@ -359,13 +357,14 @@ class QuantizeOptions:
                 found=f"the format {formats[0]}",
                 hint='`to="gguf"`, or a destination whose name ends in .gguf',
             )
+        # Both properties raise errors of their own.
         _ = self.target, self.size
         self._check_method()
         self._check_refinement()
 
     @cached_property
     def targets(self) -> list[Target]:
-        """Return the formats of the result, in the order of their names in
+        """Choose the formats of the result, in the order of their names in
         `quantkit.formats.registry.targets`.
         """
         return choose_quantized_targets(self.to, as_path("dst", self.dst))
@@ -373,19 +372,22 @@ class QuantizeOptions:
     @property
     def target(self) -> Target:
         """Return the format of the result; the first of several."""
-        result = self.targets[0]
+        first_target = self.targets[0]
         if self.activations is None:
-            return result
-        others = [target.name for target in self.targets if target.name != NATIVE]
-        if others:
-            raise RequestError(
-                f'`activations` does not go with `to="{others[0]}"`', expected=f'`to="{NATIVE}"`'
-            )
-        return replace(result, method=CompressedTensors(Activations(self.activations)))
+            return first_target
+        # Only configs of compressed-tensors can state how readers round inputs.
+        for target in self.targets:
+            if target.name != NATIVE:
+                raise RequestError(
+                    f'`activations` does not go with `to="{target.name}"`',
+                    expected=f'`to="{NATIVE}"`',
+                )
+        return replace(first_target, method=CompressedTensors(Activations(self.activations)))
 
     @cached_property
     def size(self) -> SizeTarget | None:
         """Return the size that the schemes are chosen for; None if a scheme was given."""
+        # This module imports torch, which the other checks of options need not wait for.
         from quantkit.bit_allocation.allocation import size_target
 
         return size_target(self.target_bits, self.max_size, self.scheme)
@@ -400,10 +402,9 @@ class QuantizeOptions:
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""
         for name, info in find_option_fields(type(self)).items():
-            if info.section == CALIBRATION:
-                value = getattr(self, name)
-            else:
-                value = None
+            if info.section != CALIBRATION:
+                continue
+            value = getattr(self, name)
             if value is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
@@ -426,12 +427,9 @@ class QuantizeOptions:
         if self.epochs is not None:
             as_integer("epochs", self.epochs, 1)
         if not self.refine:
-            given = []
             for name in ("train_codes", "train_norms", "epochs"):
                 if getattr(self, name):
-                    given.append(name)
-            if given:
-                raise RequestError(f"`{given[0]}` goes with `refine=True`")
+                    raise RequestError(f"`{name}` goes with `refine=True`")
             return
         excluded = {
             "`tensors_only`": self.tensors_only,
@@ -444,18 +442,22 @@ class QuantizeOptions:
             "several formats": len(self.targets) > 1,
             '`method="rtn"`': self.method == "rtn",
         }
-        if found := next((name for name, there in excluded.items() if there), None):
-            hint = "run `quantkit refine` on the result"
-            raise RequestError(f"`refine=True` does not go with {found}", hint=hint)
+        for name, requested in excluded.items():
+            if requested:
+                raise RequestError(
+                    f"`refine=True` does not go with {name}",
+                    hint="run `quantkit refine` on the result",
+                )
 
     def _check_transformers(self) -> None:
         for name in ("target_bits", "max_size", "certify_positions", "template"):
             if getattr(self, name) is not None:
                 raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
         if self.to not in (None, NATIVE):
-            found = ", ".join(target.name for target in self.targets)
             raise RequestError(
-                '`to` does not go with `via="transformers"` yet', found=found, expected=NATIVE
+                '`to` does not go with `via="transformers"` yet',
+                found=", ".join(target.name for target in self.targets),
+                expected=NATIVE,
             )
 
     def _check_method(self) -> None:
@@ -478,15 +480,13 @@ class QuantizeOptions:
             raise RequestError(
                 '`imatrix` goes with `method="rtn"`: GPTQ measures the inputs itself'
             )
-        if isinstance(self.calibration, str) or not (
-            self.calibration is None or is_several(self.calibration)
-        ):
+        is_texts = self.calibration is None or is_several(self.calibration)
+        if isinstance(self.calibration, str) or not is_texts:
             hint = 'a string is a path or the name of a hub dataset; text goes in a list: ["..."]'
+            # A DatasetDict is a mapping from splits to datasets.
             if isinstance(self.calibration, Mapping):
-                hint = (
-                    "of a `DatasetDict`, pass one split:"
-                    f' ds["{next(iter(self.calibration), "train")}"]'
-                )
+                split = next(iter(self.calibration), "train")
+                hint = f'of a `DatasetDict`, pass one split: ds["{split}"]'
             # The string is kept: it may also name a dataset.
             as_path("calibration", self.calibration, hint=hint)
         if self.text_column is not None:
@@ -494,22 +494,23 @@ class QuantizeOptions:
             if self.calibration is None:
                 raise RequestError("`text_column` goes with `calibration`")
         for name in ("samples", "length"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 as_integer(name, value)
         if self.seed is not None:
             as_seed("seed", self.seed)
         memory = self.activation_memory
-        if memory is not None and (
-            not isinstance(memory, (int, float))
-            or isinstance(memory, bool)
-            or not 0 <= memory < math.inf
-        ):
-            raise RequestError(
-                "`activation_memory` is no number of bytes",
-                found=format_value(memory),
-                expected="such as 4_000_000_000",
-            )
+        if memory is not None:
+            # bool is a subclass of int, and NaN fails both comparisons.
+            is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+            if not is_number or not 0 <= memory < math.inf:
+                raise RequestError(
+                    "`activation_memory` is no number of bytes",
+                    found=format_value(memory),
+                    expected="such as 4_000_000_000",
+                )
         if self.device is not None:
+            # Imports torch.
             from quantkit.model.device import usable_device
 
             usable_device(self.device)

@@ -1,4 +1,4 @@
-"""What `quantize` does before it writes: checks from headers alone, and the scheme of each
+"""Prepare a quantization before anything is written: check headers, and assign a scheme to each
 layer.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, linear_columns
 from quantkit.base.arguments import as_path, as_strings
 from quantkit.base.option_fields import command_words, find_option_fields
@@ -96,7 +95,7 @@ _INT4_BITS = 4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A source of floats, and what is to be written of it.
+    """A source of floats, and how it is quantized and written.
 
     Attributes:
         linears_by: how the linear layers of a model known by its tensors only were found; None for
@@ -142,35 +141,34 @@ class Prepared:
 
     @property
     def is_weighted(self) -> bool:
-        """Return whether errors are weighted by the importance of inputs: of fewer bits than 8, if
-        the model can be run.
+        """Decide whether errors of rounding are weighted by the importance of inputs: for fewer
+        bits than 8, if the model can be run.
         """
-        schemes = (
-            scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING
-        )
-        return (
-            self.settings is None
-            and self.source.config.measurable
-            and any(scheme.bits < 8 for scheme in schemes)
-        )
+        # GPTQ measures the inputs itself.
+        if self.settings is not None or not self.source.config.measurable:
+            return False
+        # The rows of the embedding are looked up: it has no inputs to weight.
+        return any(scheme.bits < 8 for scheme in self.scheme_map.linears.values())
 
     @property
     def inputs(self) -> dict[str, InputRounding]:
-        """Return how readers round the inputs of linears, by module; none where they stay
+        """Look up how readers round the inputs of linears, by module; no entry where inputs stay
         floats.
         """
         method = self.target.method
         if not isinstance(method, CompressedTensors):
             return {}
-        found = {}
+        roundings = {}
         for module, scheme in self.scheme_map.linears.items():
-            found[module] = method.inputs(scheme)
-        return {module: one for module, one in found.items() if one is not None}
+            rounding = method.inputs(scheme)
+            if rounding is not None:
+                roundings[module] = rounding
+        return roundings
 
     @property
     def measurement_inputs(self) -> dict[str, InputRounding]:
-        """Return the inputs that are rounded where the result is measured; none by transformers,
-        which runs the weights.
+        """Select the inputs to round when the result is measured; none for a model that
+        transformers runs, whose weights alone are measured.
         """
         if self.source.config.runnable:
             return self.inputs
@@ -178,41 +176,49 @@ class Prepared:
 
     @property
     def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
-        """Return the solver's kernels of a device. Scales stay positive where readers round the
+        """Choose the solver's kernels for a device. Scales stay positive where readers round the
         inputs of int4: vLLM's kernels for that were seen to take no others
         (vllm-project/vllm#48905).
         """
-        schemes = [self.scheme_map.schemes[module] for module in self.inputs]
-        if not any(scheme.bits == _INT4_BITS and not scheme.of_small_floats for scheme in schemes):
-            return column_kernels
-        return lambda device: with_positive_scales(column_kernels(device))
+        for module in self.inputs:
+            scheme = self.scheme_map.schemes[module]
+            if scheme.bits == _INT4_BITS and not scheme.of_small_floats:
+                return lambda device: with_positive_scales(column_kernels(device))
+        return column_kernels
 
     @property
     def activations(self) -> dict[str, str]:
-        """Return the types of these inputs, by scheme of the linears."""
+        """List the types of the rounded inputs, by scheme of the linears."""
         schemes = self.scheme_map.schemes
         activations: dict[str, str] = {}
-        for module, input_ in self.inputs.items():
-            activations[str(schemes[module])] = str(input_.activations)
+        for module, rounding in self.inputs.items():
+            activations[str(schemes[module])] = str(rounding.activations)
         return activations
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
-        """Return the tensors of the output, in order."""
+        """List the tensors of the output, in order."""
         has_cache = self.options.kv_cache is not None
         return tensor_blocks(self.source, self.scheme_map.schemes, self.target, kv_cache=has_cache)
 
     @cached_property
     def output(self) -> Output:
-        """Return what is to be written. Raises `RequestError` or `CheckpointError`: see
+        """Describe the output for its encoder. Raises `RequestError` or `CheckpointError`: see
         `shard_bytes` and `select_templates`.
         """
         options = self.options
         target = self.target
+        specs: list[TensorSpec] = []
+        for block in self.blocks:
+            specs.extend(block.tensors)
+        if options.kv_cache is None:
+            kv_cache = None
+        else:
+            kv_cache = build_fp8_cache(self.source.config, self.dst)
         return Output(
             self.source,
             self.source.config,
-            [spec for block in self.blocks for spec in block.tensors],
+            specs,
             shard_bytes(options.split_max_size, target.container),
             self.tokenizer,
             method=target.method,
@@ -220,27 +226,28 @@ class Prepared:
             name=model_name(self.source, options.base_model),
             authorship=self.authorship,
             dst=self.dst,
-            kv_cache=None
-            if options.kv_cache is None
-            else build_fp8_cache(self.source.config, self.dst),
+            kv_cache=kv_cache,
             mix=mix_named(options.scheme),
         )
 
     @cached_property
     def authorship(self) -> dict[str, Any]:
-        """Who made the model and under which licence: what the source states, and options where
-        they say otherwise.
+        """Collect who made the model and under which licence, from the source's files; options
+        override them.
         """
-        stated = read_authorship(self.source.path)
+        authorship = read_authorship(self.source.path)
         license = self.options.license
         base = self.options.base_model
-        if license is not None and license != stated.get("license"):
-            stated = {"license": license} | {
-                key: stated[key] for key in stated if not key.startswith("license")
-            }
-        if base is not None and base != stated.get("base_model"):
-            stated = {**stated, "base_model": base, "base_model_relation": "quantized"}
-        return stated
+        if license is not None and license != authorship.get("license"):
+            relicensed: dict[str, Any] = {"license": license}
+            # A name or a link of the source's licence would contradict the new one.
+            for key, value in authorship.items():
+                if not key.startswith("license"):
+                    relicensed[key] = value
+            authorship = relicensed
+        if base is not None and base != authorship.get("base_model"):
+            authorship = {**authorship, "base_model": base, "base_model_relation": "quantized"}
+        return authorship
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -248,27 +255,29 @@ class Prepared:
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes | Path]:
-        """Return the files next to the weights."""
+        """Collect the files next to the weights."""
         return self.target.container.side_files(self.output)
 
     def in_format(self, target: Target) -> Prepared:
-        """Return the same in one of several formats, in the format's folder in `dst`. Raises
+        """Prepare one of several formats, in the format's folder in `dst`. Raises
         `UnsupportedError` if it does not support a scheme.
         """
         options = replace(
             self.options, to=cast(TargetName, target.name), dst=self.dst / target.name
         )
         recipe = self.scheme_map.recipe
+        # The notes on the schemes of the first format give way to those of this format.
         _, notes_before = assign_schemes(self.source, recipe, self.dst, self.target)
-        scheme_map, more = assign_schemes(self.source, recipe, Path(options.dst), target)
+        scheme_map, scheme_notes = assign_schemes(self.source, recipe, Path(options.dst), target)
         if options.kv_cache is not None:
             require_holds_kv_cache(target, Path(options.dst))
-        notes = [*(note for note in self.notes if note not in notes_before), *more]
+        notes = [note for note in self.notes if note not in notes_before]
+        notes += scheme_notes
         return replace(self, options=options, scheme_map=scheme_map, notes=notes)
 
     def parse_allocation(self, record: Any) -> Allocation | None:
-        """Return a choice from a journal or a manifest; None if it is for another size, or has
-        another form.
+        """Parse a choice of schemes in a journal or a manifest; None if it is for another size, or
+        has another form.
         """
         try:
             allocation = Allocation.from_json(record)
@@ -279,14 +288,17 @@ class Prepared:
         return None
 
     def with_allocation(self, allocation: Allocation) -> Prepared:
-        """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
+        """Apply the schemes that were chosen for a size. Raises `QuantkitError` as `quantize`
+        does.
+        """
         source = self.source
-        before = self.scheme_map.recipe
-        _, notes_before = assign_schemes(source, before, self.dst, self.target)
-        scheme_map, more = assign_schemes(
-            source, allocation.recipe(before.overrides), self.dst, self.target
-        )
-        notes = [*(note for note in self.notes if note not in notes_before), *more]
+        recipe_before = self.scheme_map.recipe
+        # Notes on the placeholder of the chosen schemes give way to notes on these.
+        _, notes_before = assign_schemes(source, recipe_before, self.dst, self.target)
+        recipe = allocation.recipe(recipe_before.overrides)
+        scheme_map, scheme_notes = assign_schemes(source, recipe, self.dst, self.target)
+        notes = [note for note in self.notes if note not in notes_before]
+        notes += scheme_notes
         return replace(self, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
 
@@ -301,6 +313,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     require_name(dst)
     if options.kv_cache is not None:
         require_holds_kv_cache(target, dst)
+    # Checks that need less come first: options, then config.json, then headers of weights.
     recipe = build_recipe(options)
     require_causal_model(as_path("src", options.src))
     source = _open_source(options)
@@ -313,8 +326,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
     )
     adapters = describe_adapters(source)
-    source, more = _as_floats(source, options)
-    notes += more
+    source, float_notes = _as_floats(source, options)
+    notes += float_notes
     if options.tensors_only and target.name != NATIVE:
         raise RequestError(
             f'`tensors_only=True` does not go with `to="{target.name}"`',
@@ -324,20 +337,22 @@ def prepare(options: QuantizeOptions) -> Prepared:
         require_kv_cache_run(source)
     linears_by = None
     if not source.config.runnable:
-        source.config, linears_by, more = with_linears(
+        source.config, linears_by, linear_notes = with_linears(
             source.config, source.extra_config, source.path
         )
-        notes += more
+        notes += linear_notes
+    embedding_override = of_embedding(recipe)
+    # Only a model that is built tells which tensor is its embedding.
     if (
         source.config.run_by is not None
-        and (named := of_embedding(recipe)) is not None
-        and named.scheme is not None
+        and embedding_override is not None
+        and embedding_override.scheme is not None
     ):
         from quantkit.via_transformers.embedding import with_embedding
 
         source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
     recipe = apply_gguf_mix(options, with_head_on_disk(recipe, source.config), source.config)
-    scheme_map, more = assign_schemes(source, recipe, dst, target, strict=options.strict)
+    scheme_map, scheme_notes = assign_schemes(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
     if options.trust_remote_code and source.config.code is None:
@@ -347,22 +362,23 @@ def prepare(options: QuantizeOptions) -> Prepared:
             why = "quantkit runs the model itself"
         notes.append(f"{source.path}: `trust_remote_code=True` has no effect: {why}")
     if not source.config.runnable:
-        if recurrent := kept_recurrent(source.config, scheme_map.schemes):
+        recurrent = kept_recurrent(source.config, scheme_map.schemes)
+        if recurrent:
             notes.append(
                 f"{source.path}: {recurrent}; a recipe that names them alone may give them int8"
             )
-        if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
-            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    notes += [*more, *note_dropped_cache(source, dst, again=options.kv_cache is not None)]
-    # Its weights are measured, and calibrated, with floats in the cache.
+        parts = kept_parts(source.config, source.extra_config, scheme_map.schemes)
+        if parts:
+            notes.append(f"{source.path}: kept as they are: {'; '.join(parts)}")
+    notes += scheme_notes
+    notes += note_dropped_cache(source, dst, again=options.kv_cache is not None)
+    # The weights are measured, and calibrated, with floats in the cache.
     source.kv_cache = None
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
     certified = prepare_certified_text(
         options.certify_positions, options.certify_text, source, tokenizer
     )
-    if certified is None:
-        notes += []
-    else:
+    if certified is not None:
         notes += certified.notes
     prepared = Prepared(
         options,
@@ -385,7 +401,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
 
 
 def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
-    """Return the source, run by our decoder, or else by transformers.
+    """Open the source, to be run by quantkit's decoder or else by transformers.
 
     Raises `QuantkitError` as `quantize` does.
     """
@@ -396,19 +412,18 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
         unstack(source)
         return source
     source = open_to_run(path, weights, options.via, trust_remote_code=options.trust_remote_code)
-    if (
-        options.trust_remote_code
-        and source.config.runnable
-        and (file := find_code_file(source.path)) is not None
-    ):
-        raise RequestError(
-            "the folder's code is not run for a model that quantkit runs itself",
-            path=source.path,
-            found=file,
-            hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
-        )
+    # A user who trusts the code expects that it runs: another result would mislead.
+    if options.trust_remote_code and source.config.runnable:
+        file = find_code_file(source.path)
+        if file is not None:
+            raise RequestError(
+                "the folder's code is not run for a model that quantkit runs itself",
+                path=source.path,
+                found=file,
+                hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
+            )
     if source.config.run_by is not None:
-        # Raises for options that do not go with it.
+        # The checks of the options raise an error for those that transformers does not serve.
         _ = replace(options, via="transformers")
     return source
 
@@ -416,41 +431,41 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
 def _as_floats(
     source: StoredCheckpoint, options: QuantizeOptions
 ) -> tuple[StoredCheckpoint, list[str]]:
-    """Return a source whose weights are floats, and a note if it is quantized. Raises an
+    """Wrap a quantized source so that its weights are floats, with a note. Raises an
     `UnsupportedError` if it is quantized, and not to be dequantized.
     """
     if not (schemes(source) or read_as_floats(source)):
         return source, []
-    found = describe_format(source)
+    source_format = describe_format(source)
     if not options.dequantize:
-        names = [
-            name
-            for name, info in find_option_fields(QuantizeOptions).items()
-            if info.changes_result
-        ]
-        given = {name: getattr(options, name) for name in names} | {
-            "keep": as_strings("keep", options.keep)
-        }
+        # The hint repeats the user's command, with the option that makes it work.
+        values: dict[str, Any] = {}
+        for name, info in find_option_fields(QuantizeOptions).items():
+            if info.changes_result:
+                values[name] = getattr(options, name)
+        values["keep"] = as_strings("keep", options.keep)
+        # A command line has no spelling for Python objects.
         if isinstance(options.scheme, Recipe):
-            given |= {"scheme": None, "recipe": "FILE"}
+            values |= {"scheme": None, "recipe": "FILE"}
         if not isinstance(options.calibration, str | Path | None):
-            given["calibration"] = "FILE"
+            values["calibration"] = "FILE"
         if not isinstance(options.to, str | None):
-            given["to"] = ",".join(options.to)
-        words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(given)]
+            values["to"] = ",".join(options.to)
+        words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(values)]
         raise UnsupportedError(
             "the source is quantized already",
             path=source.path,
-            found=found,
+            found=source_format,
             hint=(
                 f"start from the float model, or read this one as floats: {shlex.join(words)}"
                 " `dequantize=True`"
             ),
         )
-    read = f"its weights are read as {source.config.dtype}, and rounded again"
-    return DequantizedCheckpoint(source), [
-        f"{source.path}: the source is quantized already ({found}); {read}"
-    ]
+    note = (
+        f"{source.path}: the source is quantized already ({source_format}); its weights are read as"
+        f" {source.config.dtype}, and rounded again"
+    )
+    return DequantizedCheckpoint(source), [note]
 
 
 def tensor_blocks(
@@ -460,7 +475,7 @@ def tensor_blocks(
     *,
     kv_cache: bool = False,
 ) -> list[TensorBlock]:
-    """Return the tensors of the output in order, scales in the target's type or else the source's.
+    """List the tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
@@ -479,19 +494,20 @@ def tensor_blocks(
 
     ordered = target.container.parameters(source.config, schemes, target.method)
 
-    def scales(layer: int | None) -> list[TensorSpec]:
-        names = scale_names(layer) if kv_cache and layer is not None else ()
-        return [TensorSpec(name, (1,), DType(source.config.dtype)) for name in names]
-
+    blocks: list[TensorBlock] = []
+    # The container lists its parameters in the order of the file: a block is consecutive there.
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
-    result: list[TensorBlock] = []
-    for layer, block in by_layer:
-        result.append(TensorBlock(layer, (*map(spec, block), *scales(layer))))
-    return result
+    for layer, layer_parameters in by_layer:
+        specs = [spec(parameter) for parameter in layer_parameters]
+        if kv_cache and layer is not None:
+            for name in scale_names(layer):
+                specs.append(TensorSpec(name, (1,), DType(source.config.dtype)))
+        blocks.append(TensorBlock(layer, tuple(specs)))
+    return blocks
 
 
 def size_fit(prepared: Prepared) -> Fit | None:
-    """Return what chooses the schemes; None if they were given.
+    """Set up the choice of schemes for a size; None if the schemes were given.
 
     Raises:
         RequestError: if no choice has the size.
@@ -503,10 +519,12 @@ def size_fit(prepared: Prepared) -> Fit | None:
         return None
 
     def total_bytes(schemes: Mapping[str, QuantScheme]) -> int:
-        """Of all files of weights, given the scheme of each module that gets one."""
-        return replace(
-            prepared, scheme_map=replace(prepared.scheme_map, schemes=dict(schemes))
-        ).encoder.total_bytes()
+        """Compute the bytes of all files of weights, given the scheme of each module that gets
+        one.
+        """
+        scheme_map = replace(prepared.scheme_map, schemes=dict(schemes))
+        # A copy: the encoder is cached in each `Prepared`.
+        return replace(prepared, scheme_map=scheme_map).encoder.total_bytes()
 
     assert target.codes is not None
     return Fit(
@@ -517,15 +535,17 @@ def size_fit(prepared: Prepared) -> Fit | None:
 def choose_schemes(
     prepared: Prepared, fit: Fit, drawn: Calibration, *, group: ProcessGroup, progress: Progress
 ) -> Prepared:
-    """Return the source with the schemes chosen on samples; a resumed run keeps the choice of the
-    interrupted one. Raises `QuantkitError` as `quantize` does.
+    """Choose the schemes on samples; a resumed run keeps the choice of the interrupted one. Raises
+    `QuantkitError` as `quantize` does.
     """
     settings = prepared.settings
     # A size goes with GPTQ only.
     assert settings is not None
-    allocation = group.broadcast_from_rank0(
-        _of_interrupted(prepared, drawn) if prepared.options.resume else None
-    )
+    earlier_choice: Allocation | None = None
+    if prepared.options.resume:
+        earlier_choice = _of_interrupted(prepared, drawn)
+    # Only rank 0 writes, so that only its machine is sure to have the interrupted output.
+    allocation = group.broadcast_from_rank0(earlier_choice)
     if allocation is None:
         allocation = fit.choose_allocation(
             drawn.tokens,
@@ -538,8 +558,8 @@ def choose_schemes(
 
 
 def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
-    """Return the choice of an interrupted run for the same size and samples; the writer compares
-    all other options.
+    """Read the choice of an interrupted run for the same size and samples; the writer compares all
+    other options.
     """
     fingerprint = read_interrupted_fingerprint(prepared.dst)
     if fingerprint.get(option_key("calibration")) != drawn.to_json():
@@ -548,25 +568,27 @@ def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None
 
 
 def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
-    """Return the modules whose schemes are not chosen: named ones, and linears of blocks that keep
+    """List the modules whose schemes are not chosen: named ones, and linears of blocks that keep
     their floats.
     """
     source = prepared.source
     schemes = prepared.scheme_map.schemes
-    free = set()
+    free: set[str] = set()
     for unit in units(source.config):
-        for module in unit.modules:
-            free.add(module)
-    kept = []
+        free.update(unit.modules)
+    not_chosen: dict[str, QuantScheme | None] = {}
+    for module, scheme in schemes.items():
+        if module not in free:
+            not_chosen[module] = scheme
+    # Before the choice, linears without a scheme are those that the recipe keeps.
     for module in linear_columns(source.config):
         if module in free and module not in schemes:
-            kept.append(module)
-    named = {module: scheme for module, scheme in schemes.items() if module not in free}
-    return {**named, **dict.fromkeys(kept)}
+            not_chosen[module] = None
+    return not_chosen
 
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
-    """Return a note where samples of a shape [N, T] cannot give a Hessian full rank."""
+    """Write a note where samples of a shape [N, T] cannot give a Hessian full rank."""
     tokens = math.prod(shape)
     width = max(group.columns for group, _ in every_group(config))
     if tokens >= width:

@@ -1,5 +1,5 @@
-"""What becomes of a quantized model once it is written: compared with its source, described,
-with its manifest.
+"""Check a quantized model once it is written: compare it with its source, and add its card and
+manifest.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def verify_output(
     """
     source = prepared.source
     records = of_folder(folder, writer.records)
+    # The gate measures the bytes on disk, not the tensors in memory.
     result = writer.read_back(folder)
     if source.config.run_by is not None:
         result = run_by_transformers(result, code=source.config.code)
@@ -66,6 +67,7 @@ def result_of(
     *,
     skipped: bool = False,
 ) -> QuantizeResult:
+    """Collect what a quantization wrote and measured, with all notes."""
     notes = [
         *prepared.source.notes,
         *prepared.notes,
@@ -74,12 +76,18 @@ def result_of(
         *_note_accepted_losses(prepared.dst, gate, certificate),
     ]
     embedding = prepared.scheme_map.embedding
+    calibration = None
+    if drawn is not None:
+        calibration = drawn.to_json()
+    effort = None
+    if prepared.settings is not None:
+        effort = prepared.settings.effort
     return QuantizeResult(
         prepared.dst,
         prepared.scheme_map.counts(),
         *size,
         prepared.method,
-        None if drawn is None else drawn.to_json(),
+        calibration,
         gate,
         prepared.options.accept_quality_loss,
         time.monotonic() - began,
@@ -90,16 +98,17 @@ def result_of(
         certificate,
         prepared.allocation,
         skipped,
-        None if prepared.settings is None else prepared.settings.effort,
+        effort,
         prepared.options.kv_cache,
     )
 
 
 def _note_rounded_inputs(prepared: Prepared) -> list[str]:
-    """Return a note where readers of the result round the inputs of linears."""
+    """Write a note where readers of the result round the inputs of linears."""
     if not prepared.activations:
         return []
     types = " and ".join(dict.fromkeys(prepared.activations.values()))
+    # transformers runs the gate of models without a decoder here, with float inputs.
     if prepared.source.config.runnable:
         measured = "and so does the gate"
     else:
@@ -108,12 +117,14 @@ def _note_rounded_inputs(prepared: Prepared) -> list[str]:
 
 
 def with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
-    """Return a job that knows whether transformers loads the packed result, with a note if it
-    does not.
+    """Record in the job whether transformers loads the packed result, with a note if it does
+    not.
     """
+    # Imports transformers, which is optional.
     from quantkit.via_transformers.packed_loading import loading_problem
 
-    if (problem := loading_problem(result.path, prepared.source.config.code)) is None:
+    problem = loading_problem(result.path, prepared.source.config.code)
+    if problem is None:
         return prepared
     remedy = "`quantkit convert` with `dequantize=True` makes a folder that it loads"
     note = (
@@ -131,8 +142,8 @@ def _check(
     folder: str,
     progress: Progress,
 ) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
-    """Compare a result with its source; the tensors of a model that cannot be run. Raises
-    `QualityError` if it is too far from it, unless that is accepted.
+    """Compare a result with its source, by logits; of a model that cannot be run, compare tensors.
+    Raises `QualityError` if it is too far from it, unless that is accepted.
     """
     source = prepared.source
     certified = prepared.certified
@@ -152,6 +163,7 @@ def _check(
     )
     if not accepted:
         require_passed(gate, source, result, prepared.dst)
+    # After the gate: the certificate takes longer, and a refused model needs none.
     if certified is None:
         return gate, None
     observed = in_phase(progress, phase_of("certificate", folder))
@@ -169,38 +181,37 @@ def details(
     gate: Gate | WeightsOnly,
     certificate: PositionCertificate | None,
 ) -> dict[str, object]:
-    """Return the manifest's own part of a quantization."""
+    """Write the manifest's entries that are particular to a quantization."""
     source = prepared.source
     accepted = prepared.options.accept_quality_loss
-    found: dict[str, object] = {
+    entries: dict[str, object] = {
         **describe_plan(prepared, work),
         "quality": gate.to_json(accepted=accepted),
         "modules": prepared.scheme_map.describe(records),
     }
     if work.computed_by:
-        found["computed_by"] = work.computed_by
+        entries["computed_by"] = work.computed_by
     if certificate is not None:
-        found["positions"] = certificate.to_json(accepted=accepted)
+        entries["positions"] = certificate.to_json(accepted=accepted)
     if not source.config.runnable:
-        found["carried"] = describe_carried_tensors(source, result)
-    return found
+        entries["carried"] = describe_carried_tensors(source, result)
+    return entries
 
 
 def describe_plan(prepared: Prepared, work: Work) -> dict[str, object]:
-    """Return the part of it that is known before anything is written."""
+    """Write the manifest's entries that are known before anything is written."""
     return {"model": model_summary(prepared.source, prepared.source.config.dtype), **work.options}
 
 
 def _note_accepted_losses(
     dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None
 ) -> list[str]:
-    """Notes on what was found too far from the source in a result that is kept."""
-    found = []
+    """Write notes on measurements that are too far from the source in a result that is kept."""
+    notes = []
     for check in checks:
-        if isinstance(check, (Gate, PositionCertificate)):
-            found.append(check.problem())
-    return [
-        f"{dst}: {one[0]}: {one[1]}, expected {one[2]}; accepted"
-        for one in found
-        if one is not None
-    ]
+        if not isinstance(check, (Gate, PositionCertificate)):
+            continue
+        problem = check.problem()
+        if problem is not None:
+            notes.append(f"{dst}: {problem[0]}: {problem[1]}, expected {problem[2]}; accepted")
+    return notes

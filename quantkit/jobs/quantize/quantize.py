@@ -103,26 +103,26 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         )
     if options.refine:
         return _quantize_and_refine(options, prepared, began, progress)
+    # The others may run on machines without the output, and follow what rank 0 finds there.
     if group.is_rank0:
-        there = is_finished(prepared.dst, options.if_exists)
+        finished = is_finished(prepared.dst, options.if_exists)
+        group.send_from_rank0(finished)
     else:
-        there = group.receive_from_rank0()
-    if group.is_rank0:
-        group.send_from_rank0(there)
-    if there:
-        return (
-            _read_existing_result(prepared, group, began, progress)
-            if group.is_rank0
-            else group.receive_from_rank0()
-        )
+        finished = group.receive_from_rank0()
+    if finished:
+        if group.is_rank0:
+            return _read_existing_result(prepared, group, began, progress)
+        existing_result: QuantizeResult = group.receive_from_rank0()
+        return existing_result
     fit = size_fit(prepared)
     formats = Formats.of(prepared)
     if group.is_rank0:
-        # Before anything takes long.
+        # Missing space and side files that do not fit are errors before anything takes long.
         require_buildable(prepared.dst, formats.encoder, resume=options.resume)
         _ = formats.side_files
         if options.on_estimate is not None:
             options.on_estimate(estimate_quantization(formats, fit))
+    # Ctrl-C tells whether an earlier run's partial output is kept, or that nothing was written.
     try:
         prepared, drawn = finalize_schemes(prepared, fit, group, progress)
     except KeyboardInterrupt as error:
@@ -137,11 +137,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         return _follow_rank0(
             group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst))
         )
-    works = {
-        folder: work_of(one, drawn, group) for folder, one in formats.prepared_by_folder.items()
-    }
+    works = {}
+    for folder, prepared_format in formats.prepared_by_folder.items():
+        works[folder] = work_of(prepared_format, drawn, group)
     work = formats.work(works)
-    # GPTQ reports its linears
+    # GPTQ reports this phase itself, linear by linear.
     if settings is None:
         report = progress
     else:
@@ -149,6 +149,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     with writing(
         work, dst, resume=options.resume, source_check=options.source_check, progress=report
     ) as writer:
+        # A run that resumes solved tensors has printed the note before.
         if is_probed(prepared) and not writer.existing_tensors.names:
             note = probe_rounding(prepared, progress)
             if note is not None and options.on_note is not None:
@@ -158,10 +159,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         )
         writer.finish()
         results = {}
-        for folder, one in formats.prepared_by_folder.items():
+        for folder, prepared_format in formats.prepared_by_folder.items():
             results[folder] = verify_output(
-                one, drawn, works[folder], folder, writer, quantizer, began, progress
+                prepared_format, drawn, works[folder], folder, writer, quantizer, began, progress
             )
+        # Only an output whose formats have all passed gets its name.
         writer.place()
     result = together(results, dst, time.monotonic() - began)
     records = of_folder(next(iter(results)), writer.records)
@@ -173,7 +175,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
 def _quantize_and_refine(
     options: QuantizeArguments, prepared: Prepared, began: float, progress: Progress
 ) -> QuantizeResult:
-    """Quantize to a folder next to the output, and refine what is there."""
+    """Quantize to a folder next to the output, and refine the model in it."""
     if options.group.size > 1:
         raise RequestError(
             "`refine=True` is for one process", found=f"{options.group.size} processes"
@@ -184,9 +186,11 @@ def _quantize_and_refine(
         options.on_estimate(estimate)
     between = locate_unrefined_model(prepared.dst)
     calibration = options.calibration
-    is_there = between.exists()
+    has_unrefined = between.exists()
+    # Both jobs read the text, and an iterator can be read only once.
     if is_several(calibration) and not hasattr(calibration, "__getitem__"):
-        calibration = list(calibration)  # it is read twice
+        calibration = list(calibration)
+    # The gate decides on the refined model: its bound does not apply before training.
     plain = replace(
         options,
         dst=between,
@@ -197,17 +201,19 @@ def _quantize_and_refine(
         on_estimate=None,
         calibration=calibration,
         accept_quality_loss=True,
-        if_exists="skip" if is_there and options.resume else "fail",
+        if_exists="skip" if has_unrefined and options.resume else "fail",
         resume=options.resume and partial_folder(between).exists(),
         progress=progress,
     )
     fields = {}
+    # `quantize` is decorated to take fields, not an options object.
     for name in inspect.signature(QuantizeArguments).parameters:
         fields[name] = getattr(plain, name)
     try:
         first = quantize(**fields)
         return refine_output(prepared, first, calibration, began, progress)
     except BaseException as error:
+        # The message names the folder, from which `resume` continues.
         if between.exists():
             mark_kept(error, between)
         raise
@@ -216,34 +222,35 @@ def _quantize_and_refine(
 def _read_existing_result(
     prepared: Prepared, group: ProcessGroup, began: float, progress: Progress
 ) -> QuantizeResult:
-    """Return the result that exists.
+    """Read the result that exists, and compare it with the one that this job would write.
 
-    Raises `DestinationError` if it is another one than this job would write.
+    Raises `DestinationError` if they differ.
     """
     options = prepared.options
     formats = Formats.of(prepared)
     require_folders(prepared.dst, formats.prepared_by_folder)
-    there = {
-        folder: Existing.read(one.dst, progress)
-        for folder, one in formats.prepared_by_folder.items()
-    }
+    existing_by_folder = {}
+    for folder, prepared_format in formats.prepared_by_folder.items():
+        existing_by_folder[folder] = Existing.read(prepared_format.dst, progress)
     if options.size is not None:
         # A size goes with one format.
-        existing = there[""]
-        if (allocation := prepared.parse_allocation(existing.manifest.get(BIT_ALLOCATION))) is None:
+        existing = existing_by_folder[""]
+        allocation = prepared.parse_allocation(existing.manifest.get(BIT_ALLOCATION))
+        if allocation is None:
             raise existing.differs(BIT_ALLOCATION)
         prepared = prepared.with_allocation(allocation)
-    for folder, one in Formats.of(prepared).prepared_by_folder.items():
-        known = {"job": "quantize", **work_of(one, None, group).options}
-        # First, as it is fast.
-        there[folder].require({key: there[folder].manifest.get(key) for key in known}, known)
-    # Rank 0 draws for all.
+    # The options are compared first, which is fast: drawing samples may run the model.
+    for folder, prepared_format in Formats.of(prepared).prepared_by_folder.items():
+        expected = {"job": "quantize", **work_of(prepared_format, None, group).options}
+        existing = existing_by_folder[folder]
+        existing.require({key: existing.manifest.get(key) for key in expected}, expected)
+    # The other processes only wait for the result, so that rank 0 draws all samples.
     prepared, drawn = finalize_schemes(prepared, None, SINGLE, progress)
-    each = Formats.of(prepared).prepared_by_folder.items()
-    results = {
-        folder: _read_existing_format(one, drawn, there[folder], group, began, progress)
-        for folder, one in each
-    }
+    results = {}
+    for folder, prepared_format in Formats.of(prepared).prepared_by_folder.items():
+        results[folder] = _read_existing_format(
+            prepared_format, drawn, existing_by_folder[folder], group, began, progress
+        )
     result = together(results, prepared.dst, time.monotonic() - began)
     group.send_from_rank0(result)
     return result
@@ -257,7 +264,7 @@ def _read_existing_format(
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """Return one result that exists, with samples that were drawn; see `_read_existing_result`."""
+    """Read one result that exists, with samples that were drawn; see `_read_existing_result`."""
     options = prepared.options
     work = work_of(prepared, drawn, group)
     existing.require_inputs(
@@ -272,9 +279,9 @@ def _read_existing_format(
     if ("positions" in existing.manifest) != (text is not None):
         raise existing.differs("certify_positions")
     if text is not None:
-        stated = {"text": text.name, "sha256": text.sha256, "asked": text.requested}
+        text_facts = {"text": text.name, "sha256": text.sha256, "asked": text.requested}
         certificate = existing.read_passed_check(
-            PositionCertificate, "positions", accepted=accepted, **stated
+            PositionCertificate, "positions", accepted=accepted, **text_facts
         )
     opened = existing.open_weights(work)
     if prepared.source.config.run_by is not None:
@@ -296,17 +303,19 @@ def _write(
     *,
     durable: bool,
 ) -> None:
-    """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
+    """Solve and write the tensors that do not exist yet; with `durable`, each block outlives the
+    run.
+    """
     with quantizer.running(blocks, existing_tensors):
         for block in blocks:
             if not existing_tensors.names.issuperset(spec.name for spec in block.tensors):
                 writer.report_progress()
             for name, tensor, record in quantizer.solve(block):
                 writer.put(name, tensor, record)
-                # Before the next one is made.
+                # Free the tensor before the next one is made.
                 del tensor
+            # A block of GPTQ takes long to solve: a resumed run must not solve it again.
             if durable:
-                # What takes long to solve is not solved again.
                 writer.checkpoint()
 
 
@@ -316,12 +325,10 @@ def _follow_rank0(
     blocks: Sequence[TensorBlock],
     existing_tensors: Written,
 ) -> QuantizeResult:
-    """Return what another process than the first does: it solves with the others, and waits for the
-    one that writes.
-    """
+    """Solve with the other processes, and wait for the result of the first one, which writes."""
     with quantizer.running(blocks, existing_tensors):
         for block in blocks:
-            # The first process writes it.
+            # The call takes part in the solution; the first process writes the tensors.
             quantizer.solve(block)
     result: QuantizeResult = group.receive_from_rank0()
     return result
@@ -330,29 +337,35 @@ def _follow_rank0(
 def _note_starved_experts(
     records: Mapping[str, Mapping[str, object]], config: ModelConfig
 ) -> list[str]:
-    """Return a note where experts were sent too few calibration tokens, by the tensors' records."""
-    found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
+    """Write a note where experts were sent too few calibration tokens, by the tensors' records."""
+    # The records of such experts, by layer and number.
+    starved: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
     experts = set()
     for parameter in parameters(config):
         if parameter.expert is not None:
             experts.add((parameter.layer, parameter.expert))
             record = records.get(parameter.name, {})
             if record.get("tokens_from") == "all":
-                found.setdefault((parameter.layer, parameter.expert), []).append(record)
-    if not found:
+                starved.setdefault((parameter.layer, parameter.expert), []).append(record)
+    if not starved:
         return []
-    never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
-    if never:
-        none = f", {never} of them none"
-    else:
-        none = ""
-    rounded = sum(record["solver"] in ROUNDED for own in found.values() for record in own)
+    without_tokens = 0
+    rounded = 0
+    for expert_records in starved.values():
+        if any(record["routed_tokens"] == 0 for record in expert_records):
+            without_tokens += 1
+        for record in expert_records:
+            if record["solver"] in ROUNDED:
+                rounded += 1
+    without_text = ""
+    if without_tokens:
+        without_text = f", {without_tokens} of them none"
+    rounded_text = ""
+    # Linears that even all tokens solve badly.
     if rounded:
         were = "was" if rounded == 1 else "were"
-        last = f", and {rounded} of their linears {were} rounded to nearest"
-    else:
-        last = ""
+        rounded_text = f", and {rounded} of their linears {were} rounded to nearest"
     return [
-        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
-        f"all tokens calibrated them{last}"
+        f"{len(starved)} of {len(experts)} experts were sent too few calibration"
+        f" tokens{without_text}: all tokens calibrated them{rounded_text}"
     ]

@@ -36,11 +36,13 @@ from quantkit.training.trained import TrainedCheckpoint
 from quantkit.training.training import State
 
 _BETWEEN = ".unrefined"
-_OF_SOLVER = ("output_error",)  # of a record: no longer true of trained values
+# Entries of a record that are no longer true once values are trained.
+_OF_SOLVER = ("output_error",)
 
 
 def locate_unrefined_model(dst: Path) -> Path:
-    """Return where the quantized model is until it is refined: next to the output."""
+    """Choose the path of the quantized model until it is refined: next to the output."""
+    # Readers know GGUF by the end of its name.
     if dst.suffix == GGUF:
         return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF}")
     return dst.with_name(dst.name + _BETWEEN)
@@ -53,10 +55,10 @@ def refine_output(
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """Train the result that was quantized first, write it to the requested output, and remove it
-    where it is now.
+    """Train the result that was quantized first, write it to the requested output, and remove the
+    intermediate model.
 
-    If training does not bring it closer to its source, it is written as it is, with a note.
+    If training does not bring it closer to its source, it is written unchanged, with a note.
 
     Raises:
         QualityError: if the result does not pass the gate.
@@ -65,7 +67,8 @@ def refine_output(
         prepared = prepared.with_allocation(first.allocation)
     options = prepared.options
     settings = prepared.settings
-    assert settings is not None  # refining goes with GPTQ
+    # Refining goes with GPTQ: estimates refuse others.
+    assert settings is not None
     planned = plan_refinement(
         RefineOptions(
             first.path,
@@ -95,6 +98,7 @@ def refine_output(
         final.notes.append(
             f"{prepared.dst}: {error.problem} ({error.found}); it is written as it was quantized"
         )
+    # Last: if anything above fails, the user still has the quantized model.
     remove_model(first.path)
     return final
 
@@ -125,7 +129,11 @@ def _write_refined(
         work, prepared.dst, resume=options.resume, source_check=False, progress=observed
     ) as writer:
         result = put_all(writer, trained, records)
-        require_written(trained, result, None if planned.names.codes else planned.quantized)
+        if planned.names.codes:
+            require_written(trained, result, None)
+        else:
+            # Trained scales alone must leave the codes of the quantized model as they are.
+            require_written(trained, result, planned.quantized)
         gate = run_gate(
             prepared.source,
             result,
@@ -139,6 +147,7 @@ def _write_refined(
         size = weight_size(result)
         card = model_card_files(prepared, drawn, *size, gate, None)
         facts = details(prepared, work, result, records, gate, None)
+        # The quantization has checked the source already.
         source_check = {"source_check": first.manifest["source_check"]}
         manifest = writer.commit({**source_check, **facts, **training_details}, card)
     written = result_of(prepared, drawn, size, gate, None, began, manifest)
@@ -182,27 +191,33 @@ def _write_unrefined(
 
 def remove_model(path: Path) -> None:
     """Remove a model that was written."""
-    made = manifest_or_empty(path).get("files", {})
+    files = manifest_or_empty(path).get("files", {})
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
         return
-    for file in (manifest_path(path), *(path.with_name(name) for name in made)):
-        file.unlink(missing_ok=True)
+    # A GGUF model may have several files. The manifest next to them goes first: alone, it would
+    # describe files that do not exist.
+    manifest_path(path).unlink(missing_ok=True)
+    for name in files:
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def _records(
     first: Mapping[str, Mapping[str, Any]], trained: Mapping[str, Mapping[str, object]]
 ) -> dict[str, dict[str, object]]:
-    """Return the records of all weights by name: what the solver stated, and what training
-    changed.
+    """Merge the records of all weights by name: those of the solver, updated by those of
+    training.
     """
-    result: dict[str, dict[str, object]] = {}
-    for module, record in first.items():
-        own = trained.get(f"{module}.weight", {})
-        kept = {}
-        for key, value in record.items():
-            if not own or key not in _OF_SOLVER:
-                kept[key] = value
-        result[f"{module}.weight"] = {**kept, **own}
-        result[f"{module}.weight"].pop("scheme", None)
-    return result
+    records: dict[str, dict[str, object]] = {}
+    for module, solver_record in first.items():
+        weight = f"{module}.weight"
+        trained_record = trained.get(weight, {})
+        record = {}
+        for key, value in solver_record.items():
+            if not trained_record or key not in _OF_SOLVER:
+                record[key] = value
+        record.update(trained_record)
+        # The manifest writes the scheme of each module itself.
+        record.pop("scheme", None)
+        records[weight] = record
+    return records

@@ -29,6 +29,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
     settings = prepared.settings
     source = prepared.source
     trained = {}
+    # K-quants, small floats and schemes with integer scales have nothing that training can change.
     for module, scheme in prepared.scheme_map.linears.items():
         if has_trained_scales(scheme):
             trained[module] = (source.info(f"{module}.weight").shape, scheme)
@@ -57,21 +58,28 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
         batch=BATCH,
         codes=options.train_codes,
     )
+    if cost.memory_bytes > estimate.memory_bytes:
+        phase = "training"
+    else:
+        phase = estimate.phase
     speed = Speed(source.config)
     steps = {**estimate.steps, **cost.steps}
     steps[REFINED_WRITING] = speed.writing(estimate.disk_bytes, estimate.disk_bytes)
     if source.config.measurable:
         steps[REFINED_GATE] = speed.forward(count_gate_tokens(source), models=3)
+    total_seconds = math.fsum(steps.values())
     efforts = {}
+    # The effort changes the quantization alone: training adds the same time to each.
     for name, seconds in estimate.efforts.items():
-        efforts[name] = seconds + math.fsum(steps.values()) - estimate.seconds
+        efforts[name] = seconds + total_seconds - estimate.seconds
     return replace(
         estimate,
         memory_bytes=max(estimate.memory_bytes, cost.memory_bytes),
-        phase="training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase,
+        phase=phase,
         steps=steps,
-        seconds=math.fsum(steps.values()),
+        seconds=total_seconds,
         efforts=efforts,
+        # The quantized model stays on disk until the refined one has passed the gate.
         disk_bytes=2 * estimate.disk_bytes,
         scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes),
     )

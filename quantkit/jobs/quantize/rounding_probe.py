@@ -20,6 +20,7 @@ from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import build_gate_windows, coarsest, scheme_bound, window_length
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
 PROBE = "rounding probe"
@@ -57,10 +58,9 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
     """
     source = prepared.source
     schemes = prepared.scheme_map.schemes
+    # One window of one text is enough: the factor below leaves a wide margin.
     _, windows = next(iter(build_gate_windows(source).values()))
-    scale_dtype = next(
-        spec.dtype for block in prepared.blocks for spec in block.tensors if spec.scheme is not None
-    )
+    scale_dtype = _find_scale_dtype(prepared)
     rounded: Checkpoint = RtnBaseline(source, schemes, scale_dtype)
     if source.config.runnable and prepared.inputs:
         rounded = RoundedInputs(rounded, prepared.inputs)
@@ -70,9 +70,19 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
         # The checks of the source and of the result name the tensor.
         return None
     bound = scheme_bound(schemes.values()).kl
+    # Even the largest gain of GPTQ would not bring a larger KL within the bound.
     if quality.divergence.kl <= GPTQ_GAIN * bound:
         return None
     return _describe(prepared, kl=quality.divergence.kl, bound=bound)
+
+
+def _find_scale_dtype(prepared: Prepared) -> DType:
+    """Find the type of the scales; all quantized tensors of a format have the same."""
+    for block in prepared.blocks:
+        for spec in block.tensors:
+            if spec.scheme is not None:
+                return spec.dtype
+    raise ValueError("no tensor is quantized")
 
 
 def _describe(prepared: Prepared, *, kl: float, bound: float) -> str:

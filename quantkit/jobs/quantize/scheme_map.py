@@ -1,5 +1,5 @@
-"""The recipe that the options of `quantize` describe, and the scheme that each linear layer of a
-model gets from it.
+"""Build the recipe that the options of `quantize` describe, and apply it to the linear layers of a
+model.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Sc
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
-# Bits that linears may have which change a state.
+# Linears that change a state need at least so many bits: their errors add up from token to token.
 _FINE = 8
 
 
 def build_recipe(options: QuantizeOptions) -> Recipe:
-    """Return the scheme, with overrides for head, embedding and the layers to keep.
+    """Build a recipe of the scheme, with overrides for head, embedding and the layers to keep.
 
-    If schemes are to be chosen for a size, the finest one that the target holds stands for them
-    until then.
+    If schemes are to be chosen for a size, the finest one that the target supports is their
+    placeholder until then.
 
     Raises:
         RequestError: for no scheme, one that does not exist, or options that contradict each other.
     """
     kept = as_strings("keep", options.keep)
-    recipe = _recipe(options.scheme if options.size is None else _stand_in(options.target))
+    if options.size is None:
+        recipe = _recipe(options.scheme)
+    else:
+        recipe = _recipe(_stand_in(options.target))
     if options.head is not None:
         if isinstance(options.scheme, Recipe):
             raise RequestError(
@@ -56,56 +59,59 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
         recipe = _with_override(recipe, _HEAD, options.head)
     if options.embedding is not None:
         recipe = _with_override(recipe, EMBEDDING, options.embedding)
-        if (
-            pattern := next((one for one in kept if Override(one, None).matches(EMBEDDING)), None)
-        ) is not None:
-            raise RequestError(
-                "`embedding` quantizes what `keep` leaves as floats",
-                found=f"{format_value(pattern)} matches '{EMBEDDING}'",
-                hint=(
-                    "leave `embedding` out, which keeps its floats then, or name the linear layers"
-                    " alone"
-                ),
-            )
+        for pattern in kept:
+            if Override(pattern, None).matches(EMBEDDING):
+                raise RequestError(
+                    "`embedding` quantizes what `keep` leaves as floats",
+                    found=f"{format_value(pattern)} matches '{EMBEDDING}'",
+                    hint=(
+                        "leave `embedding` out, which keeps its floats then, or name the linear"
+                        " layers alone"
+                    ),
+                )
+    # Of several overrides the last one counts, so that `keep` comes after all others.
     return recipe.keeping(kept)
 
 
 def apply_gguf_mix(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) -> Recipe:
-    """Return a recipe with the types of llama.cpp's mix for a model, if one was requested by its
-    name: whatever else the options name comes after them. Raises `UnsupportedError` for an
-    architecture that GGUF does not have.
+    """Add the types of llama.cpp's mix for a model to a recipe, if one was requested by its name;
+    the overrides of other options come after them. Raises `UnsupportedError` for an architecture
+    that GGUF does not have.
     """
     mix = mix_named(options.scheme)
     if mix is None:
         return recipe
-    own = MixRules(mix, config).recipe()
-    return Recipe(own.default, (*own.overrides, *recipe.overrides))
+    mix_recipe = MixRules(mix, config).recipe()
+    return Recipe(mix_recipe.default, (*mix_recipe.overrides, *recipe.overrides))
 
 
 def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
-    """Return a recipe with one scheme for all; raises a `RequestError` for anything that is not a
-    scheme.
+    """Build a recipe with one scheme for all linears. Raises `RequestError` for anything that is
+    not a scheme.
     """
     if isinstance(scheme, Recipe):
         return scheme
     if isinstance(scheme, QuantScheme):
         return Recipe(scheme)
-    if isinstance(scheme, Path) or (
-        isinstance(scheme, str) and scheme.strip().lower().endswith(".json")
-    ):
+    has_json_name = isinstance(scheme, str) and scheme.strip().lower().endswith(".json")
+    if isinstance(scheme, Path) or has_json_name:
         raise RequestError(
             "the scheme is the path of a file",
             found=format_value(str(scheme)),
             expected=f"{SPELLINGS}, or a Recipe",
             hint="quantkit.Recipe.from_json(path) reads one",
         )
-    if not isinstance(scheme, str):  # callers without types
+    # Callers without a type checker may pass anything.
+    if not isinstance(scheme, str):
         raise RequestError(
             f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`",
             found=format_value(scheme),
         )
     mix = mix_named(scheme)
-    return Recipe(QuantScheme.parse(scheme) if mix is None else mix.default)
+    # `apply_gguf_mix` adds the overrides of a mix once the model is open.
+    if mix is not None:
+        return Recipe(mix.default)
+    return Recipe(QuantScheme.parse(scheme))
 
 
 def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Recipe:
@@ -117,15 +123,15 @@ def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Re
 
 
 def _stand_in(target: Target) -> QuantScheme:
-    """Return the finest candidate that a target holds; int8 fits rows of every length."""
+    """Choose the finest candidate that a target supports; int8 fits rows of every length."""
     assert target.codes is not None
-    held = []
-    for one in CANDIDATES:
-        if not isinstance(codec_of(target.codes, one), Reason):
-            held.append(one)
-    if held:
-        return held[-1]
-    return CANDIDATES[-1]
+    finest = CANDIDATES[-1]
+    # From the finest candidate, the last one, to coarser ones.
+    for candidate in reversed(CANDIDATES):
+        if not isinstance(codec_of(target.codes, candidate), Reason):
+            finest = candidate
+            break
+    return finest
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class SchemeMap:
 
     @property
     def module_schemes(self) -> dict[str, QuantScheme | None]:
-        """Return the scheme of every linear module; None of those that keep their floats."""
+        """List the scheme of every linear module; None for those that keep their floats."""
         return {module: self.schemes.get(module) for module in self.modules}
 
     @classmethod
@@ -163,7 +169,7 @@ class SchemeMap:
         embeddings: Collection[QuantScheme] = (EMBEDDING_SCHEME,),
     ) -> SchemeMap:
         """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches
-        nothing, an override wants what cannot be, or linears that are one module on disk would have
+        nothing, an override cannot be applied, or linears that are one module on disk would have
         several schemes.
         """
         columns = linear_columns(config)
@@ -179,23 +185,20 @@ class SchemeMap:
             kept = kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
         _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
-        stateless = columns.keys() - recurrent
-        own, others = (
-            {*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless)
-        )
-        # Of linears that carry a state.
-        specific_overrides = recipe.select_specific_overrides(own, others)
-        requested = {}
+        recurrent_names = _add_disk_names(recurrent, on_disk)
+        other_names = _add_disk_names(columns.keys() - recurrent, on_disk)
+        # Linears that carry a state keep their floats unless an override names them alone: a
+        # pattern such as "*" is hardly meant for them.
+        specific_overrides = recipe.select_specific_overrides(recurrent_names, other_names)
+        requested: dict[str, QuantScheme | None] = {}
+        changing: dict[str, QuantScheme | None] = {}
         for module in columns:
-            requested[module] = (specific_overrides if module in recurrent else recipe).find_scheme(
-                module, on_disk.get(module), kept
-            )
-        changing = (
-            module for module in columns if module in recurrent and may_change_state(module)
-        )
-        _require_fine(
-            specific_overrides, {module: requested[module] for module in changing}, on_disk
-        )
+            is_recurrent = module in recurrent
+            applied_recipe = specific_overrides if is_recurrent else recipe
+            requested[module] = applied_recipe.find_scheme(module, on_disk.get(module), kept)
+            if is_recurrent and may_change_state(module):
+                changing[module] = requested[module]
+        _require_fine(specific_overrides, changing, on_disk)
         schemes = {}
         for module, scheme in requested.items():
             if scheme:
@@ -208,18 +211,17 @@ class SchemeMap:
         for module, scheme in requested.items():
             if scheme and scheme != schemes[module] and module not in with_others:
                 misfits[module] = scheme
-        reasons = dict.fromkeys(
-            (module for module in columns if module in recurrent - schemes.keys()), _RECURRENT
-        )
+        reasons = {}
+        for module in columns:
+            if module in recurrent and module not in schemes:
+                reasons[module] = _RECURRENT
         return cls(recipe, tuple(columns), schemes, misfits, with_others, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
-        """Return the same, but the modules of `too_far` keep their floats, each for a reason.
-        Raises `QualityError` if nothing is left to quantize.
+        """Let the modules of `too_far` keep their floats, each for a reason. Raises `QualityError`
+        if nothing remains to quantize.
         """
-        schemes = {
-            module: scheme for module, scheme in self.schemes.items() if module not in too_far
-        }
+        schemes = _leave_out(self.schemes, too_far)
         if not schemes:
             module, reason = next(iter(too_far.items()))
             raise QualityError(
@@ -227,13 +229,12 @@ class SchemeMap:
                 found=f"'{module}': {reason}",
                 hint="choose a finer scheme",
             )
-        misfits, with_others = (
-            {module: scheme for module, scheme in some.items() if module not in too_far}
-            for some in (self.misfits, self.with_others)
-        )
-        reasons = {**self.reasons, **too_far}
         return replace(
-            self, schemes=schemes, misfits=misfits, with_others=with_others, reasons=reasons
+            self,
+            schemes=schemes,
+            misfits=_leave_out(self.misfits, too_far),
+            with_others=_leave_out(self.with_others, too_far),
+            reasons={**self.reasons, **too_far},
         )
 
     @property
@@ -243,7 +244,7 @@ class SchemeMap:
 
     @property
     def linears(self) -> dict[str, QuantScheme]:
-        """Return the scheme of each linear module that gets one."""
+        """List the scheme of each linear module that gets one."""
         linears: dict[str, QuantScheme] = {}
         for module, scheme in self.schemes.items():
             if module != EMBEDDING:
@@ -251,43 +252,40 @@ class SchemeMap:
         return linears
 
     def counts(self) -> dict[str, int]:
-        """Return how many linear layers have each scheme, the most frequent first."""
+        """Count the linear layers of each scheme, the most frequent scheme first."""
         return dict(Counter(map(str, self.linears.values())).most_common())
 
     def kept(self) -> list[str]:
-        """Return the linear modules that keep their floats."""
+        """List the linear modules that keep their floats."""
         return [module for module in self.modules if module not in self.schemes]
 
     def misfit_lines(self) -> list[str]:
-        """Return one line for each scheme that did not fit and the one used instead, on the layers
+        """Write one line for each scheme that did not fit and the one used instead, on the layers
         that it concerns.
         """
-        own = []
+        lines = []
         for (requested, used), modules in self._by_change(self.misfits).items():
-            own.append(
+            lines.append(
                 f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
             )
-        with_others = []
         for (requested, used), modules in self._by_change(self.with_others).items():
-            with_others.append(
+            lines.append(
                 f"{requested} does not divide the rows of all experts of a layer, which runtimes"
                 f" have as one module; {used} is used for {_layers(modules)}"
             )
-        return own + with_others
+        return lines
 
     def _by_change(
         self, requested: Mapping[str, QuantScheme]
     ) -> dict[tuple[QuantScheme, QuantScheme], list[str]]:
-        """Return the modules by the requested scheme and the one used instead."""
+        """Group modules by the requested scheme and the one used instead."""
         changes: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
         for module, scheme in requested.items():
             changes.setdefault((scheme, self.schemes[module]), []).append(module)
         return changes
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-        """Return what the manifest says of every linear layer; `records` hold what was found for
-        each weight.
-        """
+        """Write the manifest's entries on every linear layer, with the `records` of each weight."""
         facts: dict[str, dict[str, object]] = {}
         for module, scheme in self.module_schemes.items():
             if scheme is None:
@@ -304,6 +302,22 @@ class SchemeMap:
                     f"{self.with_others[module]} does not divide the rows of all experts"
                 )
         return facts
+
+
+def _add_disk_names(modules: Collection[str], on_disk: Mapping[str, str]) -> set[str]:
+    """Add the names that modules have on disk, as users know them by these too."""
+    names = set(modules)
+    for module in modules:
+        if module in on_disk:
+            names.add(on_disk[module])
+    return names
+
+
+def _leave_out(
+    schemes: Mapping[str, QuantScheme], modules: Collection[str]
+) -> dict[str, QuantScheme]:
+    """Copy the schemes without those of some modules."""
+    return {module: scheme for module, scheme in schemes.items() if module not in modules}
 
 
 def _fit_together(
@@ -323,28 +337,27 @@ def _fit_together(
         columns: the number of inputs of each module.
 
     Returns:
-        The requested scheme of the modules of each layer that has another one now.
+        The requested scheme of the modules of each layer whose scheme was changed.
     """
     banks: dict[tuple[str, QuantScheme], list[str]] = {}
     for module, scheme in requested.items():
         bank = expert_bank(module)
-        if (
-            bank is not None
-            and scheme is not None
-            and (scheme.of_small_floats or scheme.scales is Scales.FLOATS)
-        ):
+        if bank is None or scheme is None:
+            continue
+        # Block types of GGUF have scales in integers.
+        if scheme.of_small_floats or scheme.scales is Scales.FLOATS:
             banks.setdefault((bank, scheme), []).append(module)
     changed: dict[str, QuantScheme] = {}
     for (_, scheme), modules in banks.items():
         widths = {columns[module] for module in modules}
         candidates = dict.fromkeys(schemes[module] for module in modules)
         if len(candidates) > 1:
-            fitting = (
-                candidate
-                for candidate in candidates
-                if all(candidate.fit_to_columns(width) == candidate for width in widths)
-            )
-            used = next(fitting, QuantScheme(8, None))
+            # One scale for each row fits every width.
+            used = QuantScheme(8, None)
+            for candidate in candidates:
+                if all(candidate.fit_to_columns(width) == candidate for width in widths):
+                    used = candidate
+                    break
             schemes.update(dict.fromkeys(modules, used))
             changed.update(dict.fromkeys(modules, scheme))
     return changed
@@ -356,139 +369,142 @@ def _require_fine(
     """Raise a `RequestError` if linears that change a state would get few bits."""
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
-            names = (module, on_disk.get(module, module))
-            named = next(
-                override
-                for override in reversed(recipe.overrides)
-                if any(map(override.matches, names))
-            )
+            override = _find_last_override(recipe, module, on_disk.get(module, module))
+            # Only an override gives such a linear a scheme.
+            assert override is not None
             raise RequestError(
                 f"'{module}' changes a state that goes from token to token: it takes int8, or keeps"
                 " its floats",
-                found=f"{scheme} for {format_value(named.pattern)}",
+                found=f"{scheme} for {format_value(override.pattern)}",
                 expected='"int8" or "keep"',
             )
 
 
+def _find_last_override(recipe: Recipe, *names: str) -> Override | None:
+    """Find the override that counts for a module with these names: the last one that matches."""
+    for override in reversed(recipe.overrides):
+        if any(override.matches(name) for name in names):
+            return override
+    return None
+
+
 def _build_empty_error(recurrent: Collection[str], other_modules: Collection[str]) -> RequestError:
-    """Return the error where no linear gets a scheme."""
+    """Build the error for a recipe by which no linear gets a scheme."""
     if recurrent and not other_modules:
         module = min(recurrent)
         if module.count(".") > 1:
             pattern = f"*.{module.split('.')[-2]}.*"
         else:
             pattern = module
-        named = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
+        example = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
         return RequestError(
             "nothing would be quantized: all linear layers carry a state from token to token, and"
             " keep their floats",
-            hint=f"a recipe that names them gives them int8: {named}",
+            hint=f"a recipe that names them gives them int8: {example}",
         )
     return RequestError("the recipe keeps every linear; nothing would be quantized")
 
 
 def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """Return a recipe in which ``lm_head`` is the head of a model known by its tensors, if it has
-    one with another name.
+    """Rename ``lm_head`` in a recipe to the head of a model known by its tensors, if it has one
+    with another name.
     """
     heads = [tensor.module for tensor in config.tensors or () if tensor.role == "head"]
+    # With several heads it is unknown which one the name means.
     if len(heads) != 1 or heads[0] == _HEAD:
         return recipe
-    renamed = (
-        replace(override, pattern=heads[0]) if override.pattern == _HEAD else override
-        for override in recipe.overrides
-    )
-    return Recipe(recipe.default, tuple(renamed))
+    overrides = []
+    for override in recipe.overrides:
+        if override.pattern == _HEAD:
+            overrides.append(replace(override, pattern=heads[0]))
+        else:
+            overrides.append(override)
+    return Recipe(recipe.default, tuple(overrides))
 
 
 def of_embedding(recipe: Recipe) -> Override | None:
-    """Return what a recipe says of the embedding; None if nothing, so that it keeps its floats."""
-    return next(
-        (override for override in reversed(recipe.overrides) if override.matches(EMBEDDING)), None
-    )
+    """Find the override of the embedding; None if there is none, so that it keeps its floats."""
+    return _find_last_override(recipe, EMBEDDING)
 
 
 def _embedding_scheme(
     recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]
 ) -> QuantScheme | None:
-    """Return the scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it
+    """Find the scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it
     does not support the requested one, or a head that is tied to it has another.
     """
-    named = of_embedding(recipe)
-    result = None if named is None else named.scheme
-    known = config.runnable or any(tensor.role == "embedding" for tensor in config.tensors or ())
-    if named is not None and result is not None and not known:
+    override = of_embedding(recipe)
+    scheme = None if override is None else override.scheme
+    # The embedding of a model known by its tensors may have any name.
+    has_role = any(tensor.role == "embedding" for tensor in config.tensors or ())
+    is_identified = config.runnable or has_role
+    if override is not None and scheme is not None and not is_identified:
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats",
-            found=format_value(named.pattern),
+            found=format_value(override.pattern),
         )
-    if named is not None and result is not None and result not in embeddings:
+    if override is not None and scheme is not None and scheme not in embeddings:
         raise RequestError(
             "the embedding cannot be quantized so",
-            found=f"{result} for {format_value(named.pattern)}",
+            found=f"{scheme} for {format_value(override.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
         )
-    head = next(
-        (override for override in reversed(recipe.overrides) if override.matches(_HEAD)), None
-    )
+    head = _find_last_override(recipe, _HEAD)
     if (
         config.tied_embeddings
         and head is not None
         and head.scheme is not None
-        and head.scheme != result
+        and head.scheme != scheme
     ):
+        if scheme:
+            state = ", and both are one"
+        else:
+            state = " and keeps its floats"
         raise RequestError(
-            "lm_head is tied to the embedding"
-            + (", and both are one" if result else " and keeps its floats"),
+            f"lm_head is tied to the embedding{state}",
             found=f"{head.scheme} for {format_value(head.pattern)}",
-            expected=str(result) if result else None,
+            expected=str(scheme) if scheme else None,
             hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
         )
-    return result
+    return scheme
 
 
 def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """Return a recipe without overrides that name a tied head alone, which is the embedding."""
+    """Drop the overrides that name a tied head alone, which is the embedding."""
     if not config.tied_embeddings:
         return recipe
-    others = (*linear_columns(config), EMBEDDING)
-    of_head = []
+    # A tied head is no module of its own, so that its name would count as a pattern without match.
+    other_modules = (*linear_columns(config), EMBEDDING)
+    overrides = []
     for override in recipe.overrides:
-        if override.scheme is not None and override.matches(_HEAD):
-            of_head.append(override)
-    alone = [one for one in of_head if not any(map(one.matches, others))]
-    return Recipe(
-        recipe.default, tuple(override for override in recipe.overrides if override not in alone)
-    )
+        names_head = override.scheme is not None and override.matches(_HEAD)
+        if not names_head or any(override.matches(module) for module in other_modules):
+            overrides.append(override)
+    return Recipe(recipe.default, tuple(overrides))
 
 
 def _names_on_disk(config: ModelConfig, modules: Collection[str]) -> dict[str, str]:
-    """Return what linears are called on disk, where otherwise: users know them by these names."""
-    parts = (
-        (part.removesuffix(".weight"), tensor)
-        for tensor in disk_tensors(config)
-        for part in tensor.parts
-    )
+    """Map linears to their names on disk, where these differ: users know them by these names."""
     names: dict[str, str] = {}
-    for module, tensor in parts:
-        if module in modules and module != tensor.module:
-            names[module] = tensor.module
+    for tensor in disk_tensors(config):
+        for part in tensor.parts:
+            module = part.removesuffix(".weight")
+            if module in modules and module != tensor.module:
+                names[module] = tensor.module
     return names
 
 
 def _routers(config: ModelConfig) -> set[str]:
-    """Return the names, canonical and on disk, of linears that are never quantized."""
+    """List the names, canonical and on disk, of linears that are never quantized."""
     routers = set()
-    for p in parameters(config):
-        if p.is_linear_weight and p.linear and not p.linear.quantizable:
-            routers.add(p.name)
+    for parameter in parameters(config):
+        if parameter.is_linear_weight and parameter.linear and not parameter.linear.quantizable:
+            routers.add(parameter.name)
+    on_disk = set()
     if routers:
-        on_disk = set()
         for tensor in disk_tensors(config):
             if routers & set(tensor.parts):
                 on_disk.add(tensor.name)
-    else:
-        on_disk = set()
     return {name.removesuffix(".weight") for name in routers | on_disk}
 
 
@@ -497,17 +513,17 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
     for tensor in disk_tensors(config, schemes):
         if not tensor.quantizable:
             continue
-        found = {}
+        scheme_by_module = {}
         for part in tensor.parts:
-            found[part.removesuffix(".weight")] = schemes.get(part.removesuffix(".weight"))
-        if len(set(found.values())) > 1:
-            given = (
-                f"{module.rpartition('.')[2]} {scheme or 'kept'}"
-                for module, scheme in found.items()
-            )
+            module = part.removesuffix(".weight")
+            scheme_by_module[module] = schemes.get(module)
+        if len(set(scheme_by_module.values())) > 1:
+            described = []
+            for module, scheme in scheme_by_module.items():
+                described.append(f"{module.rpartition('.')[2]} {scheme or 'kept'}")
             raise RequestError(
                 f"'{tensor.module}' is one module on disk and cannot have several schemes",
-                found=", ".join(given),
+                found=", ".join(described),
                 hint=f"give them all one, by the pattern '*.{tensor.module.rpartition('.')[2]}'",
             )
 

@@ -1,4 +1,4 @@
-"""How GPTQ is calibrated: the requested options, with defaults for the rest."""
+"""Settings of GPTQ's calibration: the requested options, with defaults for the rest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from quantkit.model.device import usable_device
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
-_SOLVED_BITS = 6  # by GPTQ, unless another method is requested; layers of more bits are rounded
+# Schemes of at most so many bits are solved by GPTQ unless another method is requested; layers of
+# more bits are rounded.
+_SOLVED_BITS = 6
 
 
 def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
-    """Return where GPTQ computes. Raises `RequestError` for a device that it cannot use."""
+    """Choose the device on which GPTQ computes. Raises `RequestError` for a device that it cannot
+    use.
+    """
     if source.config.run_by is None:
         return usable_device(options.device)
     if options.device is not None and usable_device(options.device).type != "cpu":
@@ -35,8 +39,8 @@ def gptq_settings(
     source: Checkpoint,
     tokenizer: Tokenizer | None,
 ) -> GptqSettings | None:
-    """Return the settings of GPTQ, which solves int4, and chooses schemes for a size, unless
-    another method was requested; None for rounding.
+    """Choose the settings of GPTQ; None for rounding. GPTQ solves int4, and chooses schemes for a
+    size, unless another method was requested.
 
     Raises:
         RequestError: if the source cannot be calibrated though int4 or a size needs it; if options
@@ -44,15 +48,18 @@ def gptq_settings(
             samples are none, or longer than the model's context.
     """
     sized = options.size is not None
+    # A choice of schemes for a size compares losses on GPTQ's samples.
     solved = sized or any(scheme.bits <= _SOLVED_BITS for scheme in schemes)
     if options.method == "rtn" or (options.method is None and not solved):
         options.require_no_calibration()
         return None
-    if (sized or options.method is None) and (not source.config.measurable or tokenizer is None):
-        if not source.config.measurable:
-            lack = "it is known by its tensors only"
-        else:
-            lack = "it has no tokenizer"
+    lack: str | None = None
+    if not source.config.measurable:
+        lack = "it is known by its tensors only"
+    elif tokenizer is None:
+        lack = "it has no tokenizer"
+    # GPTQ was not requested by its name: the error has to say why it is needed.
+    if lack is not None and (sized or options.method is None):
         if sized:
             raise RequestError(
                 f"a size to fit needs a model that can be calibrated: {lack}",

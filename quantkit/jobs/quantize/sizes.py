@@ -1,4 +1,4 @@
-"""The size of a quantized model's files of weights, compared with the source's, and what would
+"""Compare the size of a quantized model's files of weights with the source's, and tell what would
 make them smaller.
 """
 
@@ -14,23 +14,28 @@ from quantkit.tensors.spec import TensorSpec
 
 
 def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
-    """Return the sizes of a planned output with files of weights of `output_bytes`."""
+    """Compute the sizes for a planned output with files of weights of `output_bytes`."""
     source = prepared.source
     codes = prepared.target.codes
     assert codes is not None
-    source_bytes = sum(file.size for file in source.files() if file.path.suffix != ".json")
+    source_bytes = 0
+    # Among the files of a checkpoint, JSON is the config or an index, not weights.
+    for file in source.files():
+        if file.path.suffix != ".json":
+            source_bytes += file.size
     if not source.config.runnable:
         return WeightSizes(source_bytes, output_bytes, 0, None)
     embedding = next(spec for spec in prepared.output.planned if spec.name == f"{EMBEDDING}.weight")
-    able = embedding.scheme is None and not isinstance(
-        codes.codec(EMBEDDING_SCHEME, embedding=True), Reason
-    )
-    int8 = TensorSpec(
-        embedding.name, embedding.shape, codes.scale_dtype or embedding.dtype, EMBEDDING_SCHEME
-    )
+    codec = codes.codec(EMBEDDING_SCHEME, embedding=True)
+    int8_bytes = None
+    # A large vocabulary may be most of a small model: the size with an int8 embedding is a hint.
+    if embedding.scheme is None and not isinstance(codec, Reason):
+        scale_dtype = codes.scale_dtype or embedding.dtype
+        int8 = TensorSpec(embedding.name, embedding.shape, scale_dtype, EMBEDDING_SCHEME)
+        int8_bytes = count_stored_bytes(int8, codes)
     return WeightSizes(
         source_bytes,
         output_bytes,
         count_stored_bytes(embedding, codes),
-        count_stored_bytes(int8, codes) if able else None,
+        int8_bytes,
     )

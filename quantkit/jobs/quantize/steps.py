@@ -1,5 +1,5 @@
-"""The steps of a quantization, by the names of their phases in reports of progress, and the
-seconds that each takes.
+"""Estimate the seconds of each step of a quantization, by the names of the steps' phases in reports
+of progress.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
 
-_PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
-_OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
-_SECONDS_OF_CHOICE = (
-    0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
-)
-# Parts of samples, with those that replace others.
+# Of the source, and of the result with each cache.
+_PASSES_OF_CERTIFICATE = 3
+# The time of samples and of the solver, in units of the time of their matrix products.
+_OVERHEAD = 1.3
+# For each linear, in addition to the search of its scales: sums over its weights and its Hessian.
+_SECONDS_OF_CHOICE = 0.04
+# Parts of samples that the model tries, with those that replace dropped ones, in units of the parts
+# that are drawn.
 _TRIED_AGAIN = 1.2
 
 
 def quantization_steps(
     formats: Formats, fit: Fit | None, sizes: Sequence[WeightSizes], checked: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
+    """Estimate the seconds of each step, in order; and of all steps with each effort of GPTQ, if it
+    solves.
 
     Args:
-        fit: what chooses the schemes, if it does.
+        fit: the choice of schemes for a size, if there is one.
         sizes: of the weights of the source and of the output in each format.
         checked: tokens on which the source is checked.
     """
@@ -50,11 +53,13 @@ def quantization_steps(
     config = prepared.source.config
     speed = Speed(config)
     steps = _steps(formats, settings, fit, speed, sizes, checked)
-    efforts = dict[str, float]()
+    efforts: dict[str, float] = {}
+    # The plan shows all efforts, so that a user can compare them before a job begins.
     if settings is not None:
         for name in EFFORTS:
-            own = settings.with_effort(name, prepared.options.length, config)
-            efforts[name] = math.fsum(_steps(formats, own, fit, speed, sizes, checked).values())
+            effort_settings = settings.with_effort(name, prepared.options.length, config)
+            effort_steps = _steps(formats, effort_settings, fit, speed, sizes, checked)
+            efforts[name] = math.fsum(effort_steps.values())
     return steps, efforts
 
 
@@ -88,36 +93,40 @@ def _steps(
     if is_probed(prepared):
         passes = speed.forward(window_length(source), models=2)
         steps[PROBE] = passes + speed.rounding(weights, searched=False)
-    if settings is not None and (flops := costs.gradient_flops(config, shape, effort)):
-        tokens = effort.gradient_samples(config, shape) * settings.length
-        steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
+    if settings is not None:
+        flops = costs.gradient_flops(config, shape, effort)
+        # Only the thorough effort has a backward pass.
+        if flops:
+            tokens = effort.gradient_samples(config, shape) * settings.length
+            steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
     if prepared.is_weighted:
         steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
+    # GPTQ measures keys and values on its own samples; rounding needs a pass of its own for them.
     if settings is None and prepared.options.kv_cache is not None:
         tokens = math.prod(scale_tokens(source))
         steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
     if settings is None:
-        types = len(
-            {
-                spec.dtype
-                for block in formats.blocks
-                for spec in block.tensors
-                if spec.scheme is not None
-            }
-        )
-        steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
+        scale_dtypes = set()
+        # Formats with the same type of scales share the rounded weights.
+        for block in formats.blocks:
+            for spec in block.tensors:
+                if spec.scheme is not None:
+                    scale_dtypes.add(spec.dtype)
+        steps["quantize"] = writing + len(scale_dtypes) * speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
     for folder in formats.prepared_by_folder:
-        # Which is its own baseline, and so is rounded once more.
+        # A model that is only rounded is its own baseline: two models run instead of three, and the
+        # weights are rounded once more.
         if config.measurable and settings is None:
-            passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
-            steps[phase_of("gate", folder)] = passed
-        elif (
-            config.measurable
-        ):  # the baseline is rounded, and so is each weight that its error is compared with
-            passed = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
-            steps[phase_of("gate", folder)] = passed
+            gate_seconds = speed.forward(measured, models=2)
+            gate_seconds += speed.rounding(weights, searched=True)
+            steps[phase_of("gate", folder)] = gate_seconds
+        # After GPTQ, weights are rounded for the baseline, and once more to compare their errors.
+        elif config.measurable:
+            gate_seconds = speed.forward(measured, models=3)
+            gate_seconds += 2 * speed.rounding(weights, searched=False)
+            steps[phase_of("gate", folder)] = gate_seconds
         if certified is not None:
             passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
             attention = speed.products(certified.attention_flops(config))
@@ -128,7 +137,7 @@ def _steps(
 
 
 def phase_of(check: str, folder: str) -> str:
-    """Return the phase of a check of the result in a folder of the output; ``""`` is the output
+    """Name the phase of a check of the result in a folder of the output; ``""`` is the output
     itself.
     """
     if folder:
@@ -137,10 +146,11 @@ def phase_of(check: str, folder: str) -> str:
 
 
 def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
-    """Return the steps before the source is checked: the choice of samples, and of schemes."""
+    """Estimate the steps before the source is checked: the choice of samples, and of schemes."""
     steps = {}
     shape = (settings.samples, settings.length)
     config = speed.config
+    # Only parts of the included text are tried; the user's own text is used as it is.
     if settings.text is None:
         tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
         steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
@@ -154,22 +164,21 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
 
 
 def _estimate_gptq_seconds(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
-    """Return the time of GPTQ."""
+    """Estimate the seconds of GPTQ: of its samples, its solver, and their other arithmetic."""
     config = speed.config
     device = settings.device
     shape = (settings.samples, settings.length)
     solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
-    samples = speed.products(
-        costs.calibration_flops(config, shape, effort), compute_dtype(device), device
-    )
-    return _OVERHEAD * (solving + samples) + costs.calibration_seconds(
-        config, shape, effort, device
-    )
+    sample_flops = costs.calibration_flops(config, shape, effort)
+    # Samples run in the type of the device; the solver computes in float32.
+    samples = speed.products(sample_flops, compute_dtype(device), device)
+    other_seconds = costs.calibration_seconds(config, shape, effort, device)
+    return _OVERHEAD * (solving + samples) + other_seconds
 
 
 def _weights(prepared: Prepared) -> Counter[QuantScheme]:
-    """Return the number of weights in each scheme."""
-    result = Counter[QuantScheme]()
+    """Count the weights of each scheme."""
+    weights = Counter[QuantScheme]()
     for module, scheme in prepared.scheme_map.schemes.items():
-        result[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
-    return result
+        weights[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
+    return weights

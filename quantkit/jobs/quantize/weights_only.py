@@ -1,4 +1,4 @@
-"""Quantizing a model that cannot be run: what rounding would change too much keeps its floats."""
+"""Quantize a model that cannot be run: linears that rounding changes too much keep their floats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 
 _PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
+# A name with "expert" or "experts" in one of its parts.
 _EXPERTS = re.compile(r"(.*\.)?[^.]*experts?[^.]*(\..*)?")
+# Groups of other matrices with a smaller share of the parameters are not worth a mention.
 _SMALL_SHARE = 0.005
+# Names that a note lists. The reason for recurrent linears concerns each of their kinds, so that
+# more of them are listed.
 _NAMED = 4
 _NAMED_RECURRENT = 12
 
@@ -28,8 +32,8 @@ _NAMED_RECURRENT = 12
 def kept_parts(
     config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]
 ) -> list[str]:
-    """Return which large parts of a model known by its tensors only are not rounded, in a few words
-    for people.
+    """Describe which large parts of a model known by its tensors only are not rounded, in a few
+    words for people.
 
     Args:
         raw: its config.json.
@@ -38,34 +42,34 @@ def kept_parts(
     parts: dict[str, list[OpaqueTensor]] = {}
     for tensor in config.tensors or ():
         if tensor.module in quantized:
-            part = None
-        else:
-            part = _part(tensor, raw)
-        if part is not None:
-            parts.setdefault(part, []).append(tensor)
+            continue
+        part_name = _part(tensor, raw)
+        if part_name is not None:
+            parts.setdefault(part_name, []).append(tensor)
     total = _parameters(config.tensors or ())
-    result = []
+    lines = []
     for part, tensors in parts.items():
-        groups = _by_shared_name(tensors)
-        if part == _OTHERS:
-            groups = {
-                name: group
-                for name, group in groups.items()
-                if _parameters(group) >= _SMALL_SHARE * total
-            }
-        count = sum(map(len, groups.values()))
-        size = sum(map(_parameters, groups.values()))
+        groups: dict[str, list[OpaqueTensor]] = {}
+        count = 0
+        size = 0
+        for name, group in _by_shared_name(tensors).items():
+            group_size = _parameters(group)
+            if part == _OTHERS and group_size < _SMALL_SHARE * total:
+                continue
+            groups[name] = group
+            count += len(group)
+            size += group_size
         if count:
-            result.append(
+            lines.append(
                 f"{part}: {count_text(size)} parameters in {count} tensor{'s' * (count > 1)}"
                 f" ({_list_names(groups, _NAMED)}), {size / total:.1%} of the parameters"
             )
-    return result
+    return lines
 
 
 def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
-    """Return which linears that carry a state are not among the `quantized` modules, and why, in a
-    sentence for people; None if all are.
+    """Describe which linears that carry a state are not among the `quantized` modules, and why, in
+    a sentence for people; None if all are quantized.
     """
     kept = []
     for tensor in config.tensors or ():
@@ -84,19 +88,22 @@ def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | Non
 
 
 def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
-    """Tensors by their names, those of all layers and experts together."""
-    result: dict[str, list[OpaqueTensor]] = {}
+    """Group tensors by their names; those of all layers and experts are one group."""
+    groups: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
-        result.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), []).append(tensor)
-    return result
+        # Numbers between dots count layers and experts.
+        shared_name = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
+        groups.setdefault(shared_name, []).append(tensor)
+    return groups
 
 
 def _list_names(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
-    """Their names, the largest first."""
+    """List the names of groups, the largest group first."""
     names = sorted(groups, key=lambda name: -_parameters(groups[name]))
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
@@ -107,19 +114,19 @@ _OTHERS = "other matrices"
 
 
 def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
-    """Return what a tensor that stays as it is belongs to, in words; None for one that is rounded,
-    or no matrix of floats in a layer of the model.
+    """Name the part that a tensor without rounding belongs to, in words; None for one that is
+    rounded, or that is no matrix of floats in a layer of the model.
     """
     if tensor.role in _PARTS:
         return _PARTS[tensor.role]
     if is_extra_layer(tensor.name, raw):
         return "further layers for prediction"
     last = tensor.module.rpartition(".")[2]
-    if (
-        tensor.role in ("linear", "recurrent")
-        or last in ROUTERS
-        or (tensor.role == "float" and last in HEADS)
-    ):
+    # Recurrent linears have a note of their own.
+    if tensor.role in ("linear", "recurrent"):
+        return None
+    # Routers and heads keep their floats in every model.
+    if last in ROUTERS or (tensor.role == "float" and last in HEADS):
         return None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
         return None
@@ -131,8 +138,8 @@ def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
 def within_bounds(
     source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
 ) -> tuple[SchemeMap, list[str]]:
-    """Round every weight once, before anything is written, and leave out those that lose more than
-    `ROUNDING_BOUNDS`.
+    """Round every weight once, before anything is written, and drop the schemes of those that lose
+    more than `ROUNDING_BOUNDS`.
 
     Returns:
         What is quantized, and notes on what is not.
@@ -154,6 +161,7 @@ def within_bounds(
             assert record is not None
             error = float(str(record["relative_error"]))
             bound = ROUNDING_BOUNDS[f"int{scheme.bits}"]
+            # NaN exceeds the bound too.
             if not error <= bound:
                 too_far[module] = (
                     f"rounding to {scheme} changes it by {error:.3g} of its norm, more than"
@@ -162,10 +170,10 @@ def within_bounds(
     progress("rounding errors", len(schemes), len(schemes), "weights")
     if not too_far:
         return scheme_map, []
-    left = scheme_map.without(too_far)
+    remaining = scheme_map.without(too_far)
     module, reason = next(iter(too_far.items()))
     if len(too_far) > 1:
-        more = f", and so do {len(too_far) - 1} more"
+        others_text = f", and so do {len(too_far) - 1} more"
     else:
-        more = ""
-    return left, [f"{source.path}: '{module}' keeps its floats: {reason}{more}"]
+        others_text = ""
+    return remaining, [f"{source.path}: '{module}' keeps its floats: {reason}{others_text}"]

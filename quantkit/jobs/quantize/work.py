@@ -1,5 +1,5 @@
-"""How a quantization is run: its final schemes and samples, its quantizer, and all that decides
-the bytes.
+"""Set up a quantization: its final schemes and samples, its quantizer, and the record of all that
+decides its bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from quantkit.tensors.products import compute_dtype
 def finalize_schemes(
     prepared: Prepared, fit: Fit | None, group: ProcessGroup, progress: Progress
 ) -> tuple[Prepared, Calibration | None]:
-    """Return the final schemes, and the calibration samples; None for rounding."""
+    """Decide on the final schemes, and draw the calibration samples; None for rounding."""
     source = prepared.source
     settings = prepared.settings
     drawn = None
     notes: list[str] = []
+    # Without logits there is no gate: weights that rounding changes too much keep their floats.
     if not source.config.measurable:
         allow_nonfinite = prepared.options.allow_nonfinite
         scheme_map, notes = within_bounds(
@@ -47,6 +48,7 @@ def finalize_schemes(
         drawn = settings.draw(source, group=group, progress=progress)
         notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         if source.config.run_by is not None:
+            # Imports greenlet, which is optional.
             from quantkit.jobs.quantize.lockstep import survey_linears
 
             prepared = survey_linears(prepared, drawn)
@@ -58,6 +60,7 @@ def finalize_schemes(
 def quantizer_of(
     prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress
 ) -> RtnQuantizer:
+    """Build the quantizer of a job: rounding, or GPTQ with quantkit's decoder or transformers."""
     source = prepared.source
     settings = prepared.settings
     allow_nonfinite = prepared.options.allow_nonfinite
@@ -71,6 +74,7 @@ def quantizer_of(
             kernels_of=kernels_of,
             progress=progress,
         )
+        # Rank 0 alone rounds and writes.
         if prepared.is_weighted and group.is_rank0:
             observed = in_phase(progress, IMPORTANCE)
             linears = prepared.scheme_map.linears
@@ -81,6 +85,8 @@ def quantizer_of(
                 importance = partial(
                     importance_from, as_path("imatrix", prepared.options.imatrix), source
                 )
+            # Measured on first use: a run that has all tensors already needs none. The gate, which
+            # rounds the same weights, uses the same values.
             quantizer.importance = cache(importance)
         if prepared.options.kv_cache is not None and group.is_rank0:
             quantizer.cache_sample = partial(
@@ -110,8 +116,8 @@ def quantizer_of(
 
 
 def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) -> Work:
-    """Return what is to be written, with all that decides its bytes: for the manifest, and for runs
-    that resume.
+    """Describe the output with all that decides its bytes: for the manifest, and for runs that
+    resume.
     """
     options = prepared.options
     settings = prepared.settings
@@ -132,6 +138,7 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     if options.dequantize:
         recorded["dequantize"] = True
     recorded |= prepared.adapters
+    # The content counts, not the path: equal inputs give an equal manifest.
     if options.imatrix is not None:
         recorded["imatrix"] = content_hash(as_path("imatrix", options.imatrix))
     if options.kv_cache is not None:
@@ -140,21 +147,26 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:
         recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
+    # Sums of floats depend on the machine, and a resumed run must give the same bytes.
     computed_by: dict[str, object] = {}
     scratch = 0
+    # Plain rounding has no such sums.
     if settings is None and (prepared.is_weighted or options.kv_cache is not None):
         computed_by = machine(torch.device("cpu"))
     elif settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
         device = settings.device
+        if device.type == "cuda":
+            device_kind = torch.cuda.get_device_name(device)
+        else:
+            device_kind = device.type
         computed_by = machine(device) | {
             "number of processes": group.size,
             "samples multiplied in": str(compute_dtype(device)),
-            "kind of device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else device.type,
+            "kind of device": device_kind,
         }
-        # A model or a template has made or chosen them.
+        # A model or a template has chosen or rendered these samples, so that text and seed alone do
+        # not determine them.
         if settings.text is None or drawn.documents is not None:
             computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(

@@ -23,7 +23,7 @@ from quantkit.quality.manifest_check import recheck
 from quantkit.training.delta import Delta, DeltaCheckpoint
 
 _TAKEN = (REFINED, "quality", "modules")
-"""What a delta states of the model that it gives."""
+"""The entries of a delta that describe the resulting model, for its manifest."""
 
 
 def apply_delta(
@@ -55,34 +55,33 @@ def apply_delta(
     """
     began = time.monotonic()
     progress = skip_repeated_reports(progress)
-    found = Delta(as_path("delta", delta))
+    opened_delta = Delta(as_path("delta", delta))
     plan = plan_rewriting(as_path("model", model), as_path("dst", dst), resume=resume)
     source = plan.work.source
-    found.require_base(base_hashes(source), source.path)
-    found.require_fits(plan.work.source)
-    changed = DeltaCheckpoint(source, found)
-    work = replace(
-        plan.work, job="apply-delta", options={**plan.work.options, "delta": found.check}
-    )
+    # A delta contains differences of codes, which are wrong for the codes of another model.
+    opened_delta.require_base(base_hashes(source), source.path)
+    opened_delta.require_fits(source)
+    changed = DeltaCheckpoint(source, opened_delta)
+    options = {**plan.work.options, "delta": opened_delta.check}
+    work = replace(plan.work, job="apply-delta", options=options)
     with writing(work, plan.dst, resume=resume, source_check=True, progress=progress) as writer:
         result = put_all(writer, changed, {})
         require_written(changed, result, None)
         size = weight_size(result)
-        made = {
-            **read_quantization_details(source.path),
-            **{key: found.details[key] for key in _TAKEN},
-        }
-        # The delta's maker measured the same.
-        recheck(plan.dst, made, result, progress=progress)
-        made = writer.commit(made)
+        details = read_quantization_details(source.path)
+        for key in _TAKEN:
+            details[key] = opened_delta.details[key]
+        # The run that made the delta measured the same model: its perplexities must be met.
+        recheck(plan.dst, details, result, progress=progress)
+        manifest = writer.commit(details)
     notes = [*plan.notes, *writer.notes]
     return RefineResult(
         plan.dst,
         *size,
-        found.curve,
-        len(found.changed),
+        opened_delta.curve,
+        len(opened_delta.changed),
         None,
         time.monotonic() - began,
         notes,
-        made,
+        manifest,
     )

@@ -1,4 +1,4 @@
-"""What training the scales of a model takes: memory, disk and time."""
+"""Estimate the memory, disk and time that training the scales of a model takes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from quantkit.training.training import TARGETS, TRAINING, held_back
 
 # Forward, forward again, and gradients by inputs and by weights.
 _PASSES = 4
-_OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
-_OF_BLOCK = (
-    3  # of the size of a block: its weights, their gradients, and what is computed from these
-)
-_OF_LOGITS = 6  # copies
+# The states that a block keeps for its gradients, in units of the widest states of the batches that
+# go through it together.
+_OF_BATCH = 10
+# A block's weights, their gradients, and intermediate results of both, in units of its size.
+_OF_BLOCK = 3
+# Copies of the logits of the tokens that go through the head together.
+_OF_LOGITS = 6
 REFINED_WRITING = "refine"
 """The phase in which the trained values are written."""
 REFINED_GATE = "gate of the refined model"
 """The phase of the gate after training; the gate of the quantized model comes before."""
-_STEP_SECONDS = 0.004  # of a block, to load and set up, twice in a step
+# To load and set up a block, which happens twice in a step.
+_STEP_SECONDS = 0.004
 
 
 @dataclass(frozen=True)
@@ -66,70 +69,70 @@ class TrainingCost:
         codes: bool,
         mesh: tuple[int, int] = (1, 1),
     ) -> TrainingCost:
-        """Of a model, for each process.
+        """Estimate the training of a model, for each process.
 
         Args:
             trained: the shape and the scheme of each weight.
             batch: samples of a step.
             mesh: how many processes have other samples, and how many share the model.
         """
-        factors = sum(
-            rows * scheme.groups(columns) * (2 if scheme.has_minima else 1)
-            for (rows, columns), scheme in trained.values()
-        )
-        weights = sum(rows * columns for (rows, columns), _ in trained.values())
+        factors = 0
+        weights = 0
+        for (rows, columns), scheme in trained.values():
+            # Schemes with minima have a second factor for each group.
+            factors_per_group = 2 if scheme.has_minima else 1
+            factors += rows * scheme.groups(columns) * factors_per_group
+            weights += rows * columns
         data, model = mesh
-        own = -(-batch // data)
+        process_samples = -(-batch // data)
         budget = settings.memory_bytes
-        tokens = own * settings.length
-        together = min(own, batch_samples(config, settings.length)) * settings.length
+        tokens = process_samples * settings.length
+        samples_together = min(process_samples, batch_samples(config, settings.length))
+        tokens_together = samples_together * settings.length
         offsets = OFFSET_BYTES * weights if codes else 0
+        # The float model's last hidden states, as float32: they add no rounding error to the loss.
         targets = 4 * settings.samples * settings.length * config.hidden_size
-        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(
-            budget // 2, weights // model
-        )
+        # `training_of` gives targets and offsets a quarter of the budget each, and codes a half.
+        # The rest is on disk.
+        in_memory = min(budget // 4, targets) + min(budget // 4, offsets)
+        in_memory += min(budget // 2, weights // model)
+        # The inputs of all blocks are kept for the backward pass, which runs block by block.
         states = 4 * (config.num_layers + 2) * tokens * config.hidden_size
-        block = (
-            4
-            * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config))
-            // model
-        )
-        head = (
-            4
-            * config.vocab_size
-            * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model)
-        )
-        memory = process_bytes() + FACTOR_BYTES * factors + kept + states + block + head
+        block_weights = _OF_BLOCK * costs.largest_block(config)
+        block_states = _OF_BATCH * tokens_together * inner_width(config)
+        block = 4 * (block_weights + block_states) // model
+        head_columns = _OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model
+        head = 4 * config.vocab_size * head_columns
+        memory = process_bytes() + FACTOR_BYTES * factors + in_memory + states + block + head
         kept_back = held_back(settings.samples)
         training = epochs * (settings.samples - kept_back) * settings.length
+        # The held-back samples are evaluated before the first epoch and after each one.
         passed = _PASSES * training + (epochs + 1) * kept_back * settings.length
         speed = Speed(config)
-        arithmetic = speed.products(
-            passed * costs.forward_flops(config, 1), device=settings.device
-        ) / (data * model)
+        flops = passed * costs.forward_flops(config, 1)
+        arithmetic = speed.products(flops, device=settings.device) / (data * model)
+        num_steps = training // (data * tokens)
         steps = {
             TARGETS: speed.forward(settings.samples * settings.length) / (data * model),
-            TRAINING: (
-                arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // (data * tokens))
-            ),
+            TRAINING: arithmetic + 2 * _STEP_SECONDS * config.num_layers * num_steps,
         }
         on_disk = max(0, targets - budget // 4) + max(0, offsets - budget // 4)
         return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
 
 
 def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:
-    """Return what a refinement takes, for each of the processes of a mesh; None is that of the
+    """Estimate a refinement, for each of the processes of a mesh; None is the mesh of the
     options.
     """
     plan = planned.plan
     options = planned.options
     source = plan.work.source
     quantized = planned.quantized
-    trained = {
-        name: (info.shape, info.scheme)
-        for name in planned.names.weights
-        if (info := quantized.info(name)).scheme is not None
-    }
+    trained = {}
+    for name in planned.names.weights:
+        info = quantized.info(name)
+        if info.scheme is not None:
+            trained[name] = (info.shape, info.scheme)
     cost = TrainingCost.of(
         quantized.config,
         planned.settings,

@@ -1,4 +1,4 @@
-"""The options of `refine`: the command, the Python call, the plan and the manifest read them
+"""The options of `refine`, which the command, the Python call, the plan and the manifest read
 here.
 """
 
@@ -31,7 +31,7 @@ OUTPUT = "Output"
 
 
 def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
-    """Return the sizes of the axes "data" and "model"; None for None.
+    """Parse the sizes of the axes "data" and "model"; None for None.
 
     Raises `RequestError` if it is no shape.
     """
@@ -47,7 +47,7 @@ def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class RefineOptions:
-    """What `refine` is to do; None and False where nothing was requested.
+    """The options of `refine`; None and False where nothing was requested.
 
     Attributes:
         src: a quantized model: a folder of quantkit's, GPTQ, AWQ, compressed-tensors or MLX, or a
@@ -135,14 +135,18 @@ class RefineOptions:
         """
         names = ("train_codes", "train_norms", "accept_quality_loss", "source_check", "resume")
         require_flags(**{name: getattr(self, name) for name in names})
+        # Exactly one of the two is the output.
         if (self.dst is None) == (self.delta is None):
             if self.dst is not None:
-                given = "both"
+                outputs = "both"
             else:
-                given = "neither"
-            raise RequestError("give a destination or `delta`", found=given, expected="one of them")
+                outputs = "neither"
+            raise RequestError(
+                "give a destination or `delta`", found=outputs, expected="one of them"
+            )
         for name in ("batch", "epochs", "samples", "length"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 as_integer(name, value, 1)
         if self.seed is not None:
             as_seed("seed", self.seed)
@@ -152,39 +156,41 @@ class RefineOptions:
             raise RequestError("unknown `backend`", found=format_value(self.backend), expected=XLA)
         if self.backend is not None and self.train_codes:
             raise RequestError('`train_codes` does not go with `backend="xla"`')
+        # JAX, not torch, chooses the devices of XLA.
         if self.backend is not None and self.device is not None:
             raise RequestError('`device` does not go with `backend="xla"`, which has its own')
+        # Raises an error for a mesh that is no shape.
         _ = self.mesh_shape
 
     @property
     def output(self) -> Path:
-        """Return what is made."""
+        """Return the path of the output: a folder, a file of GGUF, or a delta."""
         if self.dst is not None:
             return as_path("dst", self.dst)
         return as_path("delta", self.delta)
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """Return the sizes of the axes "data" and "model"; None if none are given."""
+        """Parse the sizes of the axes "data" and "model"; None if none are given."""
         return mesh_shape(self.mesh)
 
     @property
     def step_samples(self) -> int:
-        """Samples of a step."""
+        """Return the number of samples of a step."""
         if self.batch is None:
             return BATCH
         return self.batch
 
     @property
     def num_epochs(self) -> int:
-        """Passes over the samples."""
+        """Return the number of passes over the samples."""
         if self.epochs is None:
             return EPOCHS
         return self.epochs
 
     def to_record(self) -> dict[str, object]:
-        """Return what the manifest and the resume fingerprint record: what determines the result,
-        apart from the samples.
+        """List the options that the manifest and the resume fingerprint record: those that
+        determine the result, apart from the samples.
         """
         return {
             "epochs": self.num_epochs,

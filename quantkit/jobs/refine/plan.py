@@ -1,5 +1,5 @@
-"""What `refine` checks before it takes long: the two models, what is trained, and how the result
-is written.
+"""Plan a refinement: check the two models, select the trained tensors, and plan the output, before
+anything takes long.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quantkit.jobs.refine.rewritten import InOutputTypes, plan_rewriting, requir
 from quantkit.model.device import usable_device
 from quantkit.training.trained import TrainedNames
 
+# One sample to train on, and one that is held back.
 _MIN_SAMPLES = 2
 
 
@@ -30,7 +31,7 @@ class Refinement:
 
     Attributes:
         plan: how the result is written.
-        quantized: what is refined, with scales in the types in which they are written.
+        quantized: the model to refine, with scales in the types in which they are written.
         reference: the float model.
         settings: of the samples.
     """
@@ -52,6 +53,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     require_name(output)
     src = as_path("src", options.src)
     require_absent(output)
+    # For a delta, plan the model that `apply_delta` would write: its scales have the same types.
     if options.delta is None:
         dst = output
     else:
@@ -67,15 +69,18 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         )
     quantized = InOutputTypes(plan)
     configs = []
-    for one in (reference, quantized):
-        configs.append(replace(one.config, tied_embeddings=False, dtype="float32"))
-    if difference := next(iter(configs[0].differences(configs[1])), None):
+    # Quantizers may untie the head from the embedding, and write scales in another float type.
+    for checkpoint in (reference, quantized):
+        configs.append(replace(checkpoint.config, tied_embeddings=False, dtype="float32"))
+    differences = configs[0].differences(configs[1])
+    if differences:
         raise RequestError(
             "the quantized model is not made from this float model",
             path=quantized.path,
-            found=f"{difference} differs",
+            found=f"{differences[0]} differs",
             expected=f"the config of {reference.path}",
         )
+    # Some tools write quantized models without a tokenizer.
     tokenizer, _ = load_checked_tokenizer(quantized)
     if tokenizer is None:
         tokenizer, _ = load_checked_tokenizer(reference)

@@ -95,6 +95,7 @@ def refine(options: RefineArguments) -> RefineResult:
     if options.on_estimate is not None and group.is_rank0 and options.backend is None:
         options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
     drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
+    # The check runs a whole model; one process is enough.
     if group.is_rank0:
         check = check_before_training(planned, progress)
     else:
@@ -110,14 +111,14 @@ def refine(options: RefineArguments) -> RefineResult:
                 write = _write_delta
             result = write(planned, trained, state, drawn, began, check, progress)
     if not group.is_rank0:
-        found: RefineResult = group.receive_from_rank0()
-        return found
+        written_result: RefineResult = group.receive_from_rank0()
+        return written_result
     group.send_from_rank0(result)
     return result
 
 
 def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
-    """Return the processes in the shape that was requested.
+    """Arrange the processes in the shape that was requested.
 
     Raises:
         RequestError: if it has another number of them, or they cannot share the model.
@@ -130,6 +131,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             raise RequestError(
                 '`backend="xla"` is for one process', found=f"{group.size} processes"
             )
+        # The axis of the samples: each part gets as many of a step's samples.
         parts = (options.mesh_shape or (1, 1))[0]
         if options.step_samples % parts:
             raise RequestError(
@@ -140,7 +142,9 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
         require_trainable(planned.quantized)
         require_packages()
         return ALONE
-    data, model = shape = options.mesh_shape or (1, group.size)
+    # By default all processes share the model.
+    shape = options.mesh_shape or (1, group.size)
+    data, model = shape
     if data * model != group.size:
         raise RequestError(
             "`mesh` has another number of processes than there are",
@@ -148,12 +152,15 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             hint="start as many with torchrun",
         )
     samples = planned.settings.samples
-    if data > (most := min(options.step_samples, samples - held_back(samples))):
+    most = min(options.step_samples, samples - held_back(samples))
+    # A process without samples would have nothing to do in a step.
+    if data > most:
         problem = "`mesh` has more processes for samples than a step has samples"
         raise RequestError(problem, found=data, expected=f"at most {most}")
     if group.size > 1 and planned.names.codes:
         raise RequestError("`train_codes` is for one process", found=f"{group.size} processes")
     mesh = Mesh.of(group, shape)
+    # Machines may have other copies of the models.
     for checkpoint in (planned.plan.work.source, planned.reference):
         require_same_checkpoint(checkpoint, group)
         require_shareable(checkpoint, mesh.model)
@@ -169,15 +176,17 @@ def _write_delta(
     check: object,
     progress: Progress,
 ) -> RefineResult:
-    """Write what was changed to the file of a delta."""
+    """Write the changed tensors to the file of a delta."""
     source = planned.plan.work.source
     output = planned.options.output
     changed = changes(planned.quantized, trained, sorted(trained.factors))
     details = describe_refinement(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
+    # No model is written: the gate measures the trained values in memory.
     gate = check_result(planned, trained, records, progress)
     details |= _describe_quality(planned, gate, records)
     content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
+    # A partial file that is renamed: a killed job leaves no delta that looks complete.
     staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
     try:
         staging.folder.write(output.name, content)
@@ -219,35 +228,39 @@ def _write_model(
         work, plan.dst, resume=options.resume, source_check=False, progress=progress
     ) as writer:
         result = put_all(writer, trained, records)
-        require_written(trained, result, None if planned.names.codes else planned.quantized)
+        if planned.names.codes:
+            require_written(trained, result, None)
+        else:
+            # Trained scales alone must leave the codes of the quantized model as they are.
+            require_written(trained, result, planned.quantized)
         gate = check_result(planned, result, records, progress)
         size = weight_size(result)
         details |= _describe_quality(planned, gate, records)
-        made = writer.commit(
-            {**read_quantization_details(planned.quantized.path), **details, "source_check": check}
-        )
+        # The manifest still tells how the model was quantized.
+        quantization_details = read_quantization_details(planned.quantized.path)
+        manifest = writer.commit({**quantization_details, **details, "source_check": check})
     notes = [*plan.notes, *writer.notes]
     return RefineResult(
-        plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, made
+        plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, manifest
     )
 
 
 def _describe_quality(
     planned: Refinement, gate: Gate, records: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what the manifest states of the gate, and of each quantized module."""
+    """Write the manifest's entries on the gate, and on each quantized module."""
+    modules: dict[str, dict[str, object]] = {}
+    for module, scheme in schemes(planned.quantized).items():
+        modules[module] = {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
     return {
         "quality": gate.to_json(accepted=planned.options.accept_quality_loss),
-        "modules": {
-            module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
-            for module, scheme in schemes(planned.quantized).items()
-        },
+        "modules": modules,
     }
 
 
 def check_before_training(planned: Refinement, progress: Progress) -> object:
-    """Return the manifest's entry on the check of the quantized model on a sample text, before it
-    is trained. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
+    """Check the quantized model on a sample text before it is trained, and write the manifest's
+    entry on this check. Raises `CheckpointError` or `NonFiniteError` as `check_source` does.
     """
     if not planned.options.source_check:
         return NOT_CHECKED
@@ -264,12 +277,13 @@ def check_result(
     records: Mapping[str, Mapping[str, Any]],
     progress: Progress,
 ) -> Gate:
-    """Return the gate's figures of a result.
+    """Run the gate on a result.
 
     Raises `QualityError` if it is too far from the float model.
     """
-    made = manifest_or_empty(planned.quantized.path)
-    inputs = read_input_roundings(made, result, planned.quantized.path)
+    # A model whose readers round the inputs of linears is measured with rounded inputs.
+    manifest = manifest_or_empty(planned.quantized.path)
+    inputs = read_input_roundings(manifest, result, planned.quantized.path)
     gate = run_gate(
         planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate")
     )
@@ -285,31 +299,32 @@ def check_result(
 def records_of(
     planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
 ) -> dict[str, dict[str, object]]:
-    """Return the records of weights for the manifest."""
+    """Write the records of weights for the manifest, with the error of each trained weight."""
     if planned.names.codes:
         solver = Solver.CODES_TRAINED
     else:
         solver = Solver.SCALES_TRAINED
-    result: dict[str, dict[str, object]] = {}
+    records: dict[str, dict[str, object]] = {}
     for name in schemes(planned.quantized):
         weight = f"{name}.weight"
         if weight not in changed:
-            result[weight] = {"solver": Solver.CARRIED}
+            records[weight] = {"solver": Solver.CARRIED}
             continue
         error = measure_weight_error(trained.build_weight(weight), planned.reference.load(weight))
-        result[weight] = {"solver": solver} | (
-            {} if error is None else {"relative_error": float(f"{error:.4g}")}
-        )
-    return result
+        records[weight] = {"solver": solver}
+        if error is not None:
+            records[weight]["relative_error"] = float(f"{error:.4g}")
+    return records
 
 
 def describe_refinement(
     planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
 ) -> dict[str, Any]:
-    """Return what the manifest states of a refinement, with the tensors that an earlier one has
+    """Write the manifest's entry on a refinement, with the tensors that an earlier one has
     changed.
     """
     reference = planned.reference
+    # `verify` compares by their hashes all tensors that any refinement has changed.
     tensors = merge_changes(read_changes(planned.quantized.path), changed)
     return {
         REFINED: {
@@ -317,7 +332,7 @@ def describe_refinement(
             "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
             "calibration": drawn.to_json(),
             "held_back": f"1 of {HELD_BACK} samples",
-            "curve": [asdict(one) for one in state.curve],
+            "curve": [asdict(evaluation) for evaluation in state.curve],
             "kept_step": state.best.step,
             "tensors": {name: asdict(tensor) for name, tensor in tensors.items()},
         }

@@ -51,10 +51,11 @@ class RefineResult:
     @property
     def after(self) -> float:
         """Return the KL of the result, on the same text."""
-        return min(one.held_back for one in self.curve)
+        # The result has the values of the evaluation with the lowest KL, not of the last one.
+        return min(evaluation.held_back for evaluation in self.curve)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
+        """Convert the result to plain values."""
         if self.quality is None:
             quality = None
         else:
@@ -62,20 +63,22 @@ class RefineResult:
         return {**asdict(self), "path": str(self.path), "quality": quality}
 
     def lines(self) -> list[str]:
-        """Return the report for people: the KL as it fell, and one line on what was written."""
+        """Write the report for people: the KL as it fell, and one line on what was written."""
         facts = [size_text(self.weight_bytes)]
         if self.bits_per_weight is not None:
             facts.append(f"{self.bits_per_weight:.2f} bits a weight")
         facts.append(f"{self.changed} tensors changed")
-        curve = []
+        lines = []
         if self.curve:
-            falling = ", ".join(
-                f"{one.held_back:.4g} after {one.step} steps" for one in self.curve[1:]
+            later_kl = []
+            for evaluation in self.curve[1:]:
+                later_kl.append(f"{evaluation.held_back:.4g} after {evaluation.step} steps")
+            lines.append(
+                f"KL on text that was held back: {self.before:.4g} before, {', '.join(later_kl)}"
             )
-            curve = [f"KL on text that was held back: {self.before:.4g} before, {falling}"]
             facts.append(f"KL on text that was held back {self.after / self.before - 1:+.1%}")
-        if self.quality is None:
-            facts += []
-        else:
+        if self.quality is not None:
             facts += quality_texts(self.quality)
-        return [*curve, f"wrote {self.path}: {', '.join([*facts, time_text(self.seconds)])}"]
+        facts.append(time_text(self.seconds))
+        lines.append(f"wrote {self.path}: {', '.join(facts)}")
+        return lines

@@ -21,11 +21,15 @@ from quantkit.jobs.output.writer import Writer, content_hash, source_hashes
 from quantkit.quality.changed_tensors import tensor_hash
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.transcoded import equal_as_numbers
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_TRIED = 1.001  # times a scale
+# A factor on scales, to try whether a format can represent other ones. MLX stores zero points as
+# offsets, which a float type may not represent exactly for other scales.
+_TRIED = 1.001
+# Entries of a manifest on the quantization, which remain true after refining.
 _CARRIED = (
     "model",
     "run_by",
@@ -47,7 +51,7 @@ _CARRIED = (
 def plan_rewriting(
     src: Path, dst: Path, *, resume: bool = False, source_check: bool = True
 ) -> Conversion:
-    """Return how to write a quantized model again in the format that it has.
+    """Plan to write a quantized model again in its own format.
 
     Raises:
         QuantkitError: as `convert` does before it writes; also if it is not quantized, or of an
@@ -79,42 +83,48 @@ class InOutputTypes(CheckpointView):
 
     def __init__(self, plan: Conversion) -> None:
         super().__init__(plan.work.source)
-        self._types = {
-            spec.name: spec.dtype for spec in plan.work.encoder.planned if spec.scheme is not None
-        }
+        types: dict[str, DType] = {}
+        for spec in plan.work.encoder.planned:
+            if spec.scheme is not None:
+                types[spec.name] = spec.dtype
+        self._types = types
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """Load a tensor; a quantized one with its scales in the type in which they are written."""
         value = self._source.load(name, part)
-        if isinstance(value, QuantTensor) and (dtype := self._types.get(name)) is not None:
+        dtype = self._types.get(name)
+        if isinstance(value, QuantTensor) and dtype is not None:
+            # None: the type cannot represent these scales exactly.
             return with_scales(value, dtype) or value
         return value
 
 
 def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
-    """Raise `NotRepresentableError` if the format cannot hold other scales for a weight than it
-    has.
+    """Encode a weight of each scheme with slightly other scales. Raises `NotRepresentableError` if
+    the format cannot represent them.
     """
     codes = plan.target.codes
-    tried = set()
+    tried_schemes = set()
     assert codes is not None
     for name in names:
         value = plan.work.source.load(name)
         assert isinstance(value, QuantTensor)
-        if value.scheme in tried:
+        # Weights of a scheme are encoded in the same way: one of them is enough.
+        if value.scheme in tried_schemes:
             continue
-        tried.add(value.scheme)
+        tried_schemes.add(value.scheme)
         codec = codes.codec(value.scheme)
         scale = (value.scale.float() * _TRIED).to(value.scale.dtype)
         if isinstance(codec, Reason):
-            found = codec
+            encoded = codec
         else:
-            found = codec.encode(replace(value, scale=scale))
-        if isinstance(found, Reason):
+            encoded = codec.encode(replace(value, scale=scale))
+        if isinstance(encoded, Reason):
             raise NotRepresentableError(
-                f"tensor '{name}' cannot get other scales in {plan.target.name}: {found.problem}",
+                f"tensor '{name}' cannot get other scales in {plan.target.name}: {encoded.problem}",
                 path=plan.work.source.path,
-                found=found.found,
-                expected=found.expected,
+                found=encoded.found,
+                expected=encoded.expected,
                 hint=(
                     "convert it to another format first: quantkit convert,"
                     ' `to="compressed-tensors"`'
@@ -125,7 +135,7 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
 def put_all(
     writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[str, object]]
 ) -> StoredCheckpoint:
-    """Write all tensors of a model, with the records of some; the result, opened. Raises
+    """Write all tensors of a model, with the records of some, and open the result. Raises
     `NonFiniteError` if a scale is NaN or Inf.
     """
     writer.report_progress()
@@ -135,8 +145,9 @@ def put_all(
             floats = [value.scale, value.minimum]
         else:
             floats = [value]
-        if not all(one is None or all_finite(one) for one in floats):
-            raise NonFiniteError(f"tensor '{spec.name}' holds NaN or Inf", path=changed.path)
+        for tensor in floats:
+            if tensor is not None and not all_finite(tensor):
+                raise NonFiniteError(f"tensor '{spec.name}' holds NaN or Inf", path=changed.path)
         writer.put(spec.name, value, records.get(spec.name))
     return writer.seal()
 
@@ -149,21 +160,20 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
     for name in result.names():
-        found = result.load(name)
+        written = result.load(name)
         expected = changed.load(name)
-        if isinstance(found, QuantTensor) and isinstance(expected, QuantTensor):
-            same = equal_as_numbers(found, expected)
+        if isinstance(written, QuantTensor) and isinstance(expected, QuantTensor):
+            is_equal = equal_as_numbers(written, expected)
             if codes_of is not None:
                 before = codes_of.load(name)
                 assert isinstance(before, QuantTensor)
-                same = same and before.codes.equal(expected.codes)
+                is_equal = is_equal and before.codes.equal(expected.codes)
+        elif isinstance(written, Tensor) and isinstance(expected, Tensor):
+            is_equal = bool((written == expected).all())
         else:
-            same = (
-                isinstance(found, Tensor)
-                and isinstance(expected, Tensor)
-                and bool((found == expected).all())
-            )
-        if not same or tensor_hash(found) != tensor_hash(expected):
+            is_equal = False
+        # The manifest and deltas identify tensors by these hashes, which must agree as well.
+        if not is_equal or tensor_hash(written) != tensor_hash(expected):
             raise QuantkitError(
                 f"tensor '{name}' is not what was to be written, as it is read back",
                 path=result.path,
@@ -172,25 +182,26 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
 
 
 def read_quantization_details(model: Path) -> dict[str, Any]:
-    """Return what a model's manifest says of how it was quantized; empty if it has none."""
-    made = manifest_or_empty(model)
-    return {key: made[key] for key in _CARRIED if key in made}
+    """Read the entries of a model's manifest on its quantization; empty if it has none."""
+    manifest = manifest_or_empty(model)
+    return {key: manifest[key] for key in _CARRIED if key in manifest}
 
 
 def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
-    """Return the sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by
-    their number, as users rename them.
+    """Compute the sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF are
+    listed by their number, as users rename them.
 
     Raises:
         CheckpointError: if one cannot be read.
     """
-    found = source_hashes(source).result()
+    hashes = source_hashes(source).result()
     if not source.path.is_dir():
-        result: dict[str, str] = {}
-        for number, (_, digest) in enumerate(sorted(found.items())):
-            result[f"file {number}"] = digest
-        return result
+        numbered_hashes: dict[str, str] = {}
+        for number, (_, digest) in enumerate(sorted(hashes.items())):
+            numbered_hashes[f"file {number}"] = digest
+        return numbered_hashes
     settings = source.path / "generation_config.json"
+    # `source_hashes` leaves this file out, but it determines what the model generates.
     if not settings.is_file():
-        return found
-    return {**found, settings.name: content_hash(settings)}
+        return hashes
+    return {**hashes, settings.name: content_hash(settings)}

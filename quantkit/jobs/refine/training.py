@@ -1,5 +1,5 @@
-"""The training that `refine` does: in a folder next to the output, from which an interrupted one
-continues.
+"""Train for `refine`, with the state in a folder next to the output, from which an interrupted
+training continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quantkit.training.trained import TrainedCheckpoint
 from quantkit.training.training import Engine, Samples, State, Training
 
 _TRAINING = ".training"
-"""What the name of the folder with the state of training has after that of the output."""
+"""The end of the name of the folder with the state of training, after the name of the output."""
 
 
 @contextlib.contextmanager
@@ -39,11 +39,11 @@ def training_of(
     progress: Progress,
     mesh: Mesh = ALONE,
 ) -> Iterator[tuple[TrainedCheckpoint, State]]:
-    """Train, or continue an interrupted training: the model with the lowest KL on the samples that
-    are held back. The state of training is removed if the body succeeds.
+    """Train, or continue an interrupted training, and yield the model with the lowest KL on the
+    samples that are held back. The state of training is removed if the body succeeds.
 
-    Of several processes, rank 0 keeps the state and has that model; the others have the one after
-    the last step.
+    Of several processes, rank 0 keeps the state and yields that model; the others yield the one
+    after the last step.
 
     Raises:
         NoImprovementError: if no step has a lower KL than the model before.
@@ -56,14 +56,14 @@ def training_of(
         staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
         mesh.world.send_from_rank0(None)
     else:
-        # When it has removed what an earlier run has left.
+        # Wait until rank 0 has removed the files of an earlier run: stores write to that folder.
         mesh.world.receive_from_rank0()
     memory = planned.settings.memory_bytes
     rank = mesh.world.rank
-    targets, offsets = (
-        ActivationStore(partial_folder(folder) / f"{SCRATCH}-{name}-{rank}", memory // 4)
-        for name in ("targets", "offsets")
-    )
+    # A quarter of the memory for targets and for offsets, and a half for codes.
+    scratch_folder = partial_folder(folder)
+    targets = ActivationStore(scratch_folder / f"{SCRATCH}-targets-{rank}", memory // 4)
+    offsets = ActivationStore(scratch_folder / f"{SCRATCH}-offsets-{rank}", memory // 4)
     try:
         model = TrainedCheckpoint(planned.quantized, planned.names, offsets, memory // 2)
         model.begin(planned.reference)
@@ -79,17 +79,22 @@ def training_of(
         if saved is not None:
             saved.restore()
         training.share_state(mesh.world)
-        state = training.run(
-            evaluated=_nothing if saved is None else saved.save_after_evaluation,
-            stepped=_nothing if saved is None else saved.save_if_due,
-            progress=progress,
-        )
+        if saved is None:
+            state = training.run(evaluated=_nothing, stepped=_nothing, progress=progress)
+        else:
+            state = training.run(
+                evaluated=saved.save_after_evaluation,
+                stepped=saved.save_if_due,
+                progress=progress,
+            )
         useful = _is_better(state)
         if not useful:
             raise _not_better(state, planned.quantized.path)
+        # The model has the values after the last step; the best ones are on disk.
         if saved is not None:
             saved.restore_best()
         yield model, state
+    # Also Ctrl-C: the saved state is kept, unless continuing from it cannot help.
     except BaseException as error:
         if staging is None:
             pass
@@ -109,13 +114,14 @@ def training_of(
 def _engine(
     planned: Refinement, model: TrainedCheckpoint, samples: Samples, mesh: Mesh, progress: Progress
 ) -> Engine:
-    """Return what trains, once the float model has given its states for the samples."""
+    """Run the float model on the samples for the targets, and build the engine that trains."""
     schedule = Schedule(planned.options.num_epochs * samples.steps)
     if planned.options.backend is None:
         samples.compute_targets(float_states(planned.reference, samples.batch, mesh), progress)
         device = mesh.world.device or planned.settings.device
         return Blockwise(model, planned.reference, samples, schedule, device, mesh)
-    from quantkit.xla.training import engine as xla  # it changes torch
+    # Importing torchax changes torch.
+    from quantkit.xla.training import engine as xla
 
     devices = xla.mesh_of(planned.options.mesh_shape)
     samples.compute_targets(xla.float_states(planned.reference, devices, samples.batch), progress)
@@ -123,17 +129,18 @@ def _engine(
 
 
 def _nothing(state: State) -> None:
-    """What a process does that keeps no state."""
+    """Do nothing: only rank 0 saves the state."""
 
 
 def _is_better(state: State) -> bool:
-    """Return whether a step has a lower KL than the model before."""
+    """Tell whether a step has a lower KL than the model before training."""
     return state.best.step > 0 and state.best.held_back < state.curve[0].held_back
 
 
 def _not_better(state: State, path: Path) -> NoImprovementError:
+    """Build the error for a training without a step of lower KL."""
     start = state.curve[0].held_back
-    lowest = min((one.held_back for one in state.curve[1:]), default=math.nan)
+    lowest = min((evaluation.held_back for evaluation in state.curve[1:]), default=math.nan)
     return NoImprovementError(
         "training did not bring the model closer to its float model",
         path=path,
@@ -144,12 +151,13 @@ def _not_better(state: State, path: Path) -> NoImprovementError:
 
 
 def _fingerprint(planned: Refinement, drawn: Calibration) -> dict[str, object]:
-    """Return what an interrupted training must have in common with the one that continues it."""
+    """Collect the facts that an interrupted training must share with the one that continues it."""
     return {
         "job": "refine",
         **planned.options.to_record(),
         "source": manifest.identity(planned.plan.work.source.files()),
         "against": manifest.identity(planned.reference.files()),
         "samples": drawn.fingerprint(),
+        # Sums of floats depend on the machine: a continued training must give the same bytes.
         **machine(planned.settings.device),
     }
