@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -14,22 +14,44 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import numbers
 from quantkit.runtime.generation import Generation
 
-if TYPE_CHECKING:
-    from quantkit.runtime.engine import Engine
-
 # Models of one family pad the same vocabulary to different sizes, at most this far apart.
 _PADDING = 512
 # The weight of the latest measurement in the moving mean of seconds.
 _LATEST = 0.1
 
 
+class DraftEngine(Protocol):
+    """What a draft model needs of an `Engine`, which documents the attributes."""
+
+    model: Decoder
+    slots: int
+    length: int
+    chunk: int
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        logits_indices: Sequence[int],
+    ) -> torch.Tensor: ...
+
+
 @dataclass
-class _Held:
-    """The contents of a slot: the first `stored` tokens of `text`, the text of `reader`."""
+class _SlotContents:
+    """The contents of a slot.
+
+    Attributes:
+        reader: the sequence that the slot belongs to.
+        text: the tokens whose keys the slot contains, or will contain after the next step.
+        stored: how many of them it contains.
+        confirmed: how many of them belong to the sequence for certain; the others are proposals.
+    """
 
     reader: Generation | None = None
     text: list[int] = field(default_factory=list)
     stored: int = 0
+    confirmed: int = 0
 
 
 class DraftModel:
@@ -39,14 +61,14 @@ class DraftModel:
         seconds: a moving mean of the time to propose one token of one sequence.
     """
 
-    def __init__(self, engine: Engine, vocabulary: int) -> None:
+    def __init__(self, engine: DraftEngine, vocabulary: int) -> None:
         """Wrap an engine over the draft model; `vocabulary` is the large model's token count."""
         self.seconds = 0.0
         self._vocabulary = vocabulary
         self._draft_vocab_size = engine.model.config.vocab_size
         self._engine = engine
         self._switch = engine.model.config.rope_switch
-        self._slot_contents = [_Held() for _ in range(engine.slots)]
+        self._slot_contents = [_SlotContents() for _ in range(engine.slots)]
 
     @property
     def length(self) -> int:
@@ -114,17 +136,17 @@ class DraftModel:
         contents = self._slot_contents[generation.slot]
         # The last token is always read: its logits draw the first proposal.
         end = min(contents.stored, len(text) - 1)
-        # The text of another generation may differ anywhere. A generation's own text ends with the
-        # token drawn in place of its first rejected proposal, which the minimum above excludes.
-        if contents.reader is not generation:
-            for index in range(end):
-                if contents.text[index] != text[index]:
-                    end = index
-                    break
+        # The text of another generation may differ anywhere, that of the same one only where the
+        # slot contains proposals: the large model may have rejected them.
+        start = contents.confirmed if contents.reader is generation else 0
+        for index in range(start, end):
+            if contents.text[index] != text[index]:
+                end = index
+                break
         # Beyond this length the model uses other rotary frequencies, so stored keys do not fit.
         if self._switch is not None and end <= self._switch < len(text):
             end = 0
-        self._slot_contents[generation.slot] = _Held(generation, text, end)
+        self._slot_contents[generation.slot] = _SlotContents(generation, text, end, len(text))
 
     def _count_unread(self, generation: Generation, text: list[int]) -> int:
         return len(text) - self._slot_contents[generation.slot].stored

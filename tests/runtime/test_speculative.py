@@ -27,7 +27,7 @@ from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.generate_batch import completions
-from quantkit.runtime.generation import Generation
+from quantkit.runtime.generation import Generation, Share, Siblings
 from quantkit.runtime.lookup import Acceptance, Lookup
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import compute_probabilities
@@ -185,6 +185,23 @@ def test_a_draft_of_a_padded_vocabulary_serves(models: dict[str, Decoder], tmp_p
         draft = load_model(oracle.save(padded, tmp_path / str(more)), dtype=torch.float32)
         expected = list(generate(models["fp32"], PROMPT, max_new_tokens=20))
         assert speculate(models["fp32"], draft, PROMPT, max_new_tokens=20) == expected
+
+
+def test_a_draft_model_reads_again_what_replaced_its_proposals(models: dict[str, Decoder]) -> None:
+    """Also if steps without it came in between, after which the text is longer than what it read."""
+    model = models["fp32"]
+    proposals = []
+    for times in (2, 1):
+        draft = Engine(model, 100, draft=model, draft_tokens=4).draft
+        assert draft is not None
+        generation = Generation(Request(PROMPT, 30), 0, Siblings(waiting=1, share=Share()), model)
+        generation.slot = 0
+        if times == 2:
+            first = draft.propose({generation: 4})[generation]
+            replaced = [(token + 1) % 2048 for token in first]
+        generation.tokens += [*replaced, 7, 8]
+        proposals.append(draft.propose({generation: 4})[generation])
+    assert proposals[0] == proposals[1]
 
 
 def test_lookup_proposes_what_came_before() -> None:
