@@ -78,12 +78,6 @@ class Operators:
             # Outside of graphs, callers skip torch's dispatcher.
             setattr(self, operator, _traceable(run, getattr(self.namespace, operator)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from quantkit.kernels.library import load_kernels
-
-        # Copies of a model share the library, which cannot be pickled.
-        return load_kernels, (self.name,)
-
     @property
     def namespace(self) -> Any:
         """Return the torch operators."""

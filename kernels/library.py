@@ -6,6 +6,7 @@ Choosing and compiling them does not import torch.
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import functools
 import logging
@@ -14,7 +15,7 @@ from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.kernels.build import NATIVE, ensure_compiled, intact, is_compiled
@@ -116,10 +117,17 @@ def _load_once(name: str) -> Operators | UnsupportedError:
         return UnsupportedError(f"the compiled kernels do not load: {error}", hint=hint)
 
 
+def _reduce_operators(operators: Operators) -> tuple[Any, ...]:
+    """Tell pickle and `copy` to load the library again by its name."""
+    return load_kernels, (operators.name,)
+
+
 @functools.cache
 def _open(path: Path, name: str) -> Operators:
     from quantkit.kernels.cpu_operators import Operators
 
+    # Copies of a model share the library, which cannot be pickled.
+    copyreg.pickle(Operators, _reduce_operators)
     operators = Operators(ctypes.CDLL(str(path)), name)
     # Native kernels call themselves by the instructions that they were compiled for.
     if name != NATIVE and operators.instructions() != name:

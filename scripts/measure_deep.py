@@ -24,7 +24,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.doctor.findings import rules
-from quantkit.formats.containers.meta import to_interleaved
+from quantkit.formats.containers.meta_tensors import to_interleaved
 
 Tensors = dict[str, Tensor]
 Damage = Callable[[Tensors, dict[str, Any]], object]

@@ -25,7 +25,7 @@ from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_count, schemes
-from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
+from quantkit.formats.containers.meta_tensors import to_interleaved, to_rotate_half
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.quality.bounds import BOUNDS, build_gate_windows, scheme_bound
 from quantkit.quality.figures import mean_estimate

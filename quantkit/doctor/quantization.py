@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import kv_cache
 from quantkit.formats.codecs.awq import AWQ, Awq
-from quantkit.formats.codecs.codec import QuantMethod, RawModule
+from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.compressed_weights import INT8, PACKED_CODES
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER
@@ -30,6 +30,7 @@ from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.gptq_zeros import QZEROS, WRITER
 from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.tensors.dtypes import DType

@@ -18,7 +18,7 @@ from torch import Tensor
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.doctor import predictions, values
-from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
+from quantkit.formats.containers.meta_tensors import to_interleaved, to_rotate_half
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "quantkit.json"

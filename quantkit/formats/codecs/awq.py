@@ -22,7 +22,6 @@ from quantkit.formats.codecs.codec import (
     NO_EMBEDDING,
     GroupedCodec,
     QuantMethod,
-    RawModule,
     Reason,
     Runtime,
     Schemes,
@@ -38,6 +37,7 @@ from quantkit.formats.codecs.gptq_linear import (
 )
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import SCHEMES, QuantScheme

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import GroupedCodec, RawModule, Reason, Weight
+from quantkit.formats.codecs.codec import GroupedCodec, Reason, Weight
 from quantkit.formats.codecs.compressed_weights import FP4, GLOBAL_SCALE, PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.layout import Layout, Shape
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.codecs.small_floats import EXPONENT_BIAS, FLOAT8
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch

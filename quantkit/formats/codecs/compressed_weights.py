@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Weight
+from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, Weight
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme

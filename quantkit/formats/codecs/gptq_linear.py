@@ -15,14 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import (
-    DAMAGED_FILE,
-    GroupedCodec,
-    RawModule,
-    Reason,
-    Weight,
-    exact_scale,
-)
+from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, Reason, Weight, exact_scale
 from quantkit.formats.codecs.gptq_zeros import (
     G_IDX,
     QWEIGHT,
@@ -34,6 +27,7 @@ from quantkit.formats.codecs.gptq_zeros import (
     unpack_zero_points,
 )
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 

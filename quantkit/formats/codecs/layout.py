@@ -16,7 +16,7 @@ from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from quantkit.formats.codecs.codec import RawModule
+    from quantkit.formats.codecs.raw_module import RawModule
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, list[Shape]]

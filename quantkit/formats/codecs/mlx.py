@@ -24,7 +24,6 @@ from quantkit.formats.codecs.codec import (
     FLOAT_MODEL,
     GroupedCodec,
     QuantMethod,
-    RawModule,
     Reason,
     Runtime,
     Schemes,
@@ -32,6 +31,7 @@ from quantkit.formats.codecs.codec import (
     make_unread_settings_error,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme, Scales

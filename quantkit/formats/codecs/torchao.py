@@ -20,16 +20,10 @@ from dataclasses import dataclass
 from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import (
-    FLOAT_MODEL,
-    GroupedCodec,
-    QuantMethod,
-    RawModule,
-    Runtime,
-    Weight,
-)
+from quantkit.formats.codecs.codec import FLOAT_MODEL, GroupedCodec, QuantMethod, Runtime, Weight
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
 from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme

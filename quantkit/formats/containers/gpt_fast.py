@@ -25,7 +25,8 @@ from quantkit.files import pth_io
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, same_tensor
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.codec import RawModule, Weight
+from quantkit.formats.codecs.codec import Weight
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Container
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED

@@ -35,14 +35,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import (
-    QuantMethod,
-    RawModule,
-    ReadAsFloats,
-    ReadCodec,
-    Runtime,
-    Weight,
-)
+from quantkit.formats.codecs.codec import QuantMethod, ReadAsFloats, ReadCodec, Runtime, Weight
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
@@ -56,6 +49,7 @@ from quantkit.formats.codecs.dequantized import (
     replace_quantized_tensors,
 )
 from quantkit.formats.codecs.mlx import Affine, Mlx
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
 from quantkit.formats.codecs.vllm import (
     Linears,

@@ -14,7 +14,8 @@ from quantkit.architectures.names import is_embedding
 from quantkit.files.safetensors_io import build_header
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason, Weight
+from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Weight
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.files.tensor_file import TensorFile, View
-from quantkit.formats.codecs.codec import RawModule, Weight
+from quantkit.formats.codecs.codec import Weight
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

@@ -31,6 +31,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import Checkpoint, raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Encoder, Output
+from quantkit.formats.containers.meta_tensors import meta_name, to_rotate_half
 from quantkit.formats.folder import LICENSES, TOKENIZER_FILES, json_bytes, present, with_templates
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -428,12 +429,6 @@ class MetaCheckpoint:
         return 1
 
 
-def meta_name(parameter: Parameter) -> str:
-    """Return Meta's name of a tensor that its format has."""
-    assert parameter.leaf == "weight", parameter.name
-    return f"{META[parameter.role].format(layer=parameter.layer)}.weight"
-
-
 def _overlaps(
     pieces: list[list[TensorFile]], size: int, part: TensorSlice
 ) -> list[tuple[list[TensorFile], TensorSlice | None]]:
@@ -457,18 +452,6 @@ def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
         for piece in pieces:
             row_pieces.append(piece[start : start + width])
     return b"".join(row_pieces)
-
-
-def to_rotate_half(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Bring interleaved rotary rows [heads * head_dim, ...] into rotate-half order."""
-    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def to_interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Undo `to_rotate_half`."""
-    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _contiguous(paths: list[Path], folder: Path) -> list[Path]:

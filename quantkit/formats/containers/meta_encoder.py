@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.files.pth_encoder import PthEncoder
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.container import Chunk, Encoder, tensor_bytes
-from quantkit.formats.containers.meta import meta_name, to_interleaved
+from quantkit.formats.containers.meta_tensors import meta_name, to_interleaved
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 

@@ -35,10 +35,8 @@ from quantkit.formats.codecs.ggml import (
     NOT_READ,
     SMALL_FLOATS,
     GgmlBlocks,
-    GgmlRows,
 )
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
-from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import LICENSES, SIDE_FILES, present
 from quantkit.formats.gguf.config import MODEL_TYPE, config_of, metadata_of, notes_of
 from quantkit.formats.gguf.names import (
@@ -49,6 +47,7 @@ from quantkit.formats.gguf.names import (
     keeps_float32,
 )
 from quantkit.formats.gguf.rope import rope_tensors
+from quantkit.formats.gguf.tensor_reader import read_place, view_of
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
@@ -421,47 +420,6 @@ class GgufCheckpoint:
         if is_tied and _HEAD not in specs:
             expected.pop(_HEAD, None)
         require_tensors(specs, expected, self.path)
-
-
-def read_place(
-    file: TensorFile,
-    view: View,
-    kind: GgmlType,
-    spec: TensorSpec,
-    tensor: DiskTensor,
-    place: Place,
-    offset: float,
-    part: TensorSlice | None = None,
-) -> Weight:
-    """Read a canonical tensor, or a part of it, from a tensor at a place of a file, see
-    `view_of`.
-
-    Args:
-        kind, spec: its type in the file, and the spec with which it is read.
-        offset: see `get_norm_offset`.
-    """
-    if kind in FLOATS:
-        floats = read_floats(file, view, tensor, place, part)
-        # In float32, so that the difference is rounded once.
-        if offset:
-            return (floats.float() - offset).to(floats.dtype)
-        return floats
-    rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
-    if place.expert is None:
-        return decode(rows, None, spec, tensor, place, part)
-    expert_spec = replace(spec, shape=spec.shape[1:])
-    expert_rows = rows.of_expert(place.expert)
-    return decode(expert_rows, None, expert_spec, tensor, replace(place, expert=None), part)
-
-
-def view_of(tensor: GgufTensor) -> View:
-    """Locate a tensor in its file: floats by elements, all others by bytes."""
-    dtype = FLOATS.get(tensor.type)
-    shape = tensor.shape
-    if dtype is None:
-        dtype = DType.UINT8
-        shape = (*shape[:-1], tensor.type.row_bytes(shape[-1]))
-    return View(dtype, tensor.offset, shape, contiguous_strides(shape))
 
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:

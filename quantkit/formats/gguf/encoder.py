@@ -24,8 +24,8 @@ from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of
-from quantkit.formats.gguf.container import read_place, view_of
 from quantkit.formats.gguf.names import get_norm_offset, gguf_tensors, keeps_float32
+from quantkit.formats.gguf.tensor_reader import read_place, view_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import Scales

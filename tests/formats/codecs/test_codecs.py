@@ -24,7 +24,8 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import tensor_file
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
+from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS
 from quantkit.formats.detect import open_checkpoint

@@ -21,7 +21,8 @@ import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
-from quantkit.formats.codecs.codec import RawModule, Reason
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import METHODS
 from quantkit.tensors.dtypes import DType

@@ -19,7 +19,7 @@ import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import METHODS
 from quantkit.tensors.dtypes import DType

@@ -20,8 +20,9 @@ from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files import tensor_file
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
-from quantkit.formats.codecs.codec import RawModule, Reason
+from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.mlx import Affine, Mlx
+from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
