@@ -94,9 +94,12 @@ def diagnose(
     if source is not None:
         require_finished(require_there(source), manifest.NAME)
     checks = _Checks(folder, runtime, tp, deep)
+    # The order matters: the model is loaded, and then run, only if no check before found an error.
     findings = list(checks.check_headers())
     layers: list[LayerError] = []
     if deep:
+        # Rules about values, predictions and a source import torch, which a diagnosis from headers
+        # does without.
         from quantkit.doctor import values
 
         findings += values.check(folder, checks.view, progress)
@@ -106,22 +109,17 @@ def diagnose(
     if deep:
         findings += checks.check_predictions(progress, sound=not _has_errors(findings))
     if source is not None:
-        from quantkit.doctor import against as compared
+        from quantkit.doctor import against as comparison
 
-        found, layers = compared.check(folder, source, progress)
-        findings += found
+        source_findings, layers = comparison.check(folder, source, progress)
+        findings += source_findings
+    # Two checks may report the same fault of the same tensor.
     findings = list(dict.fromkeys(findings))
-    places = {}
-    for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings)):
-        places[rule] = place
-    findings.sort(
-        key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name])
-    )
     return Diagnosis(
         str(path),
         checks.describe_kind(),
         runtime,
-        findings,
+        _sort_findings(findings, runtime),
         checks.list_checked_parts(),
         checks.list_unchecked_parts(source is not None),
         layers,
@@ -130,6 +128,20 @@ def diagnose(
 
 def _has_errors(findings: Sequence[Finding]) -> bool:
     return any(finding.rule.severity == "error" for finding in findings)
+
+
+def _sort_findings(findings: Sequence[Finding], runtime: Runtime | None) -> list[Finding]:
+    """Sort by severity, and keep the findings of each rule together, in the order of checks."""
+    rule_places: dict[str, int] = {}
+    rules = [finding.rule for finding in findings]
+    for rule in rules:
+        rule_places.setdefault(rule.name, len(rule_places))
+
+    def sort_key(entry: Finding) -> tuple[int, int]:
+        severity = entry.rule.severity_for(runtime)
+        return SEVERITIES.index(severity), rule_places[entry.rule.name]
+
+    return sorted(findings, key=sort_key)
 
 
 class _Checks:
@@ -148,6 +160,7 @@ class _Checks:
         self._by_class = False
 
     def check_headers(self) -> Iterator[Finding]:
+        """Check headers and small files, for the kind of folder and the runtime."""
         folder = self.folder
         view = self.view
         yield from weights.check_files(folder)
@@ -156,21 +169,24 @@ class _Checks:
         if view is not None:
             yield from weights.check(view)
             yield from parts.check(view)
-            of_weights = list(quantization.check(view, self.tp))
-            yield from of_weights
+            weight_findings = list(quantization.check(view, self.tp))
+            yield from weight_findings
             yield from quantization.check_zero_points(view, deep=self.deep)
             yield from quantization.check_cache(view)
             if self.runtime is not None:
-                yield from readers.check(
-                    view, self.runtime, {of_weight.rule.name for of_weight in of_weights}
-                )
+                # vLLM's problems include some that a rule about weights has reported already.
+                reported_rules = {finding.rule.name for finding in weight_findings}
+                yield from readers.check(view, self.runtime, reported_rules)
         if folder.kind in ("safetensors", "bin", "meta"):
-            yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
+            rows = None
+            if view is not None:
+                rows = view.rows_of_embedding()
+            yield from text.check(folder, rows)
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
 
     def check_loading(self) -> Iterator[Finding]:
-        """Yield what quantkit's own reader refuses."""
+        """Load the folder with quantkit's own reader, and yield what it refuses."""
         if self.folder.kind in ("meta", "gguf"):
             yield from weights.check_opened(self.folder)
         elif self.view is not None and self.view.is_read:
@@ -180,11 +196,12 @@ class _Checks:
             and not (self.view.has_known_tensors or self.view.without_head)
             and self.folder.config
         ):
-            self._by_class, found = weights.check_by_transformers(self.folder)
-            yield from found
+            # For a family that is not known here, transformers' class says which tensors it needs.
+            self._by_class, class_findings = weights.check_by_transformers(self.folder)
+            yield from class_findings
 
     def check_manifest_files(self, progress: Progress) -> Iterator[Finding]:
-        """Yield whether the files are those of quantkit's manifest, if there is one."""
+        """Compare the files with the hashes in quantkit's manifest, if there is one."""
         from quantkit.quality.manifest_files import find_manifest, require_as_written
 
         model, path = find_manifest(locate_model(self.folder.path))
@@ -204,8 +221,9 @@ class _Checks:
             )
 
     def check_predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
-        """Return what is wrong with a model's predictions; it is run if it is sound so far."""
+        """Run the model, if it is sound so far, and check its predictions."""
         runs = self.view is None or self.view.is_read or self._by_class
+        # `_TITLES` has further kinds, of which quantkit's reader opens none.
         if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or not runs:
             return []
         if not sound:
@@ -213,60 +231,59 @@ class _Checks:
             return []
         from quantkit.doctor import predictions
 
-        found = predictions.check(self.folder, self._manifest, progress)
-        if found.measured is None:
-            self._read += []
-        else:
-            self._read += [found.measured]
-        if found.left_out is None:
-            self._unread += []
-        else:
-            self._unread += [found.left_out]
-        return found.findings
+        result = predictions.check(self.folder, self._manifest, progress)
+        if result.measured is not None:
+            self._read.append(result.measured)
+        if result.left_out is not None:
+            self._unread.append(result.left_out)
+        return result.findings
 
     def describe_kind(self) -> str:
-        """Return the kind of model, in a few words."""
+        """Describe the kind of model in a few words."""
         folder = self.folder
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
-        if isinstance(kind := folder.config.get("model_type"), str):
-            words.append(kind[:40])
-        words += [
-            str(header.metadata.get("general.architecture"))[:40]
-            for header in list(folder.headers.values())[:1]
-        ]
-        return ", ".join(words + ([folder.method[:40]] if folder.method else []))
+        # Names from a damaged or hostile file may have any length, and this is one line.
+        family = folder.config.get("model_type")
+        if isinstance(family, str):
+            words.append(family[:40])
+        if folder.headers:
+            # The parts of a GGUF model state the same architecture.
+            header = next(iter(folder.headers.values()))
+            words.append(str(header.metadata.get("general.architecture"))[:40])
+        if folder.method:
+            words.append(folder.method[:40])
+        return ", ".join(words)
 
     def list_checked_parts(self) -> list[str]:
+        """List what was read."""
         folder = self.folder
         count = len(folder.files) + len(folder.headers)
-        tensors = len(folder.stored) + sum(
-            len(header.tensors) for header in folder.headers.values()
-        )
-        what = "weights" if self.deep else "headers"
-        result = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
+        tensor_count = len(folder.stored)
+        for header in folder.headers.values():
+            tensor_count += len(header.tensors)
+        depth = "weights" if self.deep else "headers"
+        result = [f"{depth} of {count} file{'s' if count != 1 else ''}, {tensor_count} tensors"]
         side_files = [name for name in _SIDE_FILES if name in folder.names]
         if self._by_class:
-            side_files += ["which tensors transformers' class needs"]
-        else:
-            side_files += []
+            side_files.append("which tensors transformers' class needs")
+        # No rule reads the side files of Mistral's own layout.
         if folder.kind == "mistral":
             return result
         return [*result, *side_files, *self._read]
 
     def list_unchecked_parts(self, compared: bool) -> list[str]:
-        """Return what was not read, and what to do to have it read."""
+        """List what was not read, and what to do to have it read."""
         view = self.view
         if self.deep:
             result = self._unread
         else:
             result = ["the weights themselves, and what it predicts (`deep=True`)"]
-        if compared:
-            result += []
-        else:
-            result += ["how far it is from its source (`against=SRC`)"]
+        if not compared:
+            result.append("how far it is from its source (`against=SRC`)")
         if self.runtime is None:
             result.append("what a runtime does not load (`runtime=NAME`)")
-        result += [f"{path.name}: pass its path to check it" for path in self.folder.other_models]
+        for path in self.folder.other_models:
+            result.append(f"{path.name}: pass its path to check it")
         if (
             view is not None
             and not view.has_known_tensors
@@ -274,10 +291,10 @@ class _Checks:
             and not self._by_class
         ):
             if view.without_head:
-                what = f"{view.without_head} is"
+                subject = f"{view.without_head} is"
             else:
-                what = "its family is"
-            result.append(f"which tensors the model needs: {what} not known here")
+                subject = "its family is"
+            result.append(f"which tensors the model needs: {subject} not known here")
         if self.folder.kind == "mistral":
             result.append(
                 "params.json, tokenizer, and which tensors the model needs: the layout is not known"

@@ -20,6 +20,7 @@ RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The worst first."""
+# Of a line of the table for people.
 _WIDTH = 100
 _INDENT = " " * 4
 
@@ -44,7 +45,7 @@ class Rule:
     breaks: tuple[Runtime, ...] = ()
 
     def severity_for(self, runtime: Runtime | None) -> Severity:
-        """Return its severity for one runtime, or in general."""
+        """Choose the severity for one runtime, or in general."""
         if runtime in self.breaks:
             return "error"
         return self.severity
@@ -52,8 +53,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong in one place, `where`: a module, a tensor or a file. `what` says what was
-    found and expected.
+    """What is wrong in one place.
+
+    Attributes:
+        rule: what is wrong in general.
+        location: a module, a tensor or a file.
+        message: what was found and expected.
     """
 
     rule: Rule
@@ -76,14 +81,16 @@ class Finding:
 
 @functools.cache
 def rules() -> Mapping[str, tuple[Rule, ...]]:
-    """Return all rules, by theme."""
-    listed = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
+    """Read all rules, by theme."""
+    themes = tomllib.loads(files(__package__).joinpath("rules.toml").read_text("utf-8"))
     result: dict[str, tuple[Rule, ...]] = {}
-    for theme, named in listed.items():
-        result[theme] = tuple(
-            Rule(name, **{**rule, "breaks": tuple(rule.get("breaks", ()))})
-            for name, rule in named.items()
-        )
+    for theme, tables in themes.items():
+        theme_rules: list[Rule] = []
+        for name, table in tables.items():
+            # TOML has lists, and a rule is part of findings that are keys of a dict.
+            breaks = tuple(table.get("breaks", ()))
+            theme_rules.append(Rule(name, **{**table, "breaks": breaks}))
+        result[theme] = tuple(theme_rules)
     return result
 
 
@@ -97,7 +104,7 @@ def _by_name() -> Mapping[str, Rule]:
 
 
 def finding(rule: str, location: str, message: str) -> Finding:
-    """Return what the rule of a name has found."""
+    """Build a finding of the rule with a name."""
     return Finding(_by_name()[rule], location, message)
 
 
@@ -154,7 +161,7 @@ class Diagnosis:
         return any(self.severity(finding) == "error" for finding in self.findings)
 
     def severity(self, finding: Finding) -> str:
-        """Return how bad a finding is here."""
+        """Choose the severity of a finding for the requested runtime."""
         return finding.rule.severity_for(self.runtime)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,7 +178,7 @@ class Diagnosis:
         }
 
     def lines(self, width: int = _WIDTH) -> list[str]:
-        """Return a table for people: one entry for each rule that found something."""
+        """Format a table for people: one entry for each rule that found something."""
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.rule.name, []).append(finding)
@@ -179,54 +186,57 @@ class Diagnosis:
         for group in groups.values():
             lines += self._entry(group, width)
         if self.layers:
-            low, high = (bound(layer.error for layer in self.layers) for bound in (min, max))
-            errors = f"{len(self.layers)} linears, relative error {low:.3g} to {high:.3g}"
-            lines.append(f"  from the source: {errors}; farthest:")
-        lines += [
-            f"    {layer.error:.4f}  {_shorten(layer.module, 80)}" for layer in self.layers[:3]
-        ]
+            errors = [layer.error for layer in self.layers]
+            summary = (
+                f"{len(errors)} linears, relative error {min(errors):.3g} to {max(errors):.3g}"
+            )
+            lines.append(f"  from the source: {summary}; farthest:")
+        for layer in self.layers[:3]:
+            lines.append(f"    {layer.error:.4f}  {_shorten(layer.module, 80)}")
         counts = Counter(self.severity(group[0]) for group in groups.values())
         words = []
-        for one in SEVERITIES:
-            if counts[one]:
-                words.append(f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}")
+        for severity in SEVERITIES:
+            if counts[severity]:
+                words.append(f"{counts[severity]} {severity}{'s' if counts[severity] > 1 else ''}")
         if self.runtime:
-            who = f" for {self.runtime}"
+            suffix = f" for {self.runtime}"
         else:
-            who = ""
-        lines += _wrap(f"{', '.join(words) or 'nothing found'}{who}", "", width)
+            suffix = ""
+        lines += _wrap(f"{', '.join(words) or 'nothing found'}{suffix}", "", width)
         if self.looked_at:
             lines += _wrap(f"looked at: {'; '.join(self.looked_at)}", "", width)
-        else:
-            lines += []
         if self.left_out:
             lines += _wrap(f"not looked at: {'; '.join(self.left_out)}", "", width)
-        else:
-            lines += []
-        # characters that no terminal shows are escaped
-        result: list[str] = []
-        for line in lines:
-            result.append(
-                "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-            )
-        return result
+        # Names of tensors and files come from anybody's model: control characters in them would
+        # reach the terminal.
+        return [_escape_unprintable(line) for line in lines]
 
     def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
-        """Return what one rule found: where the first is, and how many more there are."""
+        """Format what one rule found: where the first finding is, and how many others there are."""
         first = group[0]
         rule = group[0].rule
         if len(group) > 1:
-            more = f" and {len(group) - 1} more"
+            count_suffix = f" and {len(group) - 1} more"
         else:
-            more = ""
+            count_suffix = ""
         head = f"  {self.severity(first):<8} {rule.name:<20} "
-        where = _shorten(first.location, width - len(head) - len(more)) + more
+        location = _shorten(first.location, width - len(head) - len(count_suffix)) + count_suffix
         if rule.breaks:
             breaks = f"; breaks {', '.join(rule.breaks)}"
         else:
             breaks = ""
         remedy = _wrap(f"-> {rule.remedy} [{rule.source}]", _INDENT, width)
-        return [head + where, *_wrap(first.message + breaks, _INDENT, width), *remedy]
+        return [head + location, *_wrap(first.message + breaks, _INDENT, width), *remedy]
+
+
+def _escape_unprintable(line: str) -> str:
+    characters: list[str] = []
+    for character in line:
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode())
+    return "".join(characters)
 
 
 def _shorten(text: str, length: int) -> str:
@@ -237,12 +247,12 @@ def _shorten(text: str, length: int) -> str:
 
 
 def _wrap(text: str, indent: str, width: int) -> list[str]:
-    rest = indent or _INDENT
     return textwrap.wrap(
         text,
         width,
         initial_indent=indent,
-        subsequent_indent=rest,
+        subsequent_indent=indent or _INDENT,
+        # Names of tensors and links are copied from here, so they stay in one piece.
         break_long_words=False,
         break_on_hyphens=False,
     )

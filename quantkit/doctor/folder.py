@@ -29,7 +29,7 @@ _READERS: dict[str, Callable[[Path], TensorFile]] = {
     ".pth": pth_io.open_file,
     ".pt": pth_io.open_file,
 }
-# Bytes of a file's name.
+# Bytes of a file's name, as usual file systems allow.
 _MAX_NAME = 255
 _NAMED = {
     "safetensors": r"model(-\d+-of-\d+)?\.safetensors",
@@ -37,8 +37,10 @@ _NAMED = {
     "meta": r"consolidated\.\d+\.pth",
     "mistral": r"consolidated(-\d+-of-\d+)?\.safetensors",
 }
-_ALONE = r"model.*\.(pth|pt)"  # gpt-fast's
+# gpt-fast writes a single file of this name.
+_ALONE = r"model.*\.(pth|pt)"
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
+# A name of a part can state any number of parts, each of which would become a path.
 _MAX_FILES = 4096
 
 
@@ -53,7 +55,7 @@ class Folder(SideFiles):
         index_has_metadata: whether the index has the object ``metadata``.
         listed: the files of weights that belong to the model, whether or not they exist.
         stray: other files of the same kind next to them.
-        others: further models there, which are not checked.
+        other_models: further models there, which are not checked.
         files: files of weights that could be read.
         headers: of GGUF files that could be read.
         stored, homes: their tensors, and the file of each.
@@ -62,11 +64,13 @@ class Folder(SideFiles):
     """
 
     def __init__(self, path: Path) -> None:
-        """A path with nothing there, or a file that holds no weights, is a `RequestError`; a
-        partial folder of an interrupted run is a `CheckpointError`.
+        """Find the files of weights and read their headers.
+
+        A path with nothing there, or a file without weights, is a `RequestError`; a partial folder
+        of an interrupted run is a `CheckpointError`.
         """
-        found = require_there(path)
-        require_finished(found, MANIFEST)
+        model_path = require_there(path)
+        require_finished(model_path, MANIFEST)
         self.problems: list[tuple[Path, QuantkitError]] = []
         self.stray: list[Path] = []
         self.files: dict[str, TensorFile] = {}
@@ -77,30 +81,33 @@ class Folder(SideFiles):
         self.other_models: list[Path] = []
         self.index: Mapping[str, Any] | None = None
         self.index_has_metadata = False
-        root = found if found.is_dir() else found.parent
-        if found.is_dir():
+        if model_path.is_dir():
+            root = model_path
             names = sorted(os.listdir(root))
         else:
-            names = [found.name]
+            # For a single file, the files next to it are ignored: they may belong to other models.
+            root = model_path.parent
+            names = [model_path.name]
         path_of_config = root / CONFIG
         config: Mapping[str, Any] = {}
-        if found.is_dir() and path_of_config.is_file():
+        if model_path.is_dir() and path_of_config.is_file():
             config = self._read(lambda: read_settings(path_of_config), root)
         super().__init__(path, root, names, kind="", config=config)
         settings = self._read(lambda: settings_in(self.config, root), root).get(SETTINGS)
         self.settings: Mapping[str, Any] | None = settings if isinstance(settings, dict) else None
-        self.kind, self.listed = self._find_weights(found)
-        for one in self.listed[:_MAX_FILES]:
-            self._open(one)
+        self.kind, self.listed = self._find_weights(model_path)
+        for weights_path in self.listed[:_MAX_FILES]:
+            self._open(weights_path)
 
     @property
     def method(self) -> str | None:
-        """``quant_method``; None if nothing says that the folder is quantized."""
+        """Return ``quant_method``; None if nothing says that the folder is quantized."""
         if self.settings is None:
             return None
-        stated = self.settings.get("quant_method")
-        if isinstance(stated, str):
-            return stated
+        method = self.settings.get("quant_method")
+        if isinstance(method, str):
+            return method
+        # Some tools write settings without the name of their method.
         return "unnamed"
 
     @property
@@ -112,12 +119,13 @@ class Folder(SideFiles):
         """Return whether a tensor may be in a file that could not be read."""
         if self.complete:
             return False
+        # Without an index, nothing says in which file a tensor should be.
         if self.index is None:
             return True
         return str(self.index.get(name, "")) not in self.files and name in self.index
 
     def _read(self, read: Callable[[], Mapping[str, Any]], root: Path) -> Mapping[str, Any]:
-        """Return what `read` returns; if it is damaged, nothing, and the problem is kept."""
+        """Call `read`; if the file is damaged, record the problem and return an empty mapping."""
         try:
             return read()
         except CheckpointError as error:
@@ -125,45 +133,55 @@ class Folder(SideFiles):
             return {}
 
     def _find_weights(self, model_path: Path) -> tuple[str, list[Path]]:
-        """Return the kind of weights that a reader would take, and their files."""
+        """Find the kind of weights that a reader would take, and their files."""
         if model_path.is_file():
             if model_path.suffix.lower() == ".gguf":
                 return "gguf", self._list_gguf_parts([model_path])
             if model_path.suffix.lower() not in _READERS:
+                patterns = ", ".join("*" + suffix for suffix in _READERS)
                 raise RequestError(
                     "holds no weights",
                     path=self.path,
-                    expected=(
-                        f"a folder, or a file *.gguf, {', '.join('*' + one for one in _READERS)}"
-                    ),
+                    expected=f"a folder, or a file *.gguf, {patterns}",
                 )
             return "file", [model_path]
+        # Readers prefer safetensors to pickles, and an index to the names of files.
         for kind in ("safetensors", "bin"):
-            if (index := index_path(self.root, kind)).is_file() and (
-                listed := self._read_indexed_files(index)
-            ):
-                known = set(listed)
-                self.stray = [
-                    one
-                    for one in self._matching(rf".*\.{kind}")
-                    if one not in known and _is_weights(one)
-                ]
-                return kind, listed
-            if named := self._matching(_NAMED[kind]):
-                return kind, self._add_missing_parts(named)
-        if PARAMS in self.names and (named := self._matching(_NAMED["meta"])):
-            return "meta", named
-        if gguf := self._matching(r"(?i).*\.gguf"):
-            return "gguf", self._list_gguf_parts(gguf)
-        if named := self._matching(_NAMED["mistral"]):
-            return "mistral", self._add_missing_parts(named)
-        others = [one for one in self._matching(r".*\.safetensors") if _is_weights(one)]
-        if not others and (alone := self._matching(_ALONE)):
-            self.other_models = alone[1:]
-            return "file", alone[:1]
-        if others:
-            return ("safetensors", others)
-        return ("", [])
+            index = index_path(self.root, kind)
+            if index.is_file():
+                indexed_paths = self._read_indexed_files(index)
+                if indexed_paths:
+                    self.stray = self._find_stray_files(kind, indexed_paths)
+                    return kind, indexed_paths
+            named_paths = self._matching(_NAMED[kind])
+            if named_paths:
+                return kind, self._add_missing_parts(named_paths)
+        meta_paths = self._matching(_NAMED["meta"])
+        if PARAMS in self.names and meta_paths:
+            return "meta", meta_paths
+        gguf_paths = self._matching(r"(?i).*\.gguf")
+        if gguf_paths:
+            return "gguf", self._list_gguf_parts(gguf_paths)
+        mistral_paths = self._matching(_NAMED["mistral"])
+        if mistral_paths:
+            return "mistral", self._add_missing_parts(mistral_paths)
+        # Weights under names that some readers do not find, which the rule `no-index` reports.
+        unusual_paths = [path for path in self._matching(r".*\.safetensors") if _is_weights(path)]
+        if unusual_paths:
+            return "safetensors", unusual_paths
+        gpt_fast_paths = self._matching(_ALONE)
+        if gpt_fast_paths:
+            self.other_models = gpt_fast_paths[1:]
+            return "file", gpt_fast_paths[:1]
+        return "", []
+
+    def _find_stray_files(self, kind: str, indexed_paths: list[Path]) -> list[Path]:
+        indexed = set(indexed_paths)
+        stray: list[Path] = []
+        for path in self._matching(rf".*\.{kind}"):
+            if path not in indexed and _is_weights(path):
+                stray.append(path)
+        return stray
 
     def _matching(self, pattern: str) -> list[Path]:
         return [self.root / name for name in self.names if re.fullmatch(pattern, name)]
@@ -171,35 +189,36 @@ class Folder(SideFiles):
     def _read_indexed_files(self, index: Path) -> list[Path]:
         try:
             content = read_json(index)
-            mapped = content.get("weight_map")
-            if not isinstance(mapped, dict) or not mapped:
+            weight_map = content.get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError("lacks the key 'weight_map'", path=index)
         except CheckpointError as error:
             self.problems.append((index, error))
             return []
-        self.index = mapped
+        self.index = weight_map
         self.index_has_metadata = isinstance(content.get("metadata"), dict)
-        inside = set()
-        for name in mapped.values():
+        file_names = set()
+        # An index may name files outside the folder; those are reported and never opened.
+        for name in weight_map.values():
             if isinstance(name, str) and may_hold_weights(name):
-                inside.add(name)
-        return [self.root / name for name in sorted(inside)]
+                file_names.add(name)
+        return [self.root / name for name in sorted(file_names)]
 
     def _add_missing_parts(self, paths: list[Path]) -> list[Path]:
-        """Files by their names alone, with the parts of their set that are not there."""
-        found = dict.fromkeys(paths)
+        """Add the parts that the names of files count and that are missing."""
+        all_paths = dict.fromkeys(paths)
         for path in paths:
-            if (part := _PART.search(path.name)) is None or int(part[2]) > _MAX_FILES:
+            part = _PART.search(path.name)
+            if part is None or int(part[2]) > _MAX_FILES:
                 continue
             for number in range(1, int(part[2]) + 1):
                 name = _PART.sub(f"-{number:0{len(part[1])}d}-of-{part[2]}.", path.name)
-                found.setdefault(path.with_name(name))
-        return list(found)
+                all_paths.setdefault(path.with_name(name))
+        return list(all_paths)
 
     def _list_gguf_parts(self, paths: list[Path]) -> list[Path]:
-        """Return the first of the models that GGUF files are, with all its parts; those of pictures
-        come last.
-        """
+        """List the parts of the first model among GGUF files, and record the other models."""
+        # llama.cpp stores the encoder of images in a companion file that is no language model.
         ranked = sorted(paths, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
         stem = split_stem(first.name)
@@ -239,8 +258,10 @@ def may_hold_weights(name: str) -> bool:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    plain = not any(one in name for one in "/\\\0") and len(encoded) <= _MAX_NAME
-    return plain and os.path.splitext(name)[1].lower() in _READERS
+    # A separator would lead out of the folder, and the system refuses NUL and names of more bytes.
+    if any(character in name for character in "/\\\0") or len(encoded) > _MAX_NAME:
+        return False
+    return os.path.splitext(name)[1].lower() in _READERS
 
 
 def _is_weights(path: Path) -> bool:

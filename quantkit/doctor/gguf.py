@@ -48,46 +48,47 @@ _IDS = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", 
 
 
 def check(folder: Folder) -> Iterator[Finding]:
-    """Yield what is wrong with a GGUF file, or the parts of one."""
+    """Check the headers of a GGUF file, or of the parts of one."""
     if not folder.headers:
         return
-    metadata = next(iter(folder.headers.values())).metadata
-    tensors = {}
+    # The first part of a split model has the metadata.
+    location, first_header = next(iter(folder.headers.items()))
+    metadata = first_header.metadata
+    tensors: dict[str, GgufTensor] = {}
     for header in folder.headers.values():
-        for name, tensor in header.tensors.items():
-            tensors[name] = tensor
-    where = next(iter(folder.headers))
+        tensors.update(header.tensors)
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        yield finding("gguf-keys", where, f"general.architecture is {format_value(architecture)}")
+        title = format_value(architecture)
+        yield finding("gguf-keys", location, f"general.architecture is {title}")
         return
     if architecture in ("clip", "mmproj") or metadata.get("general.type") not in (None, "model"):
-        # A companion of a model.
+        # A companion of a model, such as an encoder of images, has neither blocks nor a tokenizer.
         return
-    yield from _check_keys(metadata, architecture, where)
+    yield from _check_keys(metadata, architecture, location)
     if folder.complete:
         yield from _check_tensors(metadata, architecture, tensors)
-    yield from _check_tokenizer(folder, metadata, tensors, where)
+    yield from _check_tokenizer(folder, metadata, tensors, location)
 
 
 def _check_keys(metadata: Mapping[str, Any], architecture: str, location: str) -> Iterator[Finding]:
     for key in _KEYS:
         value = metadata.get(f"{architecture}.{key}")
+        # A list has one value for each layer, where layers differ.
         if isinstance(value, list):
             numbers = value
         else:
             numbers = [value]
         if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
             if value is None:
-                said = "is missing"
+                fault = "is missing"
             else:
-                said = f"is {format_value(value)}"
-            yield finding("gguf-keys", location, f"{architecture}.{key} {said}")
+                fault = f"is {format_value(value)}"
+            yield finding("gguf-keys", location, f"{architecture}.{key} {fault}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):
         yield finding("gguf-keys", location, f"{architecture}.{_EPSILONS[0]} is missing")
-    blocks, heads = (
-        metadata.get(f"{architecture}.{key}") for key in ("block_count", "attention.head_count_kv")
-    )
+    blocks = metadata.get(f"{architecture}.block_count")
+    heads = metadata.get(f"{architecture}.attention.head_count_kv")
     if isinstance(heads, list) and len(heads) != blocks:
         yield finding(
             "gguf-keys",
@@ -96,16 +97,20 @@ def _check_keys(metadata: Mapping[str, Any], architecture: str, location: str) -
         )
     if architecture == "granite" and "granite.logit_scale" not in metadata:
         yield finding("gguf-keys", location, "granite.logit_scale is missing")
-    for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
-        if metadata.get(f"gemma2.{key}") == wrong:
-            yield finding("gguf-keys", location, f"gemma2.{key} is {wrong}")
+    if architecture == "gemma2":
+        for key, wrong_value in _GEMMA2.items():
+            if metadata.get(f"gemma2.{key}") == wrong_value:
+                yield finding("gguf-keys", location, f"gemma2.{key} is {wrong_value}")
 
 
 def _check_tensors(
     metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]
 ) -> Iterator[Finding]:
-    even = architecture in (*sharing_families(), *_ALSO_EVEN)
-    for name in ("token_embd.weight", "output_norm.weight") if even else ("token_embd.weight",):
+    has_equal_blocks = architecture in (*sharing_families(), *_ALSO_EVEN)
+    required_names = ["token_embd.weight"]
+    if has_equal_blocks:
+        required_names.append("output_norm.weight")
+    for name in required_names:
         if name not in tensors:
             yield finding("missing-tensor", name, "not in the file")
     blocks = metadata.get(f"{architecture}.block_count")
@@ -115,52 +120,72 @@ def _check_tensors(
         yield finding(
             "wrong-shape", table.name, f"rows of {table.shape[-1]}, and embedding_length is {width}"
         )
+    # A damaged count of billions would take as many dictionaries below.
     if type(blocks) is not int or blocks > len(tensors) + 1:
         return
-    own: dict[int, dict[str, GgufTensor]] = {layer: {} for layer in range(blocks)}
+    block_tensors: dict[int, dict[str, GgufTensor]] = {layer: {} for layer in range(blocks)}
     for name, tensor in tensors.items():
-        if match := _BLOCK.fullmatch(name):
-            if int(match[1]) >= blocks:
-                yield finding("extra-tensor", name, f"block_count is {blocks}")
-            else:
-                own[int(match[1])][match[2]] = tensor
+        match = _BLOCK.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[1]) >= blocks:
+            yield finding("extra-tensor", name, f"block_count is {blocks}")
+        else:
+            block_tensors[int(match[1])][match[2]] = tensor
+    # No table says which tensors a block of each architecture needs, so blocks are compared with
+    # the majority.
     shapes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
-    for found in own.values():
-        for suffix, tensor in found.items():
+    for members in block_tensors.values():
+        for suffix, tensor in members.items():
             shapes[suffix][tensor.shape] += 1
-    for layer, found in own.items():
-        if not found:
+    for layer, members in block_tensors.items():
+        if not members:
             yield finding("missing-tensor", f"blk.{layer}", "the block has no tensors")
-        elif even:
-            for suffix, counts in shapes.items():
-                if suffix not in found and 2 * counts.total() > blocks:
-                    yield finding(
-                        "missing-tensor",
-                        f"blk.{layer}.{suffix}",
-                        "not in the file; other blocks have it",
-                    )
-                elif suffix in found and found[suffix].shape != (
-                    shape := counts.most_common(1)[0][0]
-                ):
-                    what = f"found {list(found[suffix].shape)}, in most blocks {list(shape)}"
-                    yield finding("wrong-shape", found[suffix].name, what)
+        elif has_equal_blocks:
+            yield from _compare_block(layer, members, shapes, blocks)
+
+
+def _compare_block(
+    layer: int,
+    members: Mapping[str, GgufTensor],
+    shapes: Mapping[str, Counter[tuple[int, ...]]],
+    blocks: int,
+) -> Iterator[Finding]:
+    """Compare the tensors of a block, by suffix, with the shapes that blocks have."""
+    for suffix, counts in shapes.items():
+        tensor = members.get(suffix)
+        usual_shape = counts.most_common(1)[0][0]
+        if tensor is None:
+            if 2 * counts.total() > blocks:
+                yield finding(
+                    "missing-tensor",
+                    f"blk.{layer}.{suffix}",
+                    "not in the file; other blocks have it",
+                )
+        elif tensor.shape != usual_shape:
+            yield finding(
+                "wrong-shape",
+                tensor.name,
+                f"found {list(tensor.shape)}, in most blocks {list(usual_shape)}",
+            )
 
 
 def _check_tokenizer(
     folder: Folder, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], location: str
 ) -> Iterator[Finding]:
     prefix = "tokenizer.ggml."
-    stated = {
-        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
-    }
-    tokens = stated.get("tokens")
-    model = stated.get("model")
+    settings: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if key.startswith(prefix):
+            settings[key.removeprefix(prefix)] = value
+    tokens = settings.get("tokens")
+    model = settings.get("model")
     if not isinstance(tokens, list) or not tokens:
         yield finding("no-tokenizer", location, "tokenizer.ggml.tokens is missing")
         return
     count = len(tokens)
     for key in ("scores", "token_type"):
-        listed = stated.get(key)
+        listed = settings.get(key)
         if isinstance(listed, list) and len(listed) != count:
             yield finding("gguf-vocabulary", location, f"{count} tokens, {len(listed)} of {key}")
     embedding = tensors.get("token_embd.weight")
@@ -170,16 +195,17 @@ def _check_tokenizer(
             location,
             f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight",
         )
+    # Only byte-level BPE has merges, and splits text before them as `pre` says.
     if model == "gpt2":
         for key, rule in (("merges", "gguf-keys"), ("pre", "gguf-pre")):
-            if not stated.get(key):
+            if not settings.get(key):
                 yield finding(rule, location, f"tokenizer.ggml.{key} is missing")
     elif not isinstance(model, str):
         yield finding("gguf-keys", location, "tokenizer.ggml.model is missing")
     elif model not in _TOKENIZERS:
         yield finding("gguf-tokenizer", location, f"tokenizer.ggml.model is {format_value(model)}")
     for key in _IDS:
-        value = stated.get(key)
+        value = settings.get(key)
         if value is not None and (type(value) is not int or not 0 <= value < count):
             yield finding(
                 "token-out-of-range",
@@ -188,16 +214,21 @@ def _check_tokenizer(
             )
     source = metadata.get("tokenizer.chat_template")
     if source is None:
-        names = [
-            metadata.get(key) for key in ("general.name", "general.finetune", "general.basename")
-        ]
-        if any(
-            isinstance(name, str) and text.INSTRUCT.search(name)
-            for name in (*names, folder.path.stem)
-        ):
+        if _is_instruct(folder, metadata):
             yield finding("no-chat-template", location, "by its name it is an instruct model")
         return
     try:
+        # A value that is no text is reported like a template that does not compile.
         ChatTemplate(source if isinstance(source, str) else "{%")
     except QuantkitError as error:
         yield finding("damaged-template", location, error.problem)
+
+
+def _is_instruct(folder: Folder, metadata: Mapping[str, Any]) -> bool:
+    """Return whether a name in the metadata, or of the file, is that of an instruct model."""
+    names = [folder.path.stem]
+    for key in ("general.name", "general.finetune", "general.basename"):
+        name = metadata.get(key)
+        if isinstance(name, str):
+            names.append(name)
+    return any(text.INSTRUCT.search(name) for name in names)

@@ -4,6 +4,7 @@ and parts for images and sound.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,14 +37,14 @@ _TOWERS = {
 _FUSED = frozenset(
     {"qkv_proj", "gate_up_proj", "qkv", "query_key_value", "W_pack", "Wqkv", "in_proj"}
 )
-# Which runtimes never quantize in layers beyond the model's.
+# Linears that join embeddings with hidden states: runtimes never quantize them in layers beyond
+# the model's.
 _JOINING = ("fc", "eh_proj")
 
 
 def check(view: View) -> Iterator[Finding]:
-    """Yield what is wrong with layers that predict further tokens, and with parts for images and
-    sound.
-    """
+    """Check layers that predict further tokens, and parts for images and sound."""
+    # In an incomplete folder, missing tensors may be in the file that could not be read.
     if view.stored and view.folder.complete:
         yield from _check_dropped_prediction(view)
         yield from _check_dropped_towers(view)
@@ -56,33 +57,51 @@ def check(view: View) -> Iterator[Finding]:
 def _check_dropped_prediction(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     stored = view.stored
-    layers = {layer for name in stored if (layer := layer_beyond(name, raw)) is not None}
-    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    for key, count in ((key, part.get(key)) for part in parts for key in PREDICTION):
+    layers: set[int] = set()
+    for name in stored:
+        layer = layer_beyond(name, raw)
+        if layer is not None:
+            layers.add(layer)
+    for key, count in _prediction_settings(raw):
         if type(count) is not int or count <= 0:
             continue
         if not any(is_extra_layer(name, raw) for name in stored):
             yield finding("dropped-prediction", CONFIG, f"{key} is {count}")
         elif layers and len(layers) < count:
             if len(layers) == 1:
-                found = f"layer {min(layers)}"
+                stored_layers = f"layer {min(layers)}"
             else:
-                found = f"{len(layers)} such layers"
+                stored_layers = f"{len(layers)} such layers"
             yield finding(
-                "dropped-prediction", CONFIG, f"{key} is {count}, and there is only {found}"
+                "dropped-prediction", CONFIG, f"{key} is {count}, and there is only {stored_layers}"
             )
+
+
+def _prediction_settings(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    # Configs of multimodal models have the decoder's settings in an object such as text_config.
+    parts = [raw]
+    for value in raw.values():
+        if isinstance(value, dict):
+            parts.append(value)
+    for part in parts:
+        for key in PREDICTION:
+            yield key, part.get(key)
 
 
 def _check_dropped_towers(view: View) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
-        stated = isinstance(view.folder.config.get(key), dict)
-        if stated and not any(word in name.lower() for name in view.stored for word in words):
+        if not isinstance(view.folder.config.get(key), dict):
+            continue
+        # Families name their towers differently, but all by what the tower reads.
+        pattern = re.compile("|".join(words))
+        if not any(pattern.search(name.lower()) for name in view.stored):
             yield finding("dropped-tower", CONFIG, f"{key}, and no tensor with such a name")
 
 
 def _not_ignored(view: View) -> Iterator[Finding]:
-    """Linears of layers that predict further tokens that are stored as floats, and that runtimes
-    would build as quantized ones; and names that the config gives such layers and no module has.
+    """Find linears of layers that predict further tokens that are stored as floats, and that
+    runtimes would build as quantized ones; and names in the config of such layers that no module
+    has.
     """
     folder = view.folder
     method = view.method
@@ -105,48 +124,56 @@ def _not_ignored(view: View) -> Iterator[Finding]:
         # Reported by rules about quantized weights.
         return
     lost = _lost_linears(view, ignored, linears)
-    unknown = [name for name in _find_unknown_names(view, ignored, linears) if name not in lost]
+    unknown_names: list[str] = []
+    for name in _find_unknown_names(view, ignored, linears):
+        if name not in lost:
+            unknown_names.append(name)
     for name in lost:
         yield finding("dropped-prediction", name, "is in ignore, and in no file")
-    for module in linears if claims.certain else ():
-        if (claim := claims.modules.get(module)) is not None:
+    # Settings that do not list their modules say nothing of a single linear.
+    if claims.certain:
+        for module in linears:
+            claim = claims.modules.get(module)
+            if claim is None:
+                continue
             if claim.layout is None:
                 title = "quantized"
             else:
                 title = claim.layout.title
-            other = next((name for name in unknown if _is_same(name, module)), None)
-            if other is None:
-                also = ""
+            # The settings may name this module with another prefix, which runtimes do not vary.
+            similar_names = [name for name in unknown_names if _is_same(name, module)]
+            if similar_names:
+                hint = f", which names '{similar_names[0]}' instead,"
             else:
-                also = f", which names '{other}' instead,"
-            yield finding("mtp-not-ignored", module, f"floats, and by the config{also} {title}")
-    for name in unknown:
+                hint = ""
+            yield finding("mtp-not-ignored", module, f"floats, and by the config{hint} {title}")
+    for name in unknown_names:
         yield finding("names-nothing", name, "is no module of the folder")
 
 
 def _float_linears(view: View) -> list[str]:
-    """Return the linears of layers that predict further tokens, as runtimes name them, that are
-    stored as floats.
+    """List the linears that are stored as floats in layers that predict further tokens, as
+    runtimes name them.
     """
     raw = view.folder.config
     result = []
     for name, tensor in view.stored.items():
-        if is_extra_layer(name, raw):
-            if layer_beyond(name, raw) is not None:
-                known = LINEARS
-            else:
-                known = LINEARS.union(_JOINING)
-            modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
-            result += [module for module in modules if module.rpartition(".")[2] in known]
+        if not is_extra_layer(name, raw):
+            continue
+        if layer_beyond(name, raw) is not None:
+            linear_names = LINEARS
+        else:
+            linear_names = LINEARS.union(_JOINING)
+        for module in possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype))):
+            if module.rpartition(".")[2] in linear_names:
+                result.append(module)
     return result
 
 
 def _find_unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """Return the names in such layers that are those of no module, nor of one next to a module:
-    runtimes fuse some.
-    """
+    """Find the names in such layers that no module has."""
     raw = view.folder.config
-    known = set(linears)
+    linear_names = set(linears)
     parents = set[str]()
     for stored in view.stored:
         if is_extra_layer(stored, raw):
@@ -157,49 +184,53 @@ def _find_unknown_names(view: View, names: Iterable[str], linears: Iterable[str]
             parents.add(module)
     unknown_names: list[str] = []
     for name in names:
-        if (
-            not name.startswith("re:")
-            and is_extra_layer(f"{name}.weight", raw)
-            and name not in known
-            and name.rpartition(".")[0] not in parents
-        ):
+        # In compressed-tensors, "re:" begins a regular expression.
+        if name.startswith("re:") or not is_extra_layer(f"{name}.weight", raw):
+            continue
+        # A name next to a module may be that of a linear that a runtime makes by fusing others.
+        if name not in linear_names and name.rpartition(".")[0] not in parents:
             unknown_names.append(name)
     return unknown_names
 
 
 def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """Return the names of linears in such layers that are in no file, although others of the same
-    layers are.
+    """Find the names of linears in such layers that are in no file, although other linears of the
+    same layers are.
     """
     raw = view.folder.config
-    extra = [name.rpartition(".")[0] for name in view.stored if is_extra_layer(name, raw)]
-    known = {*linears, *extra, *view.coded, *view.stored}
-    roots = {root for module in extra if (root := _root(module, raw))}
-    fused = set()
-    for module in extra:
-        if module.rpartition(".")[2] in _FUSED:
-            fused.add(module.rpartition(".")[0])
+    extra_modules = [name.rpartition(".")[0] for name in view.stored if is_extra_layer(name, raw)]
+    stored_names = {*linears, *extra_modules, *view.coded, *view.stored}
+    roots: set[str] = set()
+    # Modules in which a fused linear is stored in place of those that a config may name.
+    parents_of_fused: set[str] = set()
+    for module in extra_modules:
+        root = _root(module, raw)
+        if root:
+            roots.add(root)
+        parent, _, last = module.rpartition(".")
+        if last in _FUSED:
+            parents_of_fused.add(parent)
+    single_linears = LINEARS.union(_JOINING) - _FUSED
     result = []
     for name in names:
         parent, _, last = name.rpartition(".")
-        single = last in LINEARS.union(_JOINING) - _FUSED and parent not in fused
-        if (
-            not name.startswith("re:")
-            and single
-            and name not in known
-            and _root(name, raw) in roots
-        ):
+        if name.startswith("re:") or last not in single_linears or parent in parents_of_fused:
+            continue
+        if name not in stored_names and _root(name, raw) in roots:
             result.append(name)
     return result
 
 
 def _root(module: str, raw: Mapping[str, Any]) -> str:
-    """Return the first part of a module's name that says that it is in such a layer, with those
-    before it.
+    """Find the shortest prefix of a module's name that is in such a layer; empty if there is
+    none.
     """
     parts = module.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return next((prefix for prefix in prefixes if is_extra_layer(f"{prefix}.weight", raw)), "")
+    for count in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:count])
+        if is_extra_layer(f"{prefix}.weight", raw):
+            return prefix
+    return ""
 
 
 def _is_same(name: str, module: str) -> bool:

@@ -42,8 +42,10 @@ MAX_PARAMETERS = 2 * 10**9
 _SPEECH = "speech"
 # Multiples of the config's; closer bases predict nearly the same.
 _BASES = (0.01, 100.0)
+# Of the speech: a tokenizer that makes fewer does not fit English text.
 _MIN_TOKENS = 32
-_SURE = 3.0  # standard errors
+# Standard errors by which another reading must predict better.
+_SURE = 3.0
 # Nats a token; sound models gain at most 0.00 from another reading.
 _MIN_GAIN = 0.05
 
@@ -77,13 +79,13 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
             )
             result.left_out = f"what it predicts: {reason}"
         else:
-            texts = {name: windows[:1] for name, (_, windows) in build_gate_windows(model).items()}
+            texts: dict[str, Tensor] = {}
+            for name, (_, windows) in build_gate_windows(model).items():
+                # One window of each text keeps a run within minutes.
+                texts[name] = windows[:1]
+            # The speech is the text of `excerpt`, whose other tokens give the frequencies.
             speech = texts.pop(_SPEECH, torch.empty(1, 0))
-            # enough tokens, and not mostly the same one, as for unknown words
-            if (
-                speech.numel() >= _MIN_TOKENS
-                and 2 * int(speech.flatten().bincount().max()) <= speech.numel()
-            ):
+            if _is_english(speech):
                 run = _Run(
                     model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress
                 )
@@ -94,6 +96,15 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
     except QuantkitError as error:
         result.left_out = f"what it predicts: {error}"
     return result
+
+
+def _is_english(tokens: Tensor) -> bool:
+    """Return whether there are enough tokens, and not mostly the same one, as for unknown words."""
+    # An empty tensor has no maximum.
+    if tokens.numel() < _MIN_TOKENS:
+        return False
+    most_frequent = int(tokens.flatten().bincount().max())
+    return 2 * most_frequent <= tokens.numel()
 
 
 class _Run:
@@ -113,23 +124,24 @@ class _Run:
     def iter_findings(self, location: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
         checked: SourceCheck | str | None = None
         try:
-            own = self._losses(self._windows)
+            losses = self._losses(self._windows)
             checked = check_source(self._model, progress=self._progress)
         except NonFiniteError as error:
             yield finding("no-prediction", location, str(error))
             return
         except CheckpointError as error:
             if error.found is not None:
-                found = f" ({error.found})"
+                measured = f" ({error.found})"
             else:
-                found = ""
-            yield finding("no-prediction", location, f"{error.problem}{found}")
+                measured = ""
+            yield finding("no-prediction", location, f"{error.problem}{measured}")
         if isinstance(checked, SourceCheck):
             self.measured = (
                 f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
             )
             yield from self._compare_to_source(location, checked, recorded)
-            loss = own[0].mean().item()
+            loss = losses[0].mean().item()
+            # A model that predicts worse than the frequencies of tokens does not use the context.
             bound = self._frequency_loss
             if loss >= bound:
                 figures = (
@@ -138,50 +150,51 @@ class _Run:
                 )
                 yield finding("poor-prediction", location, figures)
         if self._model.config.runnable:
-            yield from self._try_other_readings(location, own)
+            yield from self._try_other_readings(location, losses)
 
     def _losses(self, windows: list[Tensor], model: Checkpoint | None = None) -> list[Tensor]:
-        """Minus log probabilities [W * (T - 1)] of each token of windows [W, T] after the first."""
-        found = token_losses(model or self._model, windows, progress=self._progress)
-        return [one.flatten() for one in found]
+        """Compute minus log probabilities [W * (T - 1)] of each token of windows [W, T] after the
+        first.
+        """
+        text_losses = token_losses(model or self._model, windows, progress=self._progress)
+        return [losses.flatten() for losses in text_losses]
 
     def _compare_to_source(
         self, location: str, checked: SourceCheck, recorded: Mapping[str, Any]
     ) -> Iterator[Finding]:
         """Compare the perplexity with that of the source, within what quantization explains."""
         source = recorded.get("source_check")
-        # otherwise the reason why there was no check
-        if isinstance(source, dict):
-            source = source
-        else:
-            source = {}
+        # Without a check, the manifest has the reason in its place.
+        if not isinstance(source, dict):
+            return
         before = source.get("perplexity")
         same_text = (source.get("text"), source.get("tokens")) == (checked.text, checked.tokens)
         if not (same_text and isinstance(before, float)):
             return
-        found = schemes(self._model).values()
-        if found:
-            bound = scheme_bound(found)
+        model_schemes = schemes(self._model).values()
+        if model_schemes:
+            bound = scheme_bound(model_schemes)
         else:
             bound = BOUNDS["bfloat16"]
-        # For one window, where bounds are for several.
+        # The bounds are for several windows, and one window varies more: twice the margin.
         limit = before * (1 + 2 * (bound.perplexity_ratio - 1))
         if checked.perplexity > limit:
-            what = (
+            figures = (
                 f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to"
                 f" {limit:.4g} is usual"
             )
-            yield finding("worse-than-source", location, what)
+            yield finding("worse-than-source", location, figures)
 
     def _try_other_readings(self, location: str, losses: list[Tensor]) -> Iterator[Finding]:
-        """Yield the other settings that predict best, if better than the config's; tried on one
-        window first.
+        """Run the model with other settings, on one window first, and yield those that predict best
+        if they are better than the config's.
         """
         before = torch.cat(losses)
         best: tuple[float, str] = (_MIN_GAIN, "")
         for reading in _iter_readings(self._model):
             try:
                 (first,) = self._losses(self._windows[:1], reading)
+                # Most readings predict worse, and the other windows take most of the time.
                 if first.mean() > min(losses[0].mean().item(), self._frequency_loss):
                     continue
                 after = torch.cat([first, *self._losses(self._windows[1:], reading)])
@@ -189,34 +202,39 @@ class _Run:
                 continue
             gain = mean_estimate(before - after)
             if gain.error is not None and gain.value > max(best[0], _SURE * gain.error):
-                found, now = (math.exp(one.mean().item()) for one in (after, before))
+                perplexity_after = math.exp(after.mean().item())
+                perplexity_before = math.exp(before.mean().item())
                 best = (
                     gain.value,
-                    f"perplexity {found:.4g} with {reading.description}; {now:.4g} as it is",
+                    f"perplexity {perplexity_after:.4g} with {reading.description};"
+                    f" {perplexity_before:.4g} as it is",
                 )
         if best[1]:
             yield finding("other-reading", location, best[1])
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
-    """Return the loss of windows [W, T], in nats a token, as predicted from the frequencies of
+    """Compute the loss of windows [W, T], in nats a token, as predicted from the frequencies of
     tokens in the rest of the text.
 
     Tokens that are not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37,
     1991) leaves for them.
     """
-    rest = Counter(tokenizer.encode(excerpt())[windows.numel() :])
-    count = rest.total()
-    distinct = len(rest)
+    # The windows begin the text: frequencies come from tokens that the model does not predict.
+    frequencies = Counter(tokenizer.encode(excerpt())[windows.numel() :])
+    count = frequencies.total()
+    distinct = len(frequencies)
     unseen = distinct / tokenizer.vocab_size
     targets = windows[:, 1:].flatten().tolist()
-    return -sum(math.log((rest[target] + unseen) / (count + distinct)) for target in targets) / len(
-        targets
-    )
+    log_probabilities: list[float] = []
+    for target in targets:
+        probability = (frequencies[target] + unseen) / (count + distinct)
+        log_probabilities.append(math.log(probability))
+    return -sum(log_probabilities) / len(targets)
 
 
 class _Reading(CheckpointView):
-    """A checkpoint, read with other settings than its config has, which `what` names.
+    """A checkpoint, read with other settings than its config has, which `description` names.
 
     `reorder` brings rows [heads * head_dim, ...] of queries and keys into another order; its second
     argument is the size of a head.
@@ -232,16 +250,16 @@ class _Reading(CheckpointView):
         super().__init__(source, config)
         self.description = description
         self._reorder = reorder
+        self._rotary: set[str] = set()
         if reorder:
-            self._rotary = {
-                parameter.name for parameter in parameters(self.config) if parameter.rotary
-            }
-        else:
-            self._rotary = set()
+            for parameter in parameters(self.config):
+                if parameter.rotary:
+                    self._rotary.add(parameter.name)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if self._reorder is None or name not in self._rotary:
             return self._source.load(name, part)
+        # Rows of a part may come from anywhere in the tensor, so a part is cut after reordering.
         value = self._source.load(name)
         if isinstance(value, QuantTensor):
             rows = value.dequantize()
@@ -254,7 +272,7 @@ class _Reading(CheckpointView):
 
 
 def _iter_readings(source: Checkpoint) -> Iterator[_Reading]:
-    """Settings that could be wrong: another rope base, heads half or twice as large, rows of
+    """Yield settings that could be meant: another rope base, heads half or twice as large, rows of
     queries and keys in Meta's order instead of Hugging Face's, or the reverse.
     """
     config = source.config
@@ -266,24 +284,29 @@ def _iter_readings(source: Checkpoint) -> Iterator[_Reading]:
                 source,
                 replace(config, rope=replace(config.rope, theta=theta)),
             )
-    whole = config.rope.rotary_dim is None and config.latent_attention is None
-    if whole:
+    # Meta's order is defined for heads that rotate in all their dimensions.
+    rotates_whole_heads = config.rope.rotary_dim is None and config.latent_attention is None
+    if rotates_whole_heads:
         yield _Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
         yield _Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
-    per_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
+    # Tensors or factors of the size of a head, or of the number of heads, confirm the config.
+    has_head_tensors = (
+        config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
+    )
     heads = config.num_heads
     kv = config.num_kv_heads
     size = config.head_dim
+    if has_head_tensors or not rotates_whole_heads:
+        return
+    # The shapes of q, k and v fit each of these as well: only the products are stored.
+    changes: list[tuple[int, int, int]] = []
     if size % 2 == 0:
-        changes = [(2 * heads, 2 * kv, size // 2)]
-    else:
-        changes = []
+        changes.append((2 * heads, 2 * kv, size // 2))
     if heads % 2 == kv % 2 == 0:
-        changes += [(heads // 2, kv // 2, 2 * size)]
-    else:
-        changes += []
-    for heads, kv, size in changes if whole and not per_head else ():
-        other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size)
-        # A size that rotary positions do not fit.
+        changes.append((heads // 2, kv // 2, 2 * size))
+    for heads, kv, size in changes:
+        changed_config = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size)
+        # Rotary positions may not fit the size.
         with suppress(CheckpointError):
-            yield _Reading(f"{heads} heads of {size}", source, other.validate(source.path))
+            valid_config = changed_config.validate(source.path)
+            yield _Reading(f"{heads} heads of {size}", source, valid_config)

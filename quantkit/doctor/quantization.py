@@ -36,15 +36,19 @@ from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 
+# Recurrent layers carry the errors of fewer bits from token to token.
 _STATE_BITS = 8
 _NUMBER = re.compile(r"\d+")
+# Rules that read tensors by default read only small ones, so that a diagnosis takes seconds.
 _MAX_READ_BYTES = 1 << 20
 # Methods whose own readers expect quantized embeddings.
 _READ_EMBEDDINGS = (Mlx.name,)
 # Modules whose zero points are read by default.
 _SAMPLED = 4
-_TOLERANCE = 0.5  # of a step, for the median of all modules
-_BITS = 4  # with steps that are large compared with the mean of a weight
+# Of a step, for the median of all modules; versions of zero points differ by one step.
+_TOLERANCE = 0.5
+# With this number of bits, steps are large compared with the mean of a weight.
+_BITS = 4
 
 
 def check(view: View, tp: int) -> Iterator[Finding]:
@@ -54,6 +58,7 @@ def check(view: View, tp: int) -> Iterator[Finding]:
         yield finding("bad-settings", "quantization_config", problem)
     for module, groups in claims.conflicts.items():
         yield finding("two-schemes", module, f"by {groups}")
+    # A module may be in a file that could not be read.
     if view.folder.complete:
         for name in claims.unmatched:
             yield finding("names-nothing", name, "is no module of the folder")
@@ -77,25 +82,27 @@ def _module(view: View, module: str) -> Iterator[Finding]:
             yield finding("not-quantized", module, f"floats, and by the config {title}")
         return
     missing = coded.missing(claim)
-    lacking = [
-        suffix for suffix in missing if not view.folder.in_unread_file(coded.tensor_name(suffix))
-    ]
+    lacking: list[str] = []
+    for suffix in missing:
+        if not view.folder.in_unread_file(coded.tensor_name(suffix)):
+            lacking.append(suffix)
     if lacking:
         if coded.tensors:
-            there = f"; has {', '.join(coded.tensors)}"
+            present = f"; has {', '.join(coded.tensors)}"
         else:
-            there = ""
-        yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
+            present = ""
+        yield finding("incomplete", module, f"lacks {', '.join(lacking)}{present}")
     if coded.layout is None:
         return
     if is_embedding(module) and not _embedding_is_read(view, coded):
         yield finding("quantized-embedding", module, coded.title)
     elif claim is None and view.claims.certain:
         if view.folder.settings is None:
-            said = "no quantization_config"
+            config_entry = "no quantization_config"
         else:
-            said = "not among those it quantizes"
-        yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
+            config_entry = "not among those it quantizes"
+        yield finding("not-in-config", module, f"{coded.title}, and in the config {config_entry}")
+    # Shapes alone do not always tell the number of bits, so the config has precedence.
     if claim is None or claim.bits is None:
         bits = coded.bits
     else:
@@ -115,19 +122,13 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         )
     for suffix in coded.foreign:
         foreign = coded.tensors[suffix]
-        what = f"{foreign.dtype} {list(foreign.shape)}, which is no part of {coded.title}"
-        yield finding("extra-tensor", foreign.name, what)
-    shape = view.linears.get(module)
-    tensor = view.expected.get(f"{module}.weight")
-    if shape is None and tensor is not None:
-        shape = tensor.shape
-    if shape is not None and len(shape) == 2:
-        shape = shape
-    else:
-        shape = None
+        message = f"{foreign.dtype} {list(foreign.shape)}, which is no part of {coded.title}"
+        yield finding("extra-tensor", foreign.name, message)
+    shape = _find_weight_shape(view, module)
     if not missing and shape is not None:
         raw = RawModule(module, view.folder.homes, view.folder.root)
-        if problem := coded.layout.problem(raw, shape):
+        problem = coded.layout.problem(raw, shape)
+        if problem:
             yield finding("codes-shape", module, problem)
     if claim is None:
         if (
@@ -148,35 +149,50 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         yield finding("act-order", module, "actorder 'group'")
     if shape is None:
         return
+    # Uneven groups have no expected shape of scales to compare with.
     if claim.group_size and shape[1] % claim.group_size:
         yield finding(
             "uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}"
         )
         return
-    for leaf, wanted in coded.wrong_shapes(shape, claim):
+    for leaf, expected_shape in coded.wrong_shapes(shape, claim):
         if leaf == coded.layout.codes:
             rule = "codes-shape"
         else:
             rule = "scale-shape"
-        found = list(coded.tensors[leaf].shape)
-        yield finding(rule, f"{module}.{leaf}", f"found {found}, expected {list(wanted)}")
+        stored_shape = list(coded.tensors[leaf].shape)
+        yield finding(
+            rule, f"{module}.{leaf}", f"found {stored_shape}, expected {list(expected_shape)}"
+        )
+
+
+def _find_weight_shape(view: View, module: str) -> tuple[int, ...] | None:
+    """Find the shape [O, I] of a weight; None if it is unknown, or of stacked experts."""
+    shape = view.linears.get(module)
+    tensor = view.expected.get(f"{module}.weight")
+    if shape is None and tensor is not None:
+        shape = tensor.shape
+    if shape is None or len(shape) != 2:
+        return None
+    return shape
 
 
 def _may_have(method: QuantMethod, coded: Description) -> bool:
     """Return whether a method whose settings name no modules has codes in such a layout."""
-    # Whose weights are of several types.
+    # Its checkpoints have weights of several types, all under the name of a float weight.
     if method.name == MODEL_OPTIMIZER:
         return coded.codes is not None and coded.codes.name.endswith(".weight")
     return not method.layouts or coded.layout in method.layouts
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:
-    """Return whether transformers, or its method's own reader, loads a quantized embedding: of
-    compressed-tensors' layouts int8, if the head is not tied to it (tried with 5.23).
-    """
+    """Return whether transformers, or its method's own reader, loads a quantized embedding."""
+    if view.folder.method in _READ_EMBEDDINGS:
+        return True
+    # transformers 5.23 loads only int8 of compressed-tensors' layouts, and only if the head is not
+    # tied to the embedding.
     tied = view.config is None or view.config.tied_embeddings
-    plain = isinstance(view.method, CompressedTensors) and coded.layout is INT8
-    return view.folder.method in _READ_EMBEDDINGS or (not tied and plain)
+    return not tied and isinstance(view.method, CompressedTensors) and coded.layout is INT8
 
 
 def _is_meant(view: View, module: str) -> bool:
@@ -185,15 +201,15 @@ def _is_meant(view: View, module: str) -> bool:
     """
     if view.has_known_tensors or not isinstance(view.method, Gptq | Awq):
         return True
-    same = []
-    for linear in view.linears:
-        if _NUMBER.sub("*", linear) == _NUMBER.sub("*", module):
-            same.append(linear)
-    return 2 * sum(one in view.coded for one in same) > len(same)
+    # Names that differ only in numbers are those of the same module in other layers.
+    role = _NUMBER.sub("*", module)
+    peers = [linear for linear in view.linears if _NUMBER.sub("*", linear) == role]
+    quantized_count = sum(peer in view.coded for peer in peers)
+    return 2 * quantized_count > len(peers)
 
 
 def _check_fused_schemes(view: View) -> Iterator[Finding]:
-    """Linears that runtimes fuse, and experts that they stack."""
+    """Compare the schemes of linears that runtimes fuse, and of experts that they stack."""
     config = view.config
     if config is None or not view.has_known_tensors or not view.coded:
         return
@@ -214,31 +230,42 @@ def _check_fused_schemes(view: View) -> Iterator[Finding]:
 def _compare_schemes(
     view: View, canonical: Sequence[str], rule: str, location: str
 ) -> Iterator[Finding]:
-    """Yield the first module whose scheme differs from that of the first of a set."""
-    tensors = [view.on_disk.get(f"{name}.weight") for name in canonical]
-    modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
-    present = []
-    for one in modules:
-        if one in view.coded or f"{one}.weight" in view.stored:
-            present.append(one)
-    if any(one in view.coded and view.coded[one].missing(None) for one in present):
-        # Broken, which another rule reports.
-        return
-    schemes = [view.scheme(one) for one in present]
+    """Find the first module whose scheme differs from that of the first of a set."""
+    # One tensor on disk may contain several linears, so modules are listed once.
+    modules: dict[str, None] = {}
+    for name in canonical:
+        tensor = view.on_disk.get(f"{name}.weight")
+        if tensor is not None:
+            modules[tensor.module] = None
+    present: list[str] = []
+    for module in modules:
+        if module in view.coded or f"{module}.weight" in view.stored:
+            present.append(module)
+    for module in present:
+        # Another rule reports the module that lacks tensors.
+        if module in view.coded and view.coded[module].missing(None):
+            return
+    schemes = [view.scheme(module) for module in present]
     for module, (signature, scheme) in zip(present, schemes, strict=True):
         if signature != schemes[0][0]:
-            own, its = (".".join(one.split(".")[-2:]) for one in (present[0], module))
-            yield finding(rule, location, f"{own}: {schemes[0][1]}; {its}: {scheme}")
+            first_name = _shorten_name(present[0])
+            name = _shorten_name(module)
+            yield finding(rule, location, f"{first_name}: {schemes[0][1]}; {name}: {scheme}")
             return
 
 
+def _shorten_name(module: str) -> str:
+    return ".".join(module.split(".")[-2:])
+
+
 def _split(view: View, tp: int) -> Iterator[Finding]:
-    """Widths and groups that the degree of tensor parallelism does not divide."""
+    """Find widths and groups that the degree of tensor parallelism does not divide."""
     config = view.config
     if tp == 1 or config is None or not view.has_known_tensors:
         return
     if config.num_heads % tp:
         yield finding("tp-heads", "config.json", f"{config.num_heads} heads over {tp}")
+    # With more ranks than KV heads, several ranks have a copy of the same head.
     if config.num_kv_heads % tp and tp % config.num_kv_heads:
         yield finding("tp-heads", "config.json", f"{config.num_kv_heads} KV heads over {tp}")
     stacked: set[str] = set()
@@ -252,13 +279,16 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
         ):
             continue
         if tensor.stacked is not None:
+            # One finding is enough for all experts of a stack.
             stacked.add(tensor.name)
+        # A column-parallel linear is split by outputs, a row-parallel linear by inputs [O, I].
         axis = {"row": 1, "column": 0}.get(parameter.linear.parallel)
         if axis is None or parameter.role in ("head", "attention.k", "attention.v"):
             continue
         width = parameter.shape[axis]
         claim = view.claims.modules.get(tensor.module)
         if width % tp:
+            # The numbers of heads, above, decide for attention.
             if not parameter.role.startswith("attention."):
                 yield finding("tp-heads", tensor.module, f"width {width} over {tp}")
             continue
@@ -276,30 +306,30 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
                 tensor.module,
                 f"{width} over {tp} is {width // tp}, in groups of {block}",
             )
-        elif (
-            axis == 0
-            and (width // tp) % 8
-            and (own := view.coded.get(tensor.module))
-            and own.layout is AWQ
-        ):
-            yield finding("tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word")
+        elif axis == 0 and (width // tp) % 8:
+            # AWQ packs the codes of eight outputs in an int32.
+            coded = view.coded.get(tensor.module)
+            if coded is not None and coded.layout is AWQ:
+                yield finding(
+                    "tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word"
+                )
 
 
 def check_cache(view: View) -> Iterator[Finding]:
     """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
     tensors = kv_cache.cache_tensors(view.stored)
-    scales = {
-        name: entry
-        for name, entry in tensors.items()
-        if entry.kind == "scale" and {*entry.parts} & {"k", "v"}
-    }
+    # Of keys or values; scales of queries belong to the quantized attention itself.
+    scales: dict[str, kv_cache.CacheTensor] = {}
+    for name, entry in tensors.items():
+        if entry.kind == "scale" and {*entry.parts} & {"k", "v"}:
+            scales[name] = entry
     if folder.settings is None:
-        stated = None
+        settings = None
     else:
-        stated = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
+        settings = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
-        scheme = kv_cache.read_cache_scheme(stated)
+        scheme = kv_cache.read_cache_scheme(settings)
     except CheckpointError as error:
         yield finding(
             "bad-settings",
@@ -312,19 +342,18 @@ def check_cache(view: View) -> Iterator[Finding]:
     if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
         yield finding("kv-no-scales", CONFIG, kv_cache.scheme_text(scheme))
     highest = max((entry.layer for entry in tensors.values()), default=0)
+    # For an unknown family, the last layer with a scale is taken for the model's last.
     if view.config is None:
         layers = highest + 1
     else:
         layers = view.config.num_layers
     if folder.complete and scales:
         for layer in kv_cache.layers_without_scales(scales, layers):
-            found = (
-                ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
-            )
+            layer_scales = [name for name, entry in scales.items() if entry.layer == layer]
             yield finding(
                 "kv-scales-missing",
                 f"layer {layer}",
-                f"found {found}, expected scales of keys and values",
+                f"found {', '.join(layer_scales) or 'none'}, expected scales of keys and values",
             )
     if folder.complete and kv_cache.needs_zero_points(scheme):
         for layer, part in kv_cache.without_zero_points(tensors, layers):
@@ -334,7 +363,8 @@ def check_cache(view: View) -> Iterator[Finding]:
     else:
         heads = (view.config.num_heads, view.config.num_kv_heads)
     for name, entry in tensors.items():
-        if (count := kv_cache.misfit(entry, view.stored[name], scheme, *heads)) is not None:
+        count = kv_cache.misfit(entry, view.stored[name], scheme, *heads)
+        if count is not None:
             yield finding(
                 "kv-scale-shape",
                 name,
@@ -389,37 +419,39 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     expected = _read_zero_point_offset(view)
-    # Which writes the zero points of its source.
+    # quantkit copies the zero points of its source, of whichever version.
     if not above or writers(view.folder.settings or {}) & {WRITER}:
         return
     # The mean of a weight is near 0.
     if abs(statistics.median(above.values()) - expected) > _TOLERANCE:
         for module, distance in above.items():
-            what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
-            yield finding("zero-version", _words(view.coded[module])[1].name, what)
+            message = (
+                f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
+            )
+            _, zeros = _words(view.coded[module])
+            yield finding("zero-version", zeros.name, message)
 
 
 def _is_whole(coded: Description) -> bool:
     """Return whether there are packed codes and zero points, in words."""
-    suffixes = (
-        (coded.layout.codes, coded.layout.zeros)
-        if coded.layout is not None and coded.layout.zeros
-        else ()
-    )
-    return all(
-        tensor is not None
-        and tensor.dtype == DType.INT32
-        and len(tensor.shape) == 2
-        and 0 not in tensor.shape
-        for tensor in (coded.tensors.get(suffix) for suffix in suffixes)
-    )
+    # A layout without zero points has nothing to compare, and is skipped later.
+    if coded.layout is None or not coded.layout.zeros:
+        return True
+    for suffix in (coded.layout.codes, coded.layout.zeros):
+        tensor = coded.tensors.get(suffix)
+        if tensor is None or tensor.dtype != DType.INT32:
+            return False
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            return False
+    return True
 
 
 def _read_zero_point_offset(view: View) -> int:
-    """Return what the config says must be added to stored zero points."""
+    """Read from the config what must be added to stored zero points."""
     settings = view.folder.settings or {}
-    stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    if isinstance(view.method, Gptq) and stated != "gptq_v2":
+    # GPTQ's first format stores zero points minus one.
+    version = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    if isinstance(view.method, Gptq) and version != "gptq_v2":
         return 1
     return 0
 
@@ -434,7 +466,11 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     except CheckpointError:
         # Reported by rules about values.
         return
-    common, _ = Counter(data).most_common(1)[0] if data else (0, 0)
+    # A symmetric zero point is the middle code, and each byte has one or two of them.
+    if data:
+        common, _ = Counter(data).most_common(1)[0]
+    else:
+        common = 0
     middle = 1 << (bits - 1)
     code = common & ((1 << bits) - 1)
     expected = middle - _read_zero_point_offset(view)
@@ -456,6 +492,7 @@ def _mean_code(view: View, words: StoredTensor) -> float:
     total = count = 0
     for part in home.row_parts(words.name):
         data = home.read(words.name, part).contiguous().view(-1).view(torch.uint8)
+        # The order of codes in a word has no influence on their mean.
         data = torch.stack((data & 0xF, data >> 4))
         total += int(data.sum(dtype=torch.int64))
         count += data.numel()

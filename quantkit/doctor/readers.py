@@ -50,25 +50,29 @@ _METHODS: dict[str, tuple[Runtime, ...]] = {
     ),
 }
 """The runtimes that load a method of quantization."""
+# vLLM's Marlin kernels support rows and these groups.
 _FAST_GROUPS = (None, 32, 64, 128)
 _VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
 
 
 def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
-    """Yield whether a runtime reads such a folder at all."""
+    """Check that a runtime reads such a folder at all."""
+    # A folder without weights is reported by rules about files.
     if folder.kind and folder.kind not in _CONTAINERS[runtime]:
         if folder.kind == "file":
-            what = "a file"
+            container = "a file"
         else:
-            what = f"{folder.kind} weights"
-        read = ", ".join(_CONTAINER_TITLES[one] for one in _CONTAINERS[runtime])
+            container = f"{folder.kind} weights"
+        readable = ", ".join(_CONTAINER_TITLES[kind] for kind in _CONTAINERS[runtime])
         yield finding(
-            "other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}"
+            "other-container",
+            folder.path.name,
+            f"{container}; {_TITLES[runtime]} reads {readable}",
         )
 
 
 def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield what of a Hugging Face folder a runtime does not load, or loads wrongly.
+    """Find what a runtime does not load of a Hugging Face folder, or loads wrongly.
 
     Args:
         view: the folder.
@@ -77,6 +81,7 @@ def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Itera
     """
     if view.folder.kind not in _CONTAINERS[runtime]:
         return
+    # A runtime without the method refuses the folder, whatever its modules are.
     method = view.folder.method
     if method is not None and runtime not in _METHODS.get(method, ()):
         yield finding(
@@ -90,9 +95,8 @@ def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Itera
         yield from _module(view, module, runtime)
     if runtime == "vllm" and view.method is not None and view.coded:
         settings = Settings(view.folder.settings or {}, view.folder.root / CONFIG, SETTINGS)
-        for problem in vllm_problems(
-            Linears.of(view.method, settings, view.all_linears(), view.coded, raw)
-        ):
+        linears = Linears.of(view.method, settings, view.all_linears(), view.coded, raw)
+        for problem in vllm_problems(linears):
             if problem.rule not in reported:
                 yield finding(problem.rule, problem.location, problem.description)
 
@@ -101,7 +105,8 @@ def _transformers_knows(raw: Mapping[str, Any]) -> bool:
     """Return whether transformers is installed and has the architecture of a config.json."""
     if importlib.util.find_spec("transformers") is None:
         return False
-    from quantkit.via_transformers.linears import is_known  # which imports torch
+    # This module imports torch, which a diagnosis from headers does without.
+    from quantkit.via_transformers.linears import is_known
 
     return is_known(raw)
 

@@ -116,7 +116,10 @@ def check_contents(side: SideFiles, carried: Collection[str] = ()) -> Iterator[F
     """
     for name in side.names:
         path = side.root / name
-        if name in _READ_ELSEWHERE or not (name in _KNOWN or name in carried) or not path.is_file():
+        if name in _READ_ELSEWHERE or not path.is_file():
+            continue
+        # Any other file is somebody's own, and may contain anything.
+        if name not in _KNOWN and name not in carried:
             continue
         if name in _VOCABULARY_FILES:
             rule = "damaged-tokenizer"
@@ -133,6 +136,7 @@ def check_contents(side: SideFiles, carried: Collection[str] = ()) -> Iterator[F
 def _read_side_file(path: Path) -> None:
     """Read a file as its name says that readers will. Raises `CheckpointError` if it is damaged."""
     require_plain_file(path)
+    # A license may be empty, since no reader parses it.
     if path.stat().st_size == 0 and path.name not in LICENSES:
         raise CheckpointError("the file is empty", path=path)
     if path.suffix == ".json":
@@ -165,6 +169,7 @@ def list_copyable_files(side: SideFiles) -> list[Path]:
     templates = side.root / ADDITIONAL_TEMPLATES
     if templates.is_dir():
         paths += sorted(templates.iterdir())
+    # Broken links and folders are reported as files that are no files.
     return [path for path in paths if path.is_file()]
 
 

@@ -31,7 +31,8 @@ _FILES = (
 _READ = ("tokenizer.json", "tokenizer.model")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
-_MIN_SHARE = 0.75  # of the embedding's rows, which are padded, that have a token
+# Of the embedding's rows, which are padded, that have a token.
+_MIN_SHARE = 0.75
 
 
 def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) -> Iterator[Finding]:
@@ -51,22 +52,18 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
-            # The library may see fewer.
-            listed = max((vocabulary or {}).values(), default=-1) + 1
-            count = max(load_tokenizer(folder.root).vocab_size, listed)
+            # The library may count fewer tokens than the ids that the file lists.
+            listed_count = max((vocabulary or {}).values(), default=-1) + 1
+            count = max(load_tokenizer(folder.root).vocab_size, listed_count)
         require_loadable_settings(folder.root)
     except (QuantkitError, OSError) as error:
-        if _place(error) != CONFIG:  # reported by other rules
+        # Rules about tensors report a damaged config.
+        if _place(error) != CONFIG:
             yield finding("damaged-tokenizer", _place(error), describe(error))
-    stated = folder.config.get("vocab_size")
-    if (
-        rows is not None
-        and type(stated) is int
-        and stated > 0
-        and stated != rows
-        and folder.kind != "meta"
-    ):
-        yield finding("vocabulary", CONFIG, f"vocab_size {stated}, and {rows} rows")
+    vocab_size = folder.config.get("vocab_size")
+    states_size = type(vocab_size) is int and vocab_size > 0
+    if rows is not None and states_size and vocab_size != rows and folder.kind != "meta":
+        yield finding("vocabulary", CONFIG, f"vocab_size {vocab_size}, and {rows} rows")
     if rows is not None and count is not None and not _MIN_SHARE * rows <= count <= rows:
         if count > rows:
             rule = "tokenizer-too-large"
@@ -84,11 +81,13 @@ def _is_instruct(folder: SideFiles) -> bool:
     if "README.md" in folder.names:
         head = _begins(folder.root / "README.md").decode("utf-8", "replace")
         names += _find_base_models(head)
-    return any(isinstance(name, str) and INSTRUCT.search(name.rpartition("/")[2]) for name in names)
+    # The name of an owner, before the slash, says nothing of the model.
+    model_names = [name.rpartition("/")[2] for name in names if isinstance(name, str)]
+    return any(INSTRUCT.search(name) for name in model_names)
 
 
 def _find_base_models(readme: str) -> list[str]:
-    """Return the names of models at the beginning of a README, after ``base_model:`` or alone in
+    """Find the names of models at the beginning of a README, after ``base_model:`` or alone in
     a line.
     """
     names = []
@@ -102,37 +101,44 @@ def _find_base_models(readme: str) -> list[str]:
 
 
 def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
-    """Return the ids of the tokens in tokenizer.json; None if there is no such file."""
-    found = folder.side_json("tokenizer.json")
+    """Read the ids of the tokens in tokenizer.json; None if there is no such file."""
+    content = folder.side_json("tokenizer.json")
+    # Only to find it damaged, which is reported as a fault of the tokenizer.
     folder.side_json("tokenizer_config.json")
-    if found is None:
+    if content is None:
         return None
-    model = found.get("model")
+    model = content.get("model")
     path = folder.root / "tokenizer.json"
     if isinstance(model, dict):
         vocabulary = model.get("vocab")
     else:
         vocabulary = None
-    if isinstance(vocabulary, list):  # in unigram models: pieces with their scores
-        vocabulary = {
-            str(one[0]): index
-            for index, one in enumerate(vocabulary)
-            if isinstance(one, list) and one
-        }
+    # Unigram models list pieces with their scores: an id is the position of a piece.
+    if isinstance(vocabulary, list):
+        piece_ids: dict[str, int] = {}
+        for index, piece in enumerate(vocabulary):
+            if isinstance(piece, list) and piece:
+                piece_ids[str(piece[0])] = index
+        vocabulary = piece_ids
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise CheckpointError("has no vocabulary", path=path)
-    added = found.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
-        raise CheckpointError("has added tokens that are not objects", path=path)
-    ids: dict[str, Any] = {str(one.get("content")): one.get("id") for one in added}
-    for what, tokens in (("tokens", vocabulary), ("added tokens", ids)):
-        if not all(type(token) is int and token >= 0 for token in tokens.values()):
-            raise CheckpointError(f"has {what} without ids", path=path)
-    return {**vocabulary, **ids}
+    added_tokens = content.get("added_tokens") or []
+    problem = "has added tokens that are not objects"
+    if not isinstance(added_tokens, list):
+        raise CheckpointError(problem, path=path)
+    added_ids: dict[str, Any] = {}
+    for token in added_tokens:
+        if not isinstance(token, dict):
+            raise CheckpointError(problem, path=path)
+        added_ids[str(token.get("content"))] = token.get("id")
+    for kind, ids in (("tokens", vocabulary), ("added tokens", added_ids)):
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids.values()):
+            raise CheckpointError(f"has {kind} without ids", path=path)
+    return {**vocabulary, **added_ids}
 
 
 def _begins(path: Path) -> bytes:
-    """Return the first bytes of a file; none if it cannot be read."""
+    """Read the first bytes of a file; none if it cannot be read."""
     try:
         if not path.is_file():
             return b""
@@ -158,16 +164,24 @@ def _generation(folder: SideFiles) -> Iterator[Finding]:
 def _special(
     folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] | None
 ) -> Iterator[Finding]:
-    text = folder.config.get("text_config")
-    config = {**(text if isinstance(text, dict) else {}), **folder.config}
+    # Multimodal models have ids of tokens in text_config or outside it; the outer ones win.
+    text_config = folder.config.get("text_config")
+    config = {**(text_config if isinstance(text_config, dict) else {}), **folder.config}
     ends: set[int] = set()
     for file, settings in ((CONFIG, config), (GENERATION, _lenient(folder, GENERATION))):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ids = settings.get(key)
-            for one in ids if isinstance(ids, list) else [ids]:
-                if one is None or (key == "pad_token_id" and one == -1):
+            if not isinstance(ids, list):
+                ids = [ids]
+            for token_id in ids:
+                # Some of Llama's configs have -1 for no padding.
+                if token_id is None or (key == "pad_token_id" and token_id == -1):
                     continue
-                if type(one) is not int or one < 0 or (rows is not None and one >= rows):
+                if (
+                    type(token_id) is not int
+                    or token_id < 0
+                    or (rows is not None and token_id >= rows)
+                ):
                     if rows is not None:
                         expected = f"below {rows}"
                     else:
@@ -175,30 +189,40 @@ def _special(
                     yield finding(
                         "token-out-of-range",
                         file,
-                        f"{key} {format_value(one)}, expected {expected}",
+                        f"{key} {format_value(token_id)}, expected {expected}",
                     )
                 elif key == "eos_token_id":
-                    ends.add(one)
+                    ends.add(token_id)
     if vocabulary is None:
         return
     try:
         spellings = special_tokens(folder.root, vocabulary)
     except CheckpointError:
-        return  # reported by another rule
-    for name, one in spellings.items():
-        if one is not None and one not in vocabulary and one not in _read_added_tokens(folder):
-            yield finding("unknown-token", "tokenizer_config.json", f"{name} {format_value(one)}")
-    for key, stated in tokens_of_config_alone(folder.root).items():
+        # `check` reports files of the tokenizer that are damaged.
+        return
+    for name, spelling in spellings.items():
+        if spelling is None or spelling in vocabulary:
+            continue
+        if spelling not in _read_added_tokens(folder):
+            yield finding(
+                "unknown-token", "tokenizer_config.json", f"{name} {format_value(spelling)}"
+            )
+    for key, token in tokens_of_config_alone(folder.root).items():
         yield finding(
-            "tokenizer-conflict", "tokenizer_config.json", f"{key}: {format_value(stated)}"
+            "tokenizer-conflict", "tokenizer_config.json", f"{key}: {format_value(token)}"
         )
-    spelled = spellings.get("eos_token")
-    if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:
-        what = (
-            f"{format_value(spelled)} is {vocabulary[spelled]}, the model's are"
+    # A chat template ends turns with the tokenizer's end token: generation stops only at the ids of
+    # the model's settings.
+    end_token = spellings.get("eos_token")
+    if not ends or end_token is None or end_token not in vocabulary:
+        return
+    end_id = vocabulary[end_token]
+    if end_id not in ends:
+        message = (
+            f"{format_value(end_token)} is {end_id}, the model's are"
             f" {', '.join(map(str, sorted(ends)))}"
         )
-        yield finding("end-tokens", "tokenizer_config.json", what)
+        yield finding("end-tokens", "tokenizer_config.json", message)
 
 
 def _templates(folder: SideFiles) -> Iterator[Finding]:
@@ -207,30 +231,33 @@ def _templates(folder: SideFiles) -> Iterator[Finding]:
         for name in templates.sources:
             templates.choose(name)
     except (QuantkitError, OSError) as error:
+        # The tokenizer's rule reports a tokenizer_config.json that is damaged as JSON.
         if "tokenizer_config" not in _place(error) or _lenient(folder, "tokenizer_config.json"):
             yield finding("damaged-template", _place(error), describe(error))
-        # Damaged JSON is reported by the tokenizer's rule.
         return
     has_tokenizer = any(name in folder.names for name in _FILES)
-    # Meta's need no template.
+    # Meta's folders need no template.
     if not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer:
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
 def _read_added_tokens(folder: SideFiles) -> set[str]:
-    """Return the tokens that tokenizer_config.json or added_tokens.json add to those of
+    """Read the tokens that tokenizer_config.json or added_tokens.json add to those of
     tokenizer.json.
     """
+    # A mapping of tokens to ids.
+    spellings = set(_lenient(folder, "added_tokens.json"))
     decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
-    listed = decoder.values() if isinstance(decoder, dict) else ()
-    spelled = (one.get("content") for one in listed if isinstance(one, dict))
-    return {one for one in spelled if isinstance(one, str)} | set(
-        _lenient(folder, "added_tokens.json")
-    )
+    if not isinstance(decoder, dict):
+        return spellings
+    for token in decoder.values():
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            spellings.add(token["content"])
+    return spellings
 
 
 def _lenient(folder: SideFiles, name: str) -> dict[str, Any]:
-    """Return a JSON file; empty if it is damaged, which other rules report."""
+    """Read a JSON file; empty if it is damaged, which other rules report."""
     try:
         return folder.side_json(name) or {}
     except (CheckpointError, OSError):

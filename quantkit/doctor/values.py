@@ -31,6 +31,7 @@ from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
 from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.tensors.dtypes import FLOATS, DType
 
+# Multiples of the median of the same scales in all layers.
 _ABSURD = 1000.0
 # Fewer scales may be equal by chance.
 _MIN_SCALES = 16
@@ -46,11 +47,11 @@ _ENDS = 2
 _FACTOR = math.log2(1.7)
 # A role varies if more than 1/12 of its layers are halfway out of line.
 _VARIED = 12
-_OPAQUE = {
-    one for one in DType if one.startswith(("bits", "q", "float4")) or one.endswith("complex32")
-}
-_PIECE = 1 << 22  # bytes
-_SCALES = {"weight_global_scale", *(suffix for layout in LAYOUTS for suffix in layout.scales)}
+# Types whose numbers torch can neither compare nor convert.
+_OPAQUE = {dtype for dtype in DType if re.fullmatch(r"(bits|q|float4).*|.*complex32", dtype)}
+# Bytes of a GGUF tensor that are in memory at a time.
+_PIECE = 1 << 22
+_SCALES = {"weight_global_scale"}.union(*(layout.scales for layout in LAYOUTS))
 _CODES = {layout.codes for layout in LAYOUTS}
 _GGUF_FLOATS = {
     "F32": torch.float32,
@@ -95,27 +96,25 @@ class _Facts:
         if floats:
             finite = torch.isfinite(wide)
             self.bad += int((~finite).sum())
+            # One NaN would hide all other values in sums and extremes.
             wide = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype))
         self.count += wide.numel()
         self.zeros += int((wide == 0).sum())
         if floats:
             self.negative += int((wide < 0).sum())
-        else:
-            self.negative += 0
-        self.low, self.high = min(self.low, wide.min().item()), max(self.high, wide.max().item())
+        self.low = min(self.low, wide.min().item())
+        self.high = max(self.high, wide.max().item())
         empty = (wide == 0).all(-1)
         filled = torch.nonzero(~empty)
+        # An interrupted write leaves zeros at the end, which may extend over several pieces.
         if len(filled) == 0:
-            tail = len(empty)
+            self.zero_tail += len(empty)
         else:
-            tail = len(empty) - 1 - int(filled[-1])
-        if tail == len(empty):
-            self.zero_tail = self.zero_tail + tail
-        else:
-            self.zero_tail = tail
+            self.zero_tail = len(empty) - 1 - int(filled[-1])
         self.rows += len(empty)
         if floats:
             self.largest = max(self.largest or 0.0, wide.abs().max().item())
+            # Squares of large float32 values overflow, and sums of many lose digits.
             self.squares += torch.linalg.vector_norm(wide, dtype=torch.float64).item() ** 2
 
     @property
@@ -124,7 +123,7 @@ class _Facts:
 
 
 def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding]:
-    """Return what is wrong with the numbers of a folder or file."""
+    """Check the numbers of all tensors of a folder or file."""
     result: list[Finding] = []
     scales: dict[str, list[tuple[str, float]]] = {}
     sizes: dict[str, float] = {}
@@ -145,12 +144,13 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
         if part.kind in ("weight", "scale") and facts.count:
             sizes.setdefault(part.name, math.sqrt(facts.squares / facts.count))
     progress("weights", len(listed), len(listed), "tensors")
+    # Damaged scales of one layer stand out only against those of all layers.
     for layers in scales.values():
         usual = statistics.median(largest for _, largest in layers)
         for name, largest in layers:
             if len(layers) > 1 and usual > 0 and largest > _ABSURD * usual:
-                what = f"up to {largest:g}; in other layers up to {usual:g}"
-                result.append(finding("absurd-scale", name, what))
+                message = f"up to {largest:g}; in other layers up to {usual:g}"
+                result.append(finding("absurd-scale", name, message))
     result += unusual_norms(sizes)
     if view is None:
         return result
@@ -188,33 +188,37 @@ def _check_part(part: _Part, facts: _Facts) -> Iterator[Finding]:
 
 
 def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
-    """Layers whose weight is out of line with the median of the two layers on each side, given the
-    root mean squares of weights, or of their scales, by name.
+    """Find layers whose weight is out of line with the median of the two layers on each side, given
+    the root mean squares of weights, or of their scales, by name.
     """
     roles: dict[tuple[str, str], dict[int, str]] = {}
     for name, size in sizes.items():
-        if size > 0 and math.isfinite(size) and (match := _LAYER.fullmatch(name)):
+        match = _LAYER.fullmatch(name)
+        # A size of 0 has no logarithm, and other rules report it.
+        if match is not None and size > 0 and math.isfinite(size):
             roles.setdefault((match[1], match[3]), {})[int(match[2])] = name
     for layers in roles.values():
-        if len(layers) >= _MIN_LAYERS:
-            names = [layers[layer] for layer in sorted(layers)]
-        else:
-            names = []
+        if len(layers) < _MIN_LAYERS:
+            continue
+        names = [layers[layer] for layer in sorted(layers)]
+        # Factors are symmetric on a logarithmic scale.
         logs = [math.log2(sizes[name]) for name in names]
-        usual = {
-            layer: statistics.median(
-                [*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]]
-            )
-            for layer in range(_ENDS, len(names) - _ENDS)
-        }
-        off = {layer: abs(logs[layer] - one) for layer, one in usual.items()}
-        varied = sum(one > _FACTOR / 2 for one in off.values()) > max(1, len(names) // _VARIED)
-        for layer in [layer for layer, one in off.items() if one > _FACTOR and not varied]:
-            what = (
-                f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers"
-                " around it"
-            )
-            yield finding("unusual-norm", names[layer], what)
+        usual_logs: dict[int, float] = {}
+        distances: dict[int, float] = {}
+        for layer in range(_ENDS, len(names) - _ENDS):
+            neighbors = [*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]]
+            usual_logs[layer] = statistics.median(neighbors)
+            distances[layer] = abs(logs[layer] - usual_logs[layer])
+        varied_count = sum(distance > _FACTOR / 2 for distance in distances.values())
+        if varied_count > max(1, len(names) // _VARIED):
+            continue
+        for layer, distance in distances.items():
+            if distance > _FACTOR:
+                message = (
+                    f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual_logs[layer]:.3g} in the"
+                    " layers around it"
+                )
+                yield finding("unusual-norm", names[layer], message)
 
 
 def _check_tied_head(view: View) -> Iterator[Finding]:
@@ -222,21 +226,24 @@ def _check_tied_head(view: View) -> Iterator[Finding]:
     homes = view.folder.homes
     if config is None or not config.tied_embeddings or "lm_head.weight" not in homes:
         return
-    embedding = next((name for name in homes if is_embedding(name.removesuffix(".weight"))), None)
-    if embedding is None or "lm_head" in view.coded:
+    embeddings = [name for name in homes if is_embedding(name.removesuffix(".weight"))]
+    # A quantized head differs from its embedding by rounding.
+    if not embeddings or "lm_head" in view.coded:
         return
+    embedding = embeddings[0]
     if not same_tensor(homes["lm_head.weight"], "lm_head.weight", homes[embedding], embedding):
         yield finding("tied-head", "lm_head.weight", f"differs from {embedding}")
 
 
 def _check_column_order(view: View) -> Iterator[Finding]:
-    """Groups of columns that are not adjacent although the settings do not say so."""
+    """Find groups of columns that are not adjacent although the settings do not say so."""
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
         index = coded.tensors.get(G_IDX)
         if index is None or claim is None or claim.by_index or len(index.shape) != 1:
             continue
         order = view.folder.homes[index.name].read(index.name)
+        # Without a group size, each row is one group.
         rising = torch.arange(len(order)) // (claim.group_size or max(len(order), 1))
         # Zeros mean adjacent columns too.
         if order.any() and not torch.equal(order.long(), rising):
@@ -264,40 +271,45 @@ class _Part:
 
 
 def _parts(folder: Folder, view: View | None) -> list[_Part]:
-    """Return all tensors of a folder or file."""
+    """List all tensors of a folder or file."""
     if folder.kind == "gguf":
         parts: list[_Part] = []
         for header in folder.headers.values():
-            for part in _of_gguf(header):
-                parts.append(part)
+            parts.extend(_of_gguf(header))
         return parts
     quantized: dict[str, tuple[str, Layout | None]] = {}
-    for coded in view.coded.values() if view is not None else ():
-        for suffix, tensor in coded.tensors.items():
-            if suffix in _SCALES:
-                kind = "scale"
-            elif suffix in _CODES:
-                kind = "codes"
-            else:
-                kind = "other"
-            quantized[tensor.name] = kind, coded.layout
+    if view is not None:
+        for coded in view.coded.values():
+            for suffix, tensor in coded.tensors.items():
+                quantized[tensor.name] = _coded_kind(suffix), coded.layout
+    # Without a config, any norm may be stored less 1, as Gemma's are.
     offset = view is None or view.config is None or view.config.norm_offset != 0
     result = []
     for name, tensor in folder.stored.items():
         if tensor.dtype in _OPAQUE:
             continue
         kind, layout = quantized.get(name, (_kind(name, tensor, offset), None))
+        # Scales as integers are exponents, of which any value is valid.
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
-            kind = "other"  # exponents
+            kind = "other"
         read = partial(_pieces, folder.homes[name], name)
         result.append(_Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
     return result
 
 
+def _coded_kind(suffix: str) -> str:
+    if suffix in _SCALES:
+        return "scale"
+    if suffix in _CODES:
+        return "codes"
+    return "other"
+
+
 def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
-    """Return the kind of a tensor that is not part of a quantized weight; with `offset`, norms may
+    """Infer the kind of a tensor that is not part of a quantized weight; with `offset`, norms may
     be stored less 1.
     """
+    # A norm of zeros is valid if the model adds 1 to it.
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or name.endswith("bias"):
@@ -314,44 +326,43 @@ def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
         return
     for part in file.row_parts(name):
         piece = file.read(name, part)
-        yield (
-            piece.float() if piece.dtype in {one.torch for one in FLOAT8} else _to_comparable(piece)
-        )
+        # torch has no comparisons of float8.
+        if piece.dtype in {dtype.torch for dtype in FLOAT8}:
+            yield piece.float()
+        else:
+            yield _to_comparable(piece)
 
 
 def _to_comparable(piece: Tensor) -> Tensor:
-    """Return the same numbers in a type that torch can compare."""
+    """View the numbers in a type that torch can compare."""
     if piece.is_complex():
         return torch.view_as_real(piece)
     if piece.dtype == torch.bool:
         return piece.byte()
-    same = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.uint64: torch.int64}
-    if piece.dtype in same:
-        return piece.view(same[piece.dtype])
+    # Signed types of the same size keep what rules ask of codes: which are 0, and which are equal.
+    signed = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.uint64: torch.int64}
+    if piece.dtype in signed:
+        return piece.view(signed[piece.dtype])
     return piece
 
 
 def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
     for name, tensor in header.tensors.items():
-        if name in ("token_embd.weight", "output.weight"):
+        if "norm" in name:
+            kind = "norm"
+        elif len(tensor.shape) <= 1:
+            kind = "other"
+        elif name in ("token_embd.weight", "output.weight"):
             kind = "embedding"
         else:
             kind = "weight"
-        if "norm" in name:
-            kind = "norm"
-        elif len(tensor.shape) > 1:
-            kind = kind
-        else:
-            kind = "other"
         is_weight = kind == "weight"
         type_name = str(tensor.type)
         if is_weight and type_name not in _GGUF_FLOATS:
             kind = "codes"
-        else:
-            kind = kind
         yield _Part(name, kind, partial(_gguf_pieces, header, tensor))
         for place in _GGUF_SCALES.get(type_name, ()):
-            # blocks of zeros, as in the padded rows of an embedding, have the scale 0
+            # Blocks of zeros, as in the padded rows of an embedding, have the scale 0.
             read = partial(_gguf_pieces, header, tensor, place)
             yield _Part(f"{name} (scales)", "scale" if is_weight else "other", read)
 
@@ -359,7 +370,9 @@ def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
 def _gguf_pieces(
     header: GgufHeader, tensor: GgufTensor, place: int | None = None
 ) -> Iterator[Tensor]:
-    """Rows of floats or of blocks' bytes; with `place`, the float16 scales there in each block."""
+    """Read rows of floats or of blocks' bytes; with `place`, the float16 scales at this offset in
+    each block.
+    """
     rows = math.prod(tensor.shape[:-1])
     size = tensor.type.row_bytes(tensor.shape[-1])
     step = max(1, _PIECE // max(1, size))

@@ -23,7 +23,8 @@ from quantkit.formats.containers.hf_settings import SETTINGS
 
 _UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
 """Keys of known settings that do not name their method."""
-_OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them
+# MLX stacks experts under these names.
+_OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")
 _WITHOUT_HEAD = re.compile(
     r".*(?<!LMHead)Model|.*For(SequenceClassification|TokenClassification|QuestionAnswering|Reward)"
 )
@@ -57,9 +58,10 @@ class View:
         self.expected = self._find_expected_tensors()
         self.linears = self._find_linears()
         self.claims = self._read_claims()
-        self.on_disk = {
-            place.name: tensor for tensor in self.expected.values() for place in tensor.places
-        }
+        self.on_disk: dict[str, DiskTensor] = {}
+        for tensor in self.expected.values():
+            for place in tensor.places:
+                self.on_disk[place.name] = tensor
 
     @property
     def has_known_tensors(self) -> bool:
@@ -71,11 +73,10 @@ class View:
         """Return the class that the config names, if it is a model without a head, whose tensors
         have other names.
         """
-        stated = self.folder.config.get("architectures")
-        if isinstance(stated, list) and stated:
-            name = stated[0]
-        else:
-            name = None
+        architectures = self.folder.config.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            return None
+        name = architectures[0]
         if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name):
             return name[:60]
         return None
@@ -90,7 +91,7 @@ class View:
         )
 
     def rows_of_embedding(self) -> int | None:
-        """Return the number of rows of the embedding, from its tensors."""
+        """Read the number of rows of the embedding from its tensors' shapes."""
         for name, tensor in self.stored.items():
             module, _, leaf = name.rpartition(".")
             if (
@@ -98,16 +99,18 @@ class View:
                 and leaf in ("weight", "weight_packed", "weight_shape")
                 and tensor.shape
             ):
+                # The values of this tensor are the shape, and they are not in the header.
                 if leaf == "weight_shape":
                     return None
                 return tensor.shape[0]
         return None
 
     def scheme(self, module: str) -> tuple[tuple[object, ...], str]:
-        """Return the scheme of a weight, from its tensors and from the config: for comparisons, and
-        for messages.
+        """Describe the scheme of a weight, from its tensors and the config: for comparisons, and in
+        words.
         """
-        if (coded := self.coded.get(module)) is None:
+        coded = self.coded.get(module)
+        if coded is None:
             return ("floats",), "floats"
         claim = self.claims.modules.get(module)
         if claim is not None and claim.bits != coded.bits:
@@ -117,17 +120,18 @@ class View:
         return (*coded.signature, claim and claim.bits), coded.scheme + bits
 
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of all modules that runtimes may build as linears, by name; None if a
+        """Find the shapes of all modules that runtimes may build as linears, by name; None if a
         shape is not known.
         """
-        coded = {module: self.linears.get(module) for module in self.coded}
-        return find_linear_shapes(
-            self.stored, {**self.linears, **coded}, str(self.folder.config.get("model_type"))
-        )
+        linears = dict(self.linears)
+        # A module that only its codes show has no known shape.
+        for module in self.coded:
+            linears.setdefault(module)
+        return find_linear_shapes(self.stored, linears, str(self.folder.config.get("model_type")))
 
     @functools.cached_property
     def hints(self) -> Hints:
-        """Return the kinds of modules, by the names and shapes of the tensors."""
+        """Infer the kinds of modules from the names and shapes of the tensors."""
         return Hints.of(
             self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()}
         )
@@ -135,27 +139,29 @@ class View:
     def _read_claims(self) -> Claims:
         folder = self.folder
         method = self.method
+        # A single file has no config.
         if folder.kind == "file":
-            return Claims()  # without a config
+            return Claims()
         if folder.settings is None:
             return Claims(certain=True)
         modules = list(dict.fromkeys([*self.linears, *self.coded]))
         if method is not None:
+            settings = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
             try:
-                return method.claims(
-                    Settings(folder.settings, folder.root / CONFIG, SETTINGS), modules, self.coded
-                )
+                return method.claims(settings, modules, self.coded)
             except CheckpointError as error:
-                return Claims(
-                    problems=(
-                        f"{error.problem}: found {error.found}" if error.found else error.problem,
-                    )
-                )
-        stated = folder.settings.get("quant_method")
-        known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
-        if known:
+                if error.found:
+                    problem = f"{error.problem}: found {error.found}"
+                else:
+                    problem = error.problem
+                return Claims(problems=(problem,))
+        # A method that is not read here may still be valid: nothing is claimed of its modules.
+        method_name = folder.settings.get("quant_method")
+        if isinstance(method_name, str):
             return Claims()
-        return Claims(problems=(f"quant_method is {format_value(stated)}",))
+        if any(folder.settings.get(key) for key in _UNNAMED):
+            return Claims()
+        return Claims(problems=(f"quant_method is {format_value(method_name)}",))
 
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
@@ -163,7 +169,7 @@ class View:
         if not raw or family is None or self.folder.kind == "file":
             return None
         try:
-            # other rules compare ids of tokens with the vocabulary
+            # Rules about text compare ids of tokens with the vocabulary.
             without = {**raw, "bos_token_id": None, "eos_token_id": None}
             return family.read(Settings(without, self.folder.root / CONFIG))
         except QuantkitError as error:
@@ -179,25 +185,30 @@ class View:
             return {}
         shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         try:
-            found = found_tensors(self.config, shapes, self.folder.root)
+            tensors = found_tensors(self.config, shapes, self.folder.root)
         except CheckpointError as error:
             self.problem = error
             return {}
-        return {tensor.name: tensor for tensor in found}
+        return {tensor.name: tensor for tensor in tensors}
 
     def _find_linears(self) -> dict[str, tuple[int, ...] | None]:
+        linears: dict[str, tuple[int, ...] | None] = {}
         if self.expected:
-            linears: dict[str, tuple[int, ...] | None] = {}
-            for one in self.expected.values():
-                if one.quantizable:
-                    linears[one.module] = one.shape
+            for expected_tensor in self.expected.values():
+                if expected_tensor.quantizable:
+                    linears[expected_tensor.module] = expected_tensor.shape
             return linears
-        floats = {name: (one.shape, str(one.dtype)) for name, one in self.stored.items()}
+        # Nothing says which tensors an unknown family has: names and shapes tell its linears.
+        floats: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, stored_tensor in self.stored.items():
+            floats[name] = (stored_tensor.shape, str(stored_tensor.dtype))
         tensors = opaque_config(self.folder.config, floats).tensors or ()
         roles = infer_roles_by_name(self.folder.config, tensors)
-        own = {
-            tensor.module: tensor.shape
-            for tensor in tensors
-            if roles.get(tensor.name, ("",))[0] in ("linear", "recurrent")
-        }
-        return {**own, **{module: None for module, one in self.coded.items() if one.layout}}
+        for tensor in tensors:
+            role = roles.get(tensor.name, ("",))[0]
+            if role in ("linear", "recurrent"):
+                linears[tensor.module] = tensor.shape
+        for module, coded in self.coded.items():
+            if coded.layout:
+                linears[module] = None
+        return linears

@@ -36,7 +36,7 @@ _OF_ACTIVATIONS = re.compile(
 
 
 def check_files(folder: Folder) -> Iterator[Finding]:
-    """Yield what is wrong with the files of a folder."""
+    """Check that the files of a folder can be read, and are those of its index."""
     if not folder.listed and "adapter_config.json" in folder.names:
         yield finding("adapter", folder.path.name, "adapter_config.json, and no weights of a model")
     elif not folder.kind:
@@ -45,6 +45,7 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         yield finding(
             "no-weights", folder.path.name, f"no {kinds}{models and f'; models are in {models}'}"
         )
+    # A GGUF file has its tokenizer and settings in itself, so no reader opens files next to it.
     if folder.kind != "gguf":
         yield from check_dead(folder)
         yield from check_links(folder)
@@ -58,36 +59,37 @@ def check_files(folder: Folder) -> Iterator[Finding]:
     else:
         for name, (first, second) in folder.twice.items():
             yield finding("tensor-twice", name, f"in {first} and in {second}")
-        usual = _ALONE.get(folder.kind)
-        names = [one.name for one in folder.listed]
+        usual_name = _ALONE.get(folder.kind)
+        names = [path.name for path in folder.listed]
         sound = folder.complete and not (folder.problems or folder.dead or folder.twice)
-        if usual is not None and sound and names != [usual]:
-            more = len(names) - 1
-            yield finding(
-                "no-index",
-                names[0],
-                f"and {more} more, and no index" if more else f"alone, expected {usual}",
-            )
+        if usual_name is not None and sound and names != [usual_name]:
+            further_count = len(names) - 1
+            if further_count:
+                message = f"and {further_count} more, and no index"
+            else:
+                message = f"alone, expected {usual_name}"
+            yield finding("no-index", names[0], message)
     for path in folder.stray:
         yield finding("stray-file", path.name, "is not in the index")
 
 
 def check_opened(folder: Folder) -> Iterator[Finding]:
-    """Why quantkit refuses to open a folder or file in which nothing else was found."""
+    """Open a folder or file in which nothing else was found, and yield why quantkit refuses it."""
     try:
         open_checkpoint(folder.listed[0] if folder.kind == "gguf" else folder.root)
     except UnsupportedError:
-        # Sound, as far as that is known.
+        # The model is sound, as far as quantkit knows its format.
         return
     except CheckpointError as error:
         yield finding("refused", folder.path.name, str(error))
 
 
 def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
-    """Return whether transformers is installed and has a class for a family that is not known here,
-    and what that lacks.
+    """Check the tensors of a family that is not known here against transformers' class. Return
+    whether transformers is installed and has such a class, and what its tensors lack.
     """
-    from quantkit.via_transformers.forward import open_to_look_at, passage_of  # which import torch
+    # These modules import torch, which a diagnosis from headers does without.
+    from quantkit.via_transformers.forward import open_to_look_at, passage_of
     from quantkit.via_transformers.stacks import unstack
 
     source = None
@@ -97,37 +99,38 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
             unstack(source)
             passage_of(source)
     except CheckpointError as error:
-        return source is not None, [] if source is None else [
-            finding("refused", folder.path.name, str(error))
-        ]
+        # Without a source, the class did not get to see the tensors.
+        if source is None:
+            return False, []
+        return True, [finding("refused", folder.path.name, str(error))]
     except QuantkitError:
-        # Sound, as far as that is known.
+        # The model is sound, as far as its format is known.
         return False, []
     return source is not None, []
 
 
 def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
     name = path.name
-    text = error.problem
-    what = describe(error)
+    problem = error.problem
+    message = describe(error)
     if not is_listed:
-        return finding(
-            "damaged-index" if name.endswith(".index.json") else "damaged-json", name, what
-        )
+        rule = "damaged-index" if name.endswith(".index.json") else "damaged-json"
+        return finding(rule, name, message)
+    # Readers of tensors say of a broken link or a pipe only that they cannot read it.
     if name in folder.names and not path.is_file():
         return finding("not-a-file", name, file_kind(path))
     if not path.exists():
-        known = folder.index is not None
-        return finding(
-            "missing-file",
-            name,
-            "the index names it" if known else "its set has more parts than are there",
-        )
-    if "empty" in text:
+        if folder.index is not None:
+            reason = "the index names it"
+        else:
+            reason = "its set has more parts than are there"
+        return finding("missing-file", name, reason)
+    # All damage of files is one type of error, whose kinds differ only in the text.
+    if "empty" in problem:
         return finding("empty-file", name, "0 bytes")
-    if any(one in text for one in ("git-lfs", "HTML", "error message")):
-        return finding("placeholder", name, what)
-    return finding("truncated-file" if "truncated" in text else "damaged-file", name, what)
+    if any(words in problem for words in ("git-lfs", "HTML", "error message")):
+        return finding("placeholder", name, message)
+    return finding("truncated-file" if "truncated" in problem else "damaged-file", name, message)
 
 
 def _index(folder: Folder) -> Iterator[Finding]:
@@ -150,36 +153,41 @@ def _index(folder: Folder) -> Iterator[Finding]:
             yield finding("stale-index", name, f"the index has it in {file}, which lacks it")
     for file, opened in folder.files.items():
         for name in opened.tensors:
-            if (stated := folder.index.get(name)) != file:
-                if stated:
-                    where = f"in {stated} by the index"
-                else:
-                    where = "not in the index"
-                yield finding("stale-index", name, f"is in {file}, and {where}")
+            indexed_file = folder.index.get(name)
+            if indexed_file == file:
+                continue
+            if indexed_file:
+                index_entry = f"in {indexed_file} by the index"
+            else:
+                index_entry = "not in the index"
+            yield finding("stale-index", name, f"is in {file}, and {index_entry}")
 
 
 def check(view: View) -> Iterator[Finding]:
-    """Yield what is wrong with the tensors of a folder."""
+    """Compare the tensors of a folder with its config."""
     kind = view.folder.config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         yield finding("bad-config", CONFIG, f"model_type is {format_value(kind)}")
-    # Which readers use along with rope_parameters.
+    # Readers use this key along with rope_parameters.
     base = view.folder.config.get("rope_theta")
-    if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
+    is_invalid = base is not None and (type(base) not in (int, float) or base <= 0)
+    if is_invalid and view.problem is None:
         yield finding("bad-config", CONFIG, f"rope_theta is {format_value(base)}")
     else:
         for ignored in list_ignored_rope_settings(view.folder.config):
             yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
-    if (error := view.problem) is not None:
-        found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
-        if isinstance(error, UnsupportedError):
-            rule = "unknown-setting"
+    error = view.problem
+    if error is not None:
+        message = error.problem
+        if error.found is not None:
+            message += f" (found {error.found})"
+        # With a valid config, the problem comes from matching it with the stored tensors.
+        if view.config is not None:
+            yield finding("two-forms", view.folder.path.name, message)
+        elif isinstance(error, UnsupportedError):
+            yield finding("unknown-setting", CONFIG, message)
         else:
-            rule = "bad-config"
-        rule, where = (
-            (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
-        )
-        yield finding(rule, where, found)
+            yield finding("bad-config", CONFIG, message)
     if view.has_known_tensors:
         yield from _missing(view)
         yield from _extra(view)
@@ -187,9 +195,9 @@ def check(view: View) -> Iterator[Finding]:
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Why quantkit refuses to open a folder in which nothing else was found. With `deep`, zero
-    points and offsets, by which some formats are recognized, are read; otherwise only the settings
-    are checked.
+    """Open a folder in which nothing else was found, and yield why quantkit refuses it. With
+    `deep`, zero points and offsets, by which some formats are recognized, are read; otherwise only
+    the settings are checked.
     """
     folder = view.folder
     try:
@@ -205,7 +213,7 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
 
 def _missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
-        # Complete or not, which another rule checks.
+        # Another rule checks that the codes are complete.
         coded = name.removesuffix(".weight") in view.coded
         if name in view.stored or coded or view.folder.in_unread_file(name):
             continue
@@ -232,27 +240,24 @@ def _stores_tied_head(view: View) -> bool:
 def _extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     predicts = any(raw.get(key) for key in PREDICTION)
-    owners = {
-        tensor.name: module
-        for module, coded in view.coded.items()
-        for tensor in coded.tensors.values()
-    }
-    expected = {
-        tensor.module
-        for tensor in view.expected.values()
-        if tensor.linear is not None or tensor.stacked
-    }
-    embedded = {tensor.module for tensor in view.expected.values() if is_embedding(tensor.module)}
-    known = expected | embedded | {"lm_head"}
+    owners: dict[str, str] = {}
+    for module, coded in view.coded.items():
+        for part in coded.tensors.values():
+            owners[part.name] = module
+    # Modules whose weights may be stored as codes. A tied model may store its head as well.
+    quantizable = {"lm_head"}
+    for expected_tensor in view.expected.values():
+        module = expected_tensor.module
+        if expected_tensor.linear is not None or expected_tensor.stacked or is_embedding(module):
+            quantizable.add(module)
     for name, tensor in view.stored.items():
         module = name.rpartition(".")[0]
         if name in view.expected or is_derived_buffer(name) or _OF_ACTIVATIONS.fullmatch(name):
             continue
-        if (
-            name == "lm_head.weight"
-            or owners.get(name) in known
-            or (predicts and is_extra_layer(name, raw))
-        ):
+        if name == "lm_head.weight" or owners.get(name) in quantizable:
+            continue
+        # The config counts layers for further tokens, and does not say which tensors they have.
+        if predicts and is_extra_layer(name, raw):
             continue
         if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
             # Zeros that their writers add; vLLM and GPTQModel skip them.
@@ -267,32 +272,23 @@ def _extra(view: View) -> Iterator[Finding]:
 def _shapes(view: View) -> Iterator[Finding]:
     rows = view.rows_of_embedding()
     for name, tensor in view.expected.items():
-        found = view.stored.get(name)
+        stored = view.stored.get(name)
         coded = view.coded.get(tensor.module)
-        shape = (
-            found.shape
-            if found is not None and coded is None
-            else coded.plain_code_shape
-            if coded
-            else None
-        )
-        if (
-            shape is not None
-            and rows is not None
-            and tensor.module in ("lm_head", "model.embed_tokens")
-        ):
-            # another rule checks vocab_size
-            if shape == (rows, *tensor.shape[1:]):
-                shape = tensor.shape
-            else:
-                shape = shape
-        allowed = [tensor.shape]
+        shape: tuple[int, ...] | None = None
+        if coded is not None:
+            shape = coded.plain_code_shape
+        elif stored is not None:
+            shape = stored.shape
+        allowed_shapes = [tensor.shape]
         # Some stacked experts have inputs before outputs.
         if tensor.stacked is not None:
-            allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
-        if shape is not None and shape not in allowed:
+            allowed_shapes.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
+        # Another rule compares the number of rows with vocab_size.
+        if rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
+            allowed_shapes.append((rows, *tensor.shape[1:]))
+        if shape is not None and shape not in allowed_shapes:
             yield finding(
                 "wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}"
             )
-        if found is not None and coded is None and found.dtype not in STORED_FLOATS:
-            yield finding("wrong-type", name, f"found {found.dtype}, expected floats")
+        if stored is not None and coded is None and stored.dtype not in STORED_FLOATS:
+            yield finding("wrong-type", name, f"found {stored.dtype}, expected floats")

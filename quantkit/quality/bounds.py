@@ -92,17 +92,18 @@ RANDOM = "random tokens"
 
 # The first predicts the second.
 _MIN_TOKENS = 2
+# Of each text; models with more parameters are measured on one, as each window costs them more.
 _WINDOWS = 2
 _LARGE_PARAMETERS = 10**9
 
 
 def coarser(bounds: Iterable[Bound]) -> Bound:
-    """Return the largest bound."""
+    """Choose the largest bound."""
     return max(bounds, key=lambda bound: bound.kl)
 
 
 def scheme_bound(schemes: Iterable[QuantScheme]) -> Bound:
-    """Return the bound of the scheme that loses the most."""
+    """Choose the bound of the scheme that loses the most."""
     return coarser(BOUNDS[bound_type(scheme)] for scheme in schemes)
 
 
@@ -122,23 +123,28 @@ def with_inputs(bound: Bound, inputs: Iterable[InputRounding]) -> Bound:
     types = {rounding.activations for rounding in inputs}
     if not types:
         return bound
-    added = coarser(BOUNDS[activations] for activations in types)
-    return Bound(bound.kl + added.kl, bound.perplexity_ratio + added.perplexity_ratio - 1)
+    input_bound = coarser(BOUNDS[activations] for activations in types)
+    return Bound(
+        bound.kl + input_bound.kl, bound.perplexity_ratio + input_bound.perplexity_ratio - 1
+    )
 
 
 def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
-    """Return the scheme that loses the most and, if there are several, the one with the longest
+    """Choose the scheme that loses the most and, if there are several, the one with the longest
     groups.
     """
-    return max(
-        schemes, key=lambda scheme: (scheme_bound([scheme]).kl, scheme.group_size or math.inf)
-    )
+
+    def loss_rank(scheme: QuantScheme) -> tuple[float, float]:
+        # Without a group size, each row is one group.
+        return scheme_bound([scheme]).kl, scheme.group_size or math.inf
+
+    return max(schemes, key=loss_rank)
 
 
 def weight_bound(
     quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme
 ) -> float:
-    """Return the largest relative error of a quantized weight [O, I].
+    """Compute the largest relative error of a quantized weight [O, I] that passes.
 
     If the reference has floats, it is a multiple of the error of rounding to nearest in the same
     scheme: rows with outliers, or too small for their scales' type, lose more by any method. If
@@ -153,6 +159,7 @@ def weight_bound(
         error = max(_step_error(quantized), _step_error(weight))
     else:
         error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
+    # A solver may change this weight to compensate what coarser layers before it have lost.
     compensated = coarsest.with_dividing_groups(weight.shape[1])
     if compensated != quantized.scheme:
         if isinstance(weight, QuantTensor):
@@ -164,8 +171,8 @@ def weight_bound(
 
 
 def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
-    """Return the relative error, and its bound, of the row of a quantized weight [O, I] that
-    exceeds its bound the most. NaN if a row holds NaN.
+    """Find the row of a quantized weight [O, I] that exceeds its bound the most, and return its
+    relative error and its bound. NaN if a row has a NaN.
     """
     worst = -1.0
     result = (0.0, _MIN_BOUND)
@@ -173,12 +180,13 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
         rows = quantized.rows(start, stop)
         reference = weight[start:stop].float()
         rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
+        # A row of zeros, as of an unused token, has no error.
         norms = _row_norms(reference).clamp(min=torch.finfo(torch.float32).tiny)
-        error, smallest = (
-            _row_norms(one - reference) / norms for one in (rows.dequantize(), rounded)
-        )
-        bound = (TIMES_ROUNDING * smallest).clamp(min=_MIN_BOUND)
-        excess, row = torch.max(error / bound, 0)  # NaN is the largest
+        error = _row_norms(rows.dequantize() - reference) / norms
+        rounding_error = _row_norms(rounded - reference) / norms
+        bound = (TIMES_ROUNDING * rounding_error).clamp(min=_MIN_BOUND)
+        # torch takes NaN for the largest value.
+        excess, row = torch.max(error / bound, 0)
         if not excess.item() <= worst:
             worst = excess.item()
             result = (error[row].item(), bound[row].item())
@@ -186,16 +194,18 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """Return the norm of each row, in float64, as squares of large values overflow in float32."""
+    """Compute the norm of each row, in float64, as squares of large values overflow in float32."""
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
     return norms
 
 
 def _step_error(value: QuantTensor) -> float:
-    """Return the relative error of a weight if its values were distributed evenly between its
+    """Compute the relative error of a weight if its values were distributed evenly between its
     steps.
     """
     rows, columns = value.shape
+    # Even errors in a step s have the mean square s^2 / 12. Steps of small floats grow with the
+    # code, steps of integers are those of the group.
     if value.scheme.of_small_floats:
         gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
         squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
@@ -215,8 +225,11 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
     """Return whether one of two float tensors is the other one, cast to its type."""
 
     def is_cast(first: Tensor, second: Tensor) -> bool:
-        chunks = (slice(*part) for part in row_chunks(len(a), math.prod(a.shape[1:])))
-        return all(torch.equal(first[rows].to(second.dtype), second[rows]) for rows in chunks)
+        for start, stop in row_chunks(len(a), math.prod(a.shape[1:])):
+            cast_rows = first[start:stop].to(second.dtype)
+            if not torch.equal(cast_rows, second[start:stop]):
+                return False
+        return True
 
     return is_cast(a, b) or is_cast(b, a)
 
@@ -233,19 +246,26 @@ def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()
     """
     if not offset or a.shape != b.shape:
         return False
-    casts = [dtype.torch for dtype in dtypes]
-    of_a = [weight.float() + offset for weight in (a, *map(a.to, casts))]
-    of_b = [weight.float() + offset for weight in (b, *map(b.to, casts))]
-    return any(torch.equal(first, of_b[0]) for first in of_a) or any(
-        torch.equal(of_a[0], second) for second in of_b
-    )
+    sum_a = a.float() + offset
+    sum_b = b.float() + offset
+    if torch.equal(sum_a, sum_b):
+        return True
+    for dtype in dtypes:
+        cast_a = a.to(dtype.torch).float() + offset
+        cast_b = b.to(dtype.torch).float() + offset
+        if torch.equal(cast_a, sum_b) or torch.equal(sum_a, cast_b):
+            return True
+    return False
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same type and shape, and are equal in every bit."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (a, b)))
+    # As bytes, 0 and -0 differ, and NaN equals itself.
+    bytes_a = a.contiguous().view(-1).view(torch.uint8)
+    bytes_b = b.contiguous().view(-1).view(torch.uint8)
+    return torch.equal(bytes_a, bytes_b)
 
 
 def exceeds(quality: Quality, bound: Bound) -> bool:
@@ -254,11 +274,12 @@ def exceeds(quality: Quality, bound: Bound) -> bool:
     """
     room = 1 + REPEATABLE
     ratio = quality.perplexity / quality.reference_perplexity
+    # Written with `not`, as NaN fails every comparison.
     return not (quality.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)
 
 
 def build_gate_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
-    """Return the sha256 and windows [W, T] of each text, by its name.
+    """Cut each text into windows [W, T]; return them with the sha256 of the text, by its name.
 
     Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same
     each time, with their own hash.
@@ -280,17 +301,17 @@ def build_gate_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
 
 
 def window_length(checkpoint: Checkpoint) -> int:
-    """Tokens in one window for a model."""
+    """Return the number of tokens in a model's windows."""
     return max(_MIN_TOKENS, min(WINDOW, checkpoint.config.max_context))
 
 
 def count_gate_tokens(checkpoint: Checkpoint) -> int:
-    """Return the most tokens that a model is measured on."""
+    """Count the most tokens that a model is measured on."""
     return len(gate_texts()) * _count(checkpoint) * window_length(checkpoint)
 
 
 def _count(checkpoint: Checkpoint) -> int:
-    """Windows of each text."""
+    """Choose the number of windows of each text."""
     if parameter_count(checkpoint) > _LARGE_PARAMETERS:
         return 1
     return _WINDOWS

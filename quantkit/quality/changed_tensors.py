@@ -31,31 +31,35 @@ class Change:
 
 
 def tensor_hash(value: Tensor | QuantTensor) -> str:
-    """Return the sha256 of a tensor's values: of codes, scales, and zero points or minima, or of
+    """Compute the sha256 of a tensor's values: of codes, scales, and zero points or minima, or of
     floats in their type.
     """
-    found = sha256()
+    digest = sha256()
     if isinstance(value, QuantTensor):
         parts = [value.codes, value.scale, value.zero, value.minimum]
     else:
         parts = [value]
     for part in parts:
         if part is not None:
-            found.update(f"{part.dtype} {list(part.shape)};".encode())
-            found.update(part.flatten().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            # Equal bytes of another type or shape are other values.
+            digest.update(f"{part.dtype} {list(part.shape)};".encode())
+            # numpy lacks bfloat16, and a view of bytes copies nothing.
+            digest.update(part.flatten().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
-    """Return the tensors, of some, that differ between two models."""
-    found = {}
+    """Hash the tensors of these names in two models, and return those that differ."""
+    result: dict[str, Change] = {}
     for name in names:
-        found[name] = Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
-    return {name: one for name, one in found.items() if one.before != one.after}
+        change = Change(tensor_hash(before.load(name)), tensor_hash(after.load(name)))
+        if change.before != change.after:
+            result[name] = change
+    return result
 
 
 def merge_changes(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[str, Change]:
-    """Return the changes of two refinements, one after the other."""
+    """Merge the changes of two refinements, one after the other."""
     result = dict(earlier)
     for name, change in later.items():
         if name in earlier:
@@ -67,8 +71,8 @@ def merge_changes(earlier: Mapping[str, Change], later: Mapping[str, Change]) ->
 
 
 def rehash_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
-    """Return the tensors that a model's manifest lists as changed, with the hashes of the same
-    model in another format.
+    """Hash the tensors that a model's manifest lists as changed again, in the same model in another
+    format.
     """
     names = set(result.names())
     results: dict[str, Change] = {}
@@ -79,7 +83,7 @@ def rehash_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
 
 
 def read_changes(model: Path) -> dict[str, Change]:
-    """Return the tensors that a model's manifest lists as changed by refining; none if it was not
+    """Read the tensors that a model's manifest lists as changed by refining; none if it was not
     refined. Raises `CheckpointError` if the list has another form.
     """
     refined = manifest_or_empty(model).get(REFINED)
@@ -87,8 +91,8 @@ def read_changes(model: Path) -> dict[str, Change]:
         return {}
     try:
         result: dict[str, Change] = {}
-        for name, one in refined["tensors"].items():
-            result[name] = Change(str(one["before"]), str(one["after"]))
+        for name, hashes in refined["tensors"].items():
+            result[name] = Change(str(hashes["before"]), str(hashes["after"]))
         return result
     except (AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(

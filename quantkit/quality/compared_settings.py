@@ -38,9 +38,10 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: if a file is damaged.
     """
-    if not all(CONTAINERS[checkpoint.format].states_tokens for checkpoint in (a, b)):
+    if not (CONTAINERS[a.format].states_tokens and CONTAINERS[b.format].states_tokens):
         return []
-    are_folders = all(text_folder(checkpoint.path) == checkpoint.path for checkpoint in (a, b))
+    # The text files of a GGUF file are written to another folder from its metadata.
+    are_folders = text_folder(a.path) == a.path and text_folder(b.path) == b.path
     neutral = dict(_NEUTRAL)
     if are_folders:
         for key in _READERS_DIFFER:
@@ -77,10 +78,11 @@ def _describe(values: dict[str, object], key: str) -> str:
 
 
 def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, object]:
-    """Return the sampling options in effect, without those of neutral values; temperature 0
+    """Read the sampling options in effect, without those of neutral values; temperature 0
     where it is greedy.
     """
     options: dict[str, object] = {**sampling_defaults(folder)}
+    # A greedy sampler ignores top_k, top_p and min_p, but applies the penalty.
     if not options.get("temperature"):
         penalty = options.get("repetition_penalty", 1.0)
         options = {"temperature": 0.0, "repetition_penalty": penalty}
@@ -92,7 +94,7 @@ def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, obje
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the flags of tokenizer_config.json, with what applies where it states none: the
+    """Read the flags of tokenizer_config.json, with what applies where it states none: the
     tokenizer adds the tokens that its own file says, and transformers cleans nothing up.
 
     The tokenizer of a model that has no decoder here is not read, since it may be of any kind.

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 # An error from 20 parts is itself known to a sixth.
 _MAX_PARTS = 20
-_MIN_PART = 16  # tokens of a part
+# Tokens of a part.
+_MIN_PART = 16
+# Figures outside this range are shown with an exponent.
 _MIN_PLAIN = 1e-4
 _MAX_PLAIN = 1e7
 # An error with a smaller first digit is shown with two digits, else with one.
@@ -49,24 +51,27 @@ class Estimate:
         return _with_error(self.value, error)
 
     def times(self, factor: float) -> Estimate:
-        """Return the same in another unit, such as percent."""
+        """Convert the figure to another unit, such as percent."""
         return Estimate(self.value * factor, None if self.error is None else self.error * factor)
 
     def exp(self) -> Estimate:
-        """Return the exponential, of a mean of logarithms; infinite beyond the range of a float."""
+        """Compute the exponential of a mean of logarithms; infinite beyond the range of a float."""
+        # math.exp raises OverflowError above 709.78.
         if self.value < 709:
             value = math.exp(self.value)
         else:
             value = math.inf
+        # By the delta method: the derivative of exp(x) is exp(x).
         return Estimate(value, None if self.error is None else value * self.error)
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a figure with `digits` significant digits; before the point all digits are shown, up
+    """Format a figure with `digits` significant digits; before the point all digits are shown, up
     to seven.
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
+    # Of the rounded figure: 9.996 with three digits is 10.0.
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     if not _is_plain(exponent):
         return f"{value:.{digits - 1}e}"
@@ -74,7 +79,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def round_figure(value: float, digits: int = 5) -> float:
-    """Return a figure as manifests have it."""
+    """Round a figure to the digits that manifests have."""
     return float(f"{value:.{digits}g}")
 
 
@@ -83,7 +88,7 @@ def _is_plain(exponent: int) -> bool:
 
 
 def average_estimates(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """Return the mean of independent figures; it has an error if all of them have."""
+    """Average independent figures; the mean has an error if all of them have."""
     shares = [weight / sum(weights) for weight in weights]
     value = sum(share * estimate.value for share, estimate in zip(shares, estimates, strict=True))
     errors = []
@@ -94,8 +99,7 @@ def average_estimates(estimates: Sequence[Estimate], weights: Sequence[float]) -
 
 
 def mean_estimate(values: Tensor) -> Estimate:
-    """Return the mean over a text's tokens [N], float64 and in their order, with its standard
-    error.
+    """Average over a text's tokens [N], float64 and in their order, with the standard error.
 
     Neighbouring tokens are correlated, so the error is not that of N independent draws. The text is
     cut into 20 parts of equal length, at least 16 tokens, and the parts count as independent (batch
@@ -106,19 +110,25 @@ def mean_estimate(values: Tensor) -> Estimate:
     if count < 2:
         return Estimate(mean.item())
     spread = sum((part - mean).sum().square() for part in values.tensor_split(count))
+    # Parts differ in length by a token, so their sums are compared instead of their means.
     return Estimate(mean.item(), math.sqrt(spread * count / (count - 1)) / len(values))
 
 
 def _with_error(value: float, error: float) -> str:
-    """Both with as many decimals as the error has significant digits."""
+    """Format both with as many decimals as the error has significant digits."""
     exponent = math.floor(math.log10(error))
-    decimals = (1 if error / 10.0**exponent < _TWO_DIGITS else 0) - exponent
-    shown = [round(one, decimals) + 0.0 for one in (value, error)]
-    return " ± ".join(f"{one:.{max(0, decimals)}f}" for one in shown)
+    decimals = -exponent
+    if error / 10.0**exponent < _TWO_DIGITS:
+        decimals += 1
+    # A format does not round before the point, `round` does. Adding 0.0 makes -0.0 positive.
+    rounded_value = round(value, decimals) + 0.0
+    rounded_error = round(error, decimals) + 0.0
+    places = max(0, decimals)
+    return f"{rounded_value:.{places}f} ± {rounded_error:.{places}f}"
 
 
 def read_record(kind: type[T], value: Any, path: Path, description: str) -> T:
-    """Return a dataclass from the manifest at a path, for the error with what it states; keys that
+    """Decode a dataclass from the manifest at a path, for the error with what it states; keys that
     it lacks are ignored. Raises `CheckpointError` if the value has another form, or `kind` raises
     ValueError for it.
     """
@@ -131,7 +141,7 @@ def read_record(kind: type[T], value: Any, path: Path, description: str) -> T:
 
 
 def manifest_or_empty(model: Path) -> dict[str, Any]:
-    """Return a model's manifest; empty if it has none that can be read."""
+    """Read a model's manifest; empty if it has none that can be read."""
     try:
         return manifest.read(model)
     except CheckpointError:
@@ -139,69 +149,85 @@ def manifest_or_empty(model: Path) -> dict[str, Any]:
 
 
 def method_of(model: Path) -> str:
-    """Return how a model was quantized; empty if its manifest does not state it."""
+    """Read how a model was quantized; empty if its manifest does not state it."""
     return str(manifest_or_empty(model).get("method") or "")
 
 
 def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
-    """Errors of quantized layers from each folder's manifest, worst first, and their kind.
+    """Read the errors of quantized layers from each folder's manifest, worst first, and their kind.
 
     All are of one kind, so that they can be compared: of outputs if every manifest with errors has
     those.
     """
-    listed: list[dict[str, Any]] = []
+    folder_records: list[dict[str, Any]] = []
     for folder in folders:
-        listed.append(manifest_or_empty(folder).get("modules", {}))
+        folder_records.append(manifest_or_empty(folder).get("modules", {}))
+    # Errors of outputs are closer to what a model loses, but only some methods record them.
     for kind in ("output_error", "relative_error"):
-        errors = []
-        for one in listed:
-            errors.append(
-                {name: record[kind] for name, record in one.items() if record.get(kind) is not None}
-            )
-        if any(errors) and all(
-            bool(error) or not one for error, one in zip(errors, listed, strict=True)
-        ):
-            return [
-                dict(sorted(error.items(), key=lambda item: -item[1])) for error in errors
-            ], kind
+        errors = [_errors_of_kind(records, kind) for records in folder_records]
+        # A folder without records, such as a float model, has no errors of any kind.
+        lacks_kind = False
+        for records, layers in zip(folder_records, errors, strict=True):
+            if records and not layers:
+                lacks_kind = True
+        if any(errors) and not lacks_kind:
+            return [_sort_worst_first(layers) for layers in errors], kind
     return [{} for _ in folders], ""
 
 
+def _errors_of_kind(records: Mapping[str, Any], kind: str) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for name, record in records.items():
+        if record.get(kind) is not None:
+            errors[name] = record[kind]
+    return errors
+
+
+def _sort_worst_first(errors: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
 def read_module_records(model_manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a manifest states of each module; empty if it has another form."""
+    """Read what a manifest states of each module; empty if it has another form."""
     modules = model_manifest.get("modules")
+    records: dict[str, dict[str, Any]] = {}
     if isinstance(modules, dict):
-        return {name: module for name, module in modules.items() if isinstance(module, dict)}
-    return {}
+        for name, module in modules.items():
+            if isinstance(module, dict):
+                records[name] = module
+    return records
 
 
 def _decode_value(kind: Any, value: Any) -> Any:
-    """Return a value of a type: a dataclass, a list, tuple or dict, an optional value, or a string
+    """Decode a value of a type: a dataclass, a list, tuple or dict, an optional value, or a string
     or number.
     """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        required = set()
+        decoded: dict[str, Any] = {}
         for field in fields(kind):
-            if field.default is MISSING and field.default_factory is MISSING:
-                required.add(field.name)
-        stated = (
-            field.name
-            for field in fields(kind)
-            if field.name in required or value.get(field.name) is not None
-        )
-        return kind(**{name: _decode_value(hints[name], value[name]) for name in stated})
+            name = field.name
+            is_required = field.default is MISSING and field.default_factory is MISSING
+            # Manifests of earlier versions lack fields with defaults.
+            if is_required or value.get(name) is not None:
+                decoded[name] = _decode_value(hints[name], value[name])
+        return kind(**decoded)
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is list:
-        return [_decode_value(arguments[0], one) for one in value]
+        return [_decode_value(arguments[0], element) for element in value]
     if origin is tuple:
-        return tuple(
-            _decode_value(argument, part) for argument, part in zip(arguments, value, strict=True)
-        )
+        parts: list[Any] = []
+        for argument, part in zip(arguments, value, strict=True):
+            parts.append(_decode_value(argument, part))
+        return tuple(parts)
     if origin is dict:
-        return {str(key): _decode_value(arguments[1], one) for key, one in value.items()}
-    if arguments:  # X | None
+        entries: dict[str, Any] = {}
+        for key, entry in value.items():
+            entries[str(key)] = _decode_value(arguments[1], entry)
+        return entries
+    # All other types with arguments are X | None.
+    if arguments:
         if value is None:
             return None
         return _decode_value(arguments[0], value)

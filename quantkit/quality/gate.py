@@ -103,7 +103,7 @@ class TextResult:
         return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
 
     def limit(self, digits: int = 3) -> str:
-        """Return the bound of the mean KL, in words."""
+        """Describe the bound of the mean KL."""
         if self.rounding_kl is None:
             rounding = ""
         else:
@@ -133,24 +133,25 @@ class Gate:
             raise ValueError("nothing was measured")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """Return the problem, what was found and what was expected; None if the gate is passed.
+        """Describe the problem, what was found and what was expected; None if the gate is passed.
 
         NaN exceeds every bound.
         """
         for text in self.texts:
             if not text.kl <= text.kl_bound:
                 digits = _distinct_digits(text.kl, text.kl_bound)
-                found = (
+                divergence = (
                     f"a mean KL(source || result) of {text.kl:.{digits}g} nats a token on"
                     f" '{text.text}'"
                 )
-                return "the result is too far from its source", found, text.limit(digits)
+                return "the result is too far from its source", divergence, text.limit(digits)
             ratio = text.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
                 digits = _distinct_digits(ratio, self.perplexity_ratio_bound)
-                found = f"{ratio:.{digits}g} times the perplexity on '{text.text}'"
+                increase = f"{ratio:.{digits}g} times the perplexity on '{text.text}'"
                 allowed = f"at most {self.perplexity_ratio_bound:g} times"
-                return "the result predicts worse than its source", found, allowed
+                return "the result predicts worse than its source", increase, allowed
+        # One layer is enough for a verdict: the manifest lists all.
         for linear, reason in self.fallbacks.items():
             return (
                 f"linear '{linear}' was rounded to nearest",
@@ -159,8 +160,8 @@ class Gate:
             )
         for linear, (error, bound) in self.distorted.items():
             problem = f"the weights of linear '{linear}' changed more than its scheme explains"
-            found = f"an error of {error:.3g} relative to the weights (Frobenius norms)"
-            return problem, found, f"at most {bound:.3g}"
+            change = f"an error of {error:.3g} relative to the weights (Frobenius norms)"
+            return problem, change, f"at most {bound:.3g}"
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class Gate:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Gate:
-        """Return the result of `to_json`, read from the manifest at a path.
+        """Read the result of `to_json` from the manifest at a path.
 
         Raises:
             CheckpointError: if it has another form, or states no text.
@@ -220,10 +221,11 @@ def run_gate(
     """
     assigned = schemes(result) if requested is None else requested
     has_cache = result.kv_cache is not None and source.kv_cache is None
-    others: list[Checkpoint] = [result]
+    candidates: list[Checkpoint] = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
+        # The baseline must round as the result was rounded, or a rounded result would not equal it.
         if Solver.WEIGHTED in solvers:
             weights = importance()
         elif Solver.SEARCHED in solvers:
@@ -232,52 +234,62 @@ def run_gate(
             weights = None
         rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
-            others.append(RtnBaseline(source, assigned, scale_dtype))
+            candidates.append(RtnBaseline(source, assigned, scale_dtype))
         elif has_cache:
             # The result with floats in its cache.
-            others.append(rounded_again)
+            candidates.append(rounded_again)
     if inputs:
-        others = [RoundedInputs(one, inputs) for one in others]
-    else:
-        others = others
+        candidates = [RoundedInputs(candidate, inputs) for candidate in candidates]
     bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
-    measured = build_gate_windows(source)
-    lost = collect_tallies(
-        source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress
+    gate_windows = build_gate_windows(source)
+    tallies = collect_tallies(
+        source,
+        candidates,
+        [Windows.of(windows) for _, windows in gate_windows.values()],
+        progress=progress,
     )
-    texts = []
-    for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        quality, *rtn = (tally.quality() for tally in by_model)
-        rounding = rtn[0].divergence.kl if rtn else None
+    texts: list[TextResult] = []
+    for (name, (digest, _)), text_tallies in zip(gate_windows.items(), tallies, strict=True):
+        quality = text_tallies[0].quality()
+        rounding_kl: float | None = None
         limit = bound.kl
-        if rounding is not None:
-            limit = min(limit, max(FLOOR, SLACK * rounding) + (CACHE_KL if has_cache else 0))
-        one = quality.divergence
-        figures = (
-            one.kl,
-            one.kl_p99,
-            limit,
-            one.top1_agreement,
-            quality.reference_perplexity,
-            quality.perplexity,
+        if len(text_tallies) > 1:
+            rounding_kl = text_tallies[1].quality().divergence.kl
+            cache_kl = CACHE_KL if has_cache else 0
+            limit = min(limit, max(FLOOR, SLACK * rounding_kl) + cache_kl)
+        divergence = quality.divergence
+        texts.append(
+            TextResult(
+                name,
+                digest,
+                divergence.tokens,
+                kl=round_figure(divergence.kl),
+                kl_p99=round_figure(divergence.kl_p99),
+                kl_bound=round_figure(limit),
+                top1_agreement=round_figure(divergence.top1_agreement),
+                source_perplexity=round_figure(quality.reference_perplexity),
+                perplexity=round_figure(quality.perplexity),
+                kl_error=_round_optional(divergence.kl_error),
+                ratio_error=_round_optional(quality.ratio_error),
+                rounding_kl=_round_optional(rounding_kl),
+            )
         )
-        errors = (
-            None if error is None else round_figure(error)
-            for error in (one.kl_error, quality.ratio_error, rounding)
-        )
-        texts.append(TextResult(name, digest, one.tokens, *map(round_figure, figures), *errors))
-    unsolved = {
-        name: record["fallback"]
-        for name, record in records.items()
-        if record and "fallback" in record
-    }
-    fallbacks = {name.removesuffix(".weight"): str(reason) for name, reason in unsolved.items()}
+    fallbacks: dict[str, str] = {}
+    for name, record in records.items():
+        if record and "fallback" in record:
+            fallbacks[name.removesuffix(".weight")] = str(record["fallback"])
     return Gate(
         texts,
         bound.perplexity_ratio,
         fallbacks,
         _find_distorted_layers(source, result, records, assigned, progress),
     )
+
+
+def _round_optional(value: float | None) -> float | None:
+    if value is None:
+        return None
+    return round_figure(value)
 
 
 def require_passed(
@@ -291,14 +303,10 @@ def require_passed(
     if problem is None:
         return
     if remedy is None:
-        baselines = [text.rounding_kl for text in gate.texts]
-        # The result is rounded itself.
-        if None in baselines:
+        # Without a baseline, the result is rounded itself.
+        if any(text.rounding_kl is None for text in gate.texts):
             solver = '`method="gptq"`'
-        elif all(
-            kl is not None and kl <= text.kl_bound
-            for kl, text in zip(baselines, gate.texts, strict=True)
-        ):
+        elif all(_baseline_passes(text) for text in gate.texts):
             solver = 'GPTQ with more text, or round with `method="rtn"`'
         else:
             solver = "GPTQ with more text"
@@ -310,12 +318,11 @@ def require_passed(
             f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True`"
             " (and `resume=True`)"
         )
-    errors = (
-        (relative_error(*_pair(source, result, module)), module) for module in schemes(result)
-    )
-    worst = ", ".join(
-        f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST]
-    )
+    errors: list[tuple[float, str]] = []
+    for module in schemes(result):
+        errors.append((relative_error(*_pair(source, result, module)), module))
+    errors.sort(reverse=True)
+    worst = ", ".join(f"{module} ({error:.2g})" for error, module in errors[:_NUM_WORST])
     raise QualityError(
         problem[0],
         path=dst,
@@ -325,6 +332,10 @@ def require_passed(
     )
 
 
+def _baseline_passes(text: TextResult) -> bool:
+    return text.rounding_kl is not None and text.rounding_kl <= text.kl_bound
+
+
 def _find_distorted_layers(
     source: Checkpoint,
     result: Checkpoint,
@@ -332,10 +343,10 @@ def _find_distorted_layers(
     assigned: Mapping[str, QuantScheme],
     progress: Progress,
 ) -> dict[str, tuple[float, float]]:
-    """Return the layers whose recorded errors exceed `weight_bound`, with error and bound; for an
+    """Find the layers whose recorded errors exceed `weight_bound`, with error and bound; for an
     embedding, any row, as texts have few of the tokens.
     """
-    found = {}
+    distorted: dict[str, tuple[float, float]] = {}
     worst = coarsest(assigned.values())
     for index, (module, scheme) in enumerate(assigned.items()):
         progress("weights", index, len(assigned), "linears")
@@ -344,7 +355,8 @@ def _find_distorted_layers(
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
         elif solver == Solver.CARRIED or (solver in _TRAINED and "relative_error" not in record):
-            # it has no error, or none to compare: it has other channels than the float model
+            # Carried codes have no error. A trained model without a recorded one has other channels
+            # than the float model, so that there is nothing to compare.
             continue
         else:
             error = float(record.get("relative_error", math.nan))
@@ -358,24 +370,28 @@ def _find_distorted_layers(
                     compensated = worst
                 bound = weight_bound(*_pair(source, result, module), compensated)
         if not error <= bound:
-            found[module] = (round_figure(error), round_figure(bound))
+            distorted[module] = (round_figure(error), round_figure(bound))
     progress("weights", len(assigned), len(assigned), "linears")
-    return found
+    return distorted
 
 
 def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
-    """Return the weight of a module in the result, and in the source."""
+    """Load the weight of a module in the result, and in the source."""
     quantized = result.load(module + ".weight")
     weight = source.load(module + ".weight")
     assert isinstance(quantized, QuantTensor)
-    return quantized, weight.dequantize() if isinstance(weight, QuantTensor) else weight
+    if isinstance(weight, QuantTensor):
+        weight = weight.dequantize()
+    return quantized, weight
 
 
 def _distinct_digits(value: float, bound: float) -> int:
-    """Return how many digits a figure needs, at least three, to look different from its bound."""
-    return next(
-        (digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17
-    )
+    """Count the digits that a figure needs, at least three, to look different from its bound."""
+    for digits in range(3, 17):
+        if f"{value:.{digits}g}" != f"{bound:.{digits}g}":
+            return digits
+    # A float64 has no more than 17 significant digits.
+    return 17
 
 
 class RtnBaseline(CheckpointView):
@@ -422,7 +438,7 @@ class RtnBaseline(CheckpointView):
         if scheme is None:
             return self._source.load(name, part)
         tiled = scheme.scales is Scales.TILES
-        # Which have the same groups.
+        # Rows have groups of their own, so a part of them rounds like the whole tensor.
         by_rows = not tiled and (part is None or part.axis == 0)
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
@@ -452,19 +468,22 @@ def is_baseline(
     """
     if baseline.config.differences(result.config) or baseline.names() != result.names():
         return False
+    # Headers and records first, as values take the time of rounding the source again.
     for name in result.names():
-        own = result.info(name)
+        info = result.info(name)
         expected = baseline.info(name)
-        if own.shape != expected.shape or (own.scheme is None) != (expected.scheme is None):
+        if info.shape != expected.shape or (info.scheme is None) != (expected.scheme is None):
             return False
+        if info.scheme is None:
+            continue
         record = records.get(name) or {}
-        if own.scheme is not None and (record.get("solver") not in ROUNDED or "fallback" in record):
+        if record.get("solver") not in ROUNDED or "fallback" in record:
             return False
-    return all(
-        _same_numbers(result.load(name, rows), baseline.load(name, rows))
-        for name in result.names()
-        for rows in row_pieces(result.info(name).shape, result.config.head_dim)
-    )
+    for name in result.names():
+        for rows in row_pieces(result.info(name).shape, result.config.head_dim):
+            if not _same_numbers(result.load(name, rows), baseline.load(name, rows)):
+                return False
+    return True
 
 
 def _same_numbers(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:

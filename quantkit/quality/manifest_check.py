@@ -57,14 +57,14 @@ class TextCheck:
     perplexity: float | None
 
     def line(self) -> str:
-        """Return the check as text."""
-        one = self.recorded
+        """Describe the check in a line."""
+        recorded = self.recorded
         if self.perplexity is None:
-            return f"'{one.text}' has changed since the model was made; not measured again"
+            return f"'{recorded.text}' has changed since the model was made; not measured again"
         return (
-            f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its"
-            f" source {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a"
-            f" token ({one.limit()})"
+            f"'{recorded.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its"
+            f" source {recorded.source_perplexity:.4g}); KL from its source {recorded.kl_estimate}"
+            f" nats a token ({recorded.limit()})"
         )
 
 
@@ -108,7 +108,7 @@ class FolderReport:
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """Everything found, and the manifest."""
+        """Return everything found, and the manifest."""
         return {
             "path": str(self.path),
             "same": self.is_same,
@@ -122,40 +122,39 @@ class FolderReport:
         }
 
     def lines(self) -> list[str]:
-        """Return the report as text."""
+        """Format the report as lines of text."""
         total = self.files + len(self.edited)
         if self.is_same:
             count = f"all {total}"
         else:
             count = f"{self.files} of {total}"
         if total == 1:
-            found = "the file is as quantkit wrote it"
+            summary = "the file is as quantkit wrote it"
         else:
-            found = f"{count} files are as quantkit wrote them"
-        out = [f"{self.path}: {found}"]
-        out += [
-            f"{name}: {what} since{' (not checked)' * (what == 'edited')}"
-            for name, what in self.edited.items()
-        ]
-        if self.weights is None:
-            out += []
-        else:
-            out += [self.weights.line()]
+            summary = f"{count} files are as quantkit wrote them"
+        out = [f"{self.path}: {summary}"]
+        for name, change in self.edited.items():
+            if change == "edited":
+                out.append(f"{name}: {change} since (not checked)")
+            else:
+                out.append(f"{name}: {change} since")
+        if self.weights is not None:
+            out.append(self.weights.line())
         exact = self.manifest.get("exact")
-        if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
-            with suppress(TypeError):  # it has another form
+        if isinstance(exact, dict) and all(type(tensors) is int for tensors in exact.values()):
+            # A manifest of another version may have other keys. The files are checked without them.
+            with suppress(TypeError):
                 out.append(
                     f"when it was made it was compared with its source: {Exact(**exact).line()}"
                 )
-        if self.run_by is None:
-            out += []
-        else:
-            out += [f"run by {self.run_by}"]
-        if self.not_run is None:
-            out += []
-        else:
-            out += [f"its perplexities were not measured again: {self.not_run}"]
-        return [*out, *(text.line() for text in self.texts), "verdict: the model is as it was made"]
+        if self.run_by is not None:
+            out.append(f"run by {self.run_by}")
+        if self.not_run is not None:
+            out.append(f"its perplexities were not measured again: {self.not_run}")
+        for text in self.texts:
+            out.append(text.line())
+        out.append("verdict: the model is as it was made")
+        return out
 
 
 def verify_model(
@@ -180,33 +179,31 @@ def verify_model(
     if not path.exists():
         # Raises another error if the model is damaged.
         open_checkpoint(model)
-        is_file = not model.is_dir()
-        if is_file:
-            where = " next to it, where quantkit writes a file's manifest"
+        if model.is_dir():
+            place = ": quantkit did not make it"
+            hint = "pass the model to compare it with"
         else:
-            where = ": quantkit did not make it"
-        raise CheckpointError(
-            f"has no {path.name}{where}",
-            path=model,
-            hint=f"{'copy it too, or ' if is_file else ''}pass the model to compare it with",
-        )
-    made, edited = require_as_written(model, progress=progress)
+            place = " next to it, where quantkit writes a file's manifest"
+            hint = "copy it too, or pass the model to compare it with"
+        raise CheckpointError(f"has no {path.name}{place}", path=model, hint=hint)
+    model_manifest, edited = require_as_written(model, progress=progress)
     if model.exists():
         readable = model
     else:
-        readable = path.parent / min(made["files"], default="")
+        # A split GGUF model has no file of its own name: its first part opens all.
+        readable = path.parent / min(model_manifest["files"], default="")
     texts: list[TextCheck] = []
     weights = None
     run_by = None
     not_run = None
-    if made.get("job") == "quantize" or "quality" in made:
-        checkpoint = with_codes(
-            open_checkpoint(readable, tensors_only=made.get("tensors_only") is True)
-        )
+    if model_manifest.get("job") == "quantize" or "quality" in model_manifest:
+        # A model that was quantized by its tensors alone must be opened so again.
+        tensors_only = model_manifest.get("tensors_only") is True
+        checkpoint = with_codes(open_checkpoint(readable, tensors_only=tensors_only))
         if not checkpoint.config.runnable:
-            require_as_recorded(checkpoint, made, path)
-            if made.get("run_by") is None:
-                weights = WeightsOnly.from_json(made.get("quality"), path)
+            require_as_recorded(checkpoint, model_manifest, path)
+            if model_manifest.get("run_by") is None:
+                weights = WeightsOnly.from_json(model_manifest.get("quality"), path)
             else:
                 try:
                     run = run_by_transformers(checkpoint, trust_remote_code=trust_remote_code)
@@ -214,9 +211,16 @@ def verify_model(
                 except (RequestError, CheckpointError, UnsupportedError) as error:
                     not_run = why_not_run(error)
         if weights is None:
-            texts = recheck(readable, made, checkpoint, progress=progress)
+            texts = recheck(readable, model_manifest, checkpoint, progress=progress)
     return FolderReport(
-        model, len(made["files"]) - len(edited), edited, texts, made, weights, run_by, not_run
+        model,
+        len(model_manifest["files"]) - len(edited),
+        edited,
+        texts,
+        model_manifest,
+        weights,
+        run_by,
+        not_run,
     )
 
 
@@ -234,80 +238,82 @@ def recheck(
     """
     quality: Any = model_manifest.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
-    known = {(text.text, text.sha256) for text in recorded.texts}
+    # A text of another version of quantkit gives another perplexity.
+    recorded_texts = {(text.text, text.sha256) for text in recorded.texts}
     if checkpoint.config.measurable:
-        measured = build_gate_windows(checkpoint)
+        gate_windows = build_gate_windows(checkpoint)
     else:
-        measured = {}
+        gate_windows = {}
     texts = {}
-    for name, (digest, windows) in measured.items():
-        if (name, digest) in known:
+    for name, (digest, windows) in gate_windows.items():
+        if (name, digest) in recorded_texts:
             texts[name] = windows
     in_one_phase = in_phase(progress, "perplexity")
-    run = (
-        RoundedInputs(checkpoint, inputs)
-        if (inputs := read_input_roundings(model_manifest, checkpoint, model))
-        else checkpoint
-    )
+    # Runtimes round the inputs of linears, and so did the gate.
+    inputs = read_input_roundings(model_manifest, checkpoint, model)
+    run: Checkpoint = checkpoint
+    if inputs:
+        run = RoundedInputs(checkpoint, inputs)
     if texts:
         figures = perplexity_estimates(run, list(texts.values()), progress=in_one_phase)
     else:
         figures = []
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
-    checks = [
-        TextCheck(text, perplexities.get(text.text))
-        for text in recorded.texts
-        if checkpoint.config.measurable
-    ]
+    checks: list[TextCheck] = []
+    if checkpoint.config.measurable:
+        checks = [TextCheck(text, perplexities.get(text.text)) for text in recorded.texts]
     for check in checks:
-        found = check.perplexity
+        measured = check.perplexity
         expected = check.recorded.perplexity
-        if found is not None and not (
-            math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)
-        ):
+        if measured is None:
+            continue
+        # Another machine sums in another order. Infinity is close to infinity, but no figure.
+        is_close = math.isclose(measured, expected, rel_tol=REPEATABLE)
+        if not math.isfinite(measured) or not is_close:
             raise QualityError(
                 f"perplexity on '{check.recorded.text}' is not what the manifest says",
                 path=model,
-                found=f"{found:.4g}",
+                found=f"{measured:.4g}",
                 expected=f"{expected:.4g}",
                 hint="make it again",
             )
-    for failure in (
-        _failure(recorded, "gate", quality, model),
-        _find_certificate_failure(model_manifest, model),
-    ):
-        if failure is not None:
-            raise failure
+    gate_failure = _failure(recorded, "gate", quality, model)
+    certificate_failure = _find_certificate_failure(model_manifest, model)
+    if gate_failure is not None:
+        raise gate_failure
+    if certificate_failure is not None:
+        raise certificate_failure
     return checks
 
 
 def read_input_roundings(
     model_manifest: Mapping[str, Any], checkpoint: Checkpoint, model: Path
 ) -> dict[str, InputRounding]:
-    """Return how the inputs of linears were rounded when a model was measured, by module. Raises
+    """Read how the inputs of linears were rounded when a model was measured, by module. Raises
     `CheckpointError` if the manifest states it in another form.
     """
-    stated = model_manifest.get(ACTIVATIONS, {})
-    if not checkpoint.config.runnable or not stated:
+    types_by_scheme = model_manifest.get(ACTIVATIONS, {})
+    if not checkpoint.config.runnable or not types_by_scheme:
         return {}
     try:
-        by_scheme = {name: Activations(found) for name, found in stated.items()}
+        activations = {scheme: Activations(kind) for scheme, kind in types_by_scheme.items()}
     except (AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=stated
+            f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=types_by_scheme
         ) from error
-    linears = {}
+    roundings: dict[str, InputRounding] = {}
     for module, scheme in schemes(checkpoint).items():
-        if module != EMBEDDING:
-            linears[module] = scheme
-    found = {}
-    for module, scheme in linears.items():
-        found[module] = InputRounding.of(by_scheme.get(str(scheme), Activations.NONE), scheme)
-    return {module: one for module, one in found.items() if one is not None}
+        # The inputs of an embedding are token ids.
+        if module == EMBEDDING:
+            continue
+        rounding = InputRounding.of(activations.get(str(scheme), Activations.NONE), scheme)
+        if rounding is not None:
+            roundings[module] = rounding
+    return roundings
 
 
 def describe_certificate_failure(model: Path) -> str | None:
-    """Return how a model failed its certificate for long contexts; None if it passed, or has none.
+    """Say how a model failed its certificate for long contexts; None if it passed, or has none.
     Raises `CheckpointError` if its manifest has a certificate of another form.
     """
     error = _find_certificate_failure(manifest_or_empty(model), model)
@@ -319,7 +325,8 @@ def describe_certificate_failure(model: Path) -> str | None:
 def _find_certificate_failure(
     model_manifest: Mapping[str, Any], model: Path
 ) -> QualityError | None:
-    if (positions := model_manifest.get("positions")) is None:
+    positions = model_manifest.get("positions")
+    if positions is None:
         return None
     certificate = PositionCertificate.from_json(positions, manifest_path(model))
     return _failure(certificate, "certificate for long contexts", positions, model)
@@ -328,20 +335,17 @@ def _find_certificate_failure(
 def _failure(
     recorded: Gate | PositionCertificate, name: str, value: Any, model: Path
 ) -> QualityError | None:
-    """Return the error if the model did not pass when it was made; `value` is the manifest's form
+    """Build the error if the model did not pass when it was made; `value` is the manifest's form
     of `recorded`.
     """
-    what, measured, allowed = recorded.problem() or ("", None, None)
-    if not what and value.get("passed") is True:
+    problem, measured, allowed = recorded.problem() or ("", None, None)
+    if not problem and value.get("passed") is True:
         return None
-    return QualityError(
-        f"did not pass its {name} when it was made" + (f": {what}" if what else ""),
-        path=model,
-        found=measured,
-        expected=allowed,
-        hint=(
-            "it was kept with `accept_quality_loss=True`"
-            if value.get("accepted")
-            else "make it again"
-        ),
-    )
+    message = f"did not pass its {name} when it was made"
+    if problem:
+        message += f": {problem}"
+    if value.get("accepted"):
+        hint = "it was kept with `accept_quality_loss=True`"
+    else:
+        hint = "make it again"
+    return QualityError(message, path=model, found=measured, expected=allowed, hint=hint)

@@ -22,15 +22,14 @@ _README = "README.md"
 
 
 def find_manifest(model: Path) -> tuple[Path, Path]:
-    """Return a model, or the only GGUF file of a folder if that has the manifest; and the path of
-    the manifest, which may not exist.
+    """Find the manifest of a model, or of the only GGUF file of a folder if that has it. Return the
+    model and the path of the manifest, which may not exist.
     """
     path = manifest_path(model)
-    if (
-        not path.exists()
-        and (file := gguf_file(model)) is not None
-        and manifest_path(file).exists()
-    ):
+    if path.exists():
+        return model, path
+    file = gguf_file(model)
+    if file is not None and manifest_path(file).exists():
         return file, manifest_path(file)
     return model, path
 
@@ -52,19 +51,20 @@ def _require_own(path: Path, listed: Iterable[str]) -> None:
     """Raise a `CheckpointError` if the manifest next to a file, or to the parts of a model, lists
     files with other names: those of the model before it was renamed, which may still be there.
     """
-    own = path.name.removesuffix(f".{manifest.NAME}")
-    if own == path.name:
-        return  # of a folder
-    stem = own.removesuffix(GGUF)
-    other = next((name for name in listed if name != own and split_stem(name) != stem), None)
-    if other is not None:
-        raise CheckpointError(
-            "the manifest is that of another file",
-            path=path,
-            found=other,
-            expected=own,
-            hint="give the model its name back, or `quantkit convert` it to the new name",
-        )
+    model_name = path.name.removesuffix(f".{manifest.NAME}")
+    # The manifest of a folder has no name of a model, and moves with its files.
+    if model_name == path.name:
+        return
+    stem = model_name.removesuffix(GGUF)
+    for name in listed:
+        if name != model_name and split_stem(name) != stem:
+            raise CheckpointError(
+                "the manifest is that of another file",
+                path=path,
+                found=name,
+                expected=model_name,
+                hint="give the model its name back, or `quantkit convert` it to the new name",
+            )
 
 
 def require_as_written(
@@ -75,10 +75,14 @@ def require_as_written(
     `CheckpointError` if there is no manifest, a file is missing or changed, or a file of weights,
     of the config or of the tokenizer was added.
     """
-    made = manifest.read(model)
-    listed: Mapping[str, str] = made["files"]
+    model_manifest = manifest.read(model)
+    listed: Mapping[str, str] = model_manifest["files"]
     _require_own(manifest_path(model), listed)
-    for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
+    paths: list[Path] = []
+    if model.is_dir():
+        paths = sorted({*model.iterdir(), *template_paths(model)})
+    for path in paths:
+        # quantkit writes no folders, and readers load chat templates from one.
         nested = path.parent != model
         if nested or (path.name not in listed and is_loaded(path.name)):
             raise CheckpointError(
@@ -90,22 +94,23 @@ def require_as_written(
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
         path = manifest_path(model).parent / name
+        # A manifest from elsewhere must not make the command read files outside the folder.
         if Path(name).name == name and path.is_file():
-            found = sha256(path)
+            digest = sha256(path)
         else:
-            found = None
-        if found == expected:
+            digest = None
+        if digest == expected:
             continue
         if name == _README:
-            edited[name] = "removed" if found is None else "edited"
-        elif found is None:
+            edited[name] = "removed" if digest is None else "edited"
+        elif digest is None:
             raise CheckpointError("a file of the manifest is missing", path=path)
         else:
             raise CheckpointError(
                 "the file is not what quantkit wrote",
                 path=path,
-                found=f"sha256 {found[:12]}",
+                found=f"sha256 {digest[:12]}",
                 expected=expected[:12],
                 hint="copy or make it again",
             )
-    return made, edited
+    return model_manifest, edited

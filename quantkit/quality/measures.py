@@ -32,7 +32,8 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """The target of a position that predicts nothing; cross entropy ignores it."""
 TOKENS_THROUGH_THE_HEAD = 64
-LOGITS_BYTES = 32 << 20  # of one model, in memory at a time
+# Of one model, in memory at a time.
+LOGITS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ class Windows:
 
     @classmethod
     def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Windows:
-        """Return each position predicts the next token of its window; the last predicts nothing."""
+        """Let each position predict the next token of its window; the last predicts nothing."""
         targets = torch.full_like(tokens, NOT_SCORED)
         targets[:, :-1] = tokens[:, 1:]
         return cls(tokens, targets, positions)
 
     def batch(self) -> Batch:
-        """Return the tokens at their positions."""
+        """Build a batch of the tokens at their positions."""
         if self.positions is None:
             return Batch.from_start(self.tokens)
         return Batch(self.tokens, self.positions)
@@ -149,7 +150,7 @@ def compare(
 
     Args and errors are those of `collect_tallies`.
     """
-    (found,) = collect_tallies(
+    (tallies,) = collect_tallies(
         reference,
         candidates,
         [Windows.of(windows)],
@@ -158,7 +159,7 @@ def compare(
         group=group,
         progress=progress,
     )
-    return [tally.quality() for tally in found]
+    return [tally.quality() for tally in tallies]
 
 
 @torch.inference_mode()
@@ -193,38 +194,48 @@ def collect_tallies(
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     size = reference.config.vocab_size
-    if odd := [other for other in candidates if other.config.vocab_size != size]:
-        raise RequestError(
-            "cannot be compared with the reference",
-            path=odd[0].path,
-            found=f"{odd[0].config.vocab_size} tokens",
-            expected=f"a vocabulary of {size}",
-        )
+    for other in candidates:
+        if other.config.vocab_size != size:
+            raise RequestError(
+                "cannot be compared with the reference",
+                path=other.path,
+                found=f"{other.config.vocab_size} tokens",
+                expected=f"a vocabulary of {size}",
+            )
     compared = []
     for other in candidates:
         for cache in cache_dtypes:
             compared.append((other, cache))
     result = []
     for _ in texts:
+        # Without listeners, `zip_longest` fills in None for each comparison.
         result.append([Tally(listener) for listener, _ in zip_longest(listeners, compared)])
-    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *candidates))
+    width = reference.config.hidden_size
+    for other in candidates:
+        width = max(width, other.config.hidden_size)
     parts = _parts(texts, width)
     layers = reference.config.num_layers
     head = head_layers(reference.config)
     stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head))
     for part in parts:
-        batches = [one.batch() for _, one in part]
-        targets = [one.targets.flatten() for _, one in part]
-        first = reference_hidden(reference, batches, group=group, progress=stretches.next(layers))
-        heads = (
-            # Models whose head is to be reported: the reference's with the first of the others.
-            1
+        batches: list[Batch] = []
+        targets: list[Tensor] = []
+        for _, windows in part:
+            batches.append(windows.batch())
+            targets.append(windows.targets.flatten())
+        target_counts = [len(target) for target in targets]
+        reference_states = reference_hidden(
+            reference, batches, group=group, progress=stretches.next(layers)
         )
-        state_bytes = 4 * width * sum(map(len, targets))
-        for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
-            seconds = []
-            for other, cache in compared[some]:
-                seconds.append(
+        # Models whose head is to be reported: the reference's with the first of the others.
+        heads = 1
+        state_bytes = 4 * width * sum(target_counts)
+        # Small models are compared in one pass, as each pass computes the reference's logits again.
+        # In the budget, the reference's states count as those of one model.
+        for models in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
+            model_states = []
+            for other, cache in compared[models]:
+                model_states.append(
                     final_hidden(
                         other,
                         batches,
@@ -233,15 +244,17 @@ def collect_tallies(
                         progress=stretches.next(layers),
                     )
                 )
-            head_report = stretches.next(head * (heads + len(seconds)))
+            head_report = stretches.next(head * (heads + len(model_states)))
             heads = 0
-            pieces = list(head_pieces([len(target) for target in targets], size))
+            pieces = list(head_pieces(target_counts, size))
             for done, rows in enumerate(pieces, start=1):
-                expected = _logits(reference, first, rows, group, finite=finite)
-                for number, states in zip(range(some.start, some.stop), seconds, strict=True):
+                expected = _logits(reference, reference_states, rows, group, finite=finite)
+                numbers = range(models.start, models.stop)
+                for number, states in zip(numbers, model_states, strict=True):
                     logits = _logits(compared[number][0], states, rows, group, finite=finite)
-                    for (batch, own), p, q in zip(rows, expected, logits, strict=True):
-                        result[part[batch][0]][number].add(p, q, targets[batch][own])
+                    for (batch, batch_rows), p, q in zip(rows, expected, logits, strict=True):
+                        text = part[batch][0]
+                        result[text][number].add(p, q, targets[batch][batch_rows])
                 head_report("layers", done, len(pieces), "layers")
     return result
 
@@ -254,10 +267,10 @@ def log_loss(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> float:
-    """Minus the log probability, in nats, of all scored targets together. Raises `NonFiniteError`
-    if the model's logits are NaN or Inf.
+    """Sum minus the log probabilities, in nats, of all scored targets. Raises `NonFiniteError` if
+    the model's logits are NaN or Inf.
     """
-    return sum(some.sum().item() for _, some in _losses(checkpoint, windows, group, progress))
+    return sum(losses.sum().item() for _, losses in _losses(checkpoint, windows, group, progress))
 
 
 @torch.inference_mode()
@@ -268,12 +281,12 @@ def perplexity_estimates(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Estimate]:
-    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is
-    predicted from the earlier ones of the window. The error is defined as in `Quality`. Raises
-    `NonFiniteError` if the model's logits are NaN or Inf.
+    """Measure perplexity per token over each text, as windows [W, T]: each token but a window's
+    first is predicted from the earlier ones of the window. The error is defined as in `Quality`.
+    Raises `NonFiniteError` if the model's logits are NaN or Inf.
     """
-    losses = token_losses(checkpoint, texts, group=group, progress=progress)
-    return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
+    text_losses = token_losses(checkpoint, texts, group=group, progress=progress)
+    return [mean_estimate(losses.flatten()).exp() for losses in text_losses]
 
 
 @torch.inference_mode()
@@ -284,23 +297,24 @@ def token_losses(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Tensor]:
-    """Minus the log probability, in nats, of each token but the first of each text's windows [W,
-    T]: [W, T - 1]. Raises `NonFiniteError` if the model's logits are NaN or Inf.
+    """Compute minus the log probability, in nats, of each token but the first of each text's
+    windows [W, T]: [W, T - 1]. Raises `NonFiniteError` if the model's logits are NaN or Inf.
     """
     scored = [Windows.of(windows) for windows in texts]
-    losses: list[list[Tensor]] = [[] for _ in scored]
-    for text, some in _losses(checkpoint, scored, group, progress):
-        losses[text].append(some)
+    text_pieces: list[list[Tensor]] = [[] for _ in scored]
+    for text, losses in _losses(checkpoint, scored, group, progress):
+        text_pieces[text].append(losses)
     result: list[Tensor] = []
-    for of_text, windows in zip(losses, texts, strict=True):
-        result.append(torch.cat(of_text).view(len(windows), -1))
+    for pieces, windows in zip(text_pieces, texts, strict=True):
+        result.append(torch.cat(pieces).view(len(windows), -1))
     return result
 
 
 def perplexity(loss: float, count: int) -> float:
-    """Return the exponential of a loss in nats, divided by `count`; infinite beyond the range of a
+    """Compute the exponential of a loss in nats, divided by `count`; infinite beyond the range of a
     float.
     """
+    # math.exp raises OverflowError beyond the range.
     return torch.tensor(loss / count, dtype=torch.float64).exp().item()
 
 
@@ -322,7 +336,10 @@ def text_windows(ids: Sequence[int], start: Sequence[int], length: int) -> Tenso
     step = min(length - len(prefix), len(body))
     if step < 1:
         return torch.empty(0, 0, dtype=torch.long)
-    return torch.tensor([prefix + body[i : i + step] for i in range(0, len(body) - step + 1, step)])
+    windows: list[list[int]] = []
+    for position in range(0, len(body) - step + 1, step):
+        windows.append(prefix + body[position : position + step])
+    return torch.tensor(windows)
 
 
 class Tally:
@@ -336,42 +353,53 @@ class Tally:
     def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
         """Add the logits [N, V] of both and the targets [N], in the order of the text."""
         difference = (p - q).abs().max().item()
+        # `max` of two floats drops a NaN that is its second argument.
         if math.isnan(difference):
             self._largest = difference
         else:
             self._largest = max(self._largest, difference)
         log_p = p.log_softmax(-1)
         log_q = q.log_softmax(-1)
+        # A KL near 0 is a sum of terms of both signs over the vocabulary, which cancel.
         kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
-        losses = []
-        for log in (log_p, log_q):
-            losses.append(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED))
+        loss_p = F.nll_loss(log_p, targets, reduction="none", ignore_index=NOT_SCORED)
+        loss_q = F.nll_loss(log_q, targets, reduction="none", ignore_index=NOT_SCORED)
         agreed = p.argmax(-1) == q.argmax(-1)
         self._batch_figures.append(
-            (kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED)
+            (kl, agreed.double(), loss_p.double(), loss_q.double(), targets != NOT_SCORED)
         )
 
     def by_token(self) -> list[Tensor]:
-        """Of each token KL(reference || other), whether the likeliest token is the same, and both
-        losses, as float64 [N]; and whether it has a target.
+        """Concatenate, of each token, KL(reference || other), whether the likeliest token is the
+        same, and both losses, as float64 [N]; and whether it has a target.
         """
         return [torch.cat(parts) for parts in zip(*self._batch_figures, strict=True)]
 
     def quality(self) -> Quality:
-        """Return the figures over all tokens."""
-        kl, agreed, first, second, scored = self.by_token()
+        """Compute the figures over all tokens."""
+        kl, agreed, reference_losses, losses, scored = self.by_token()
         mean = mean_estimate(kl)
         top1 = mean_estimate(agreed)
         median, p99 = np.quantile(kl.numpy(), [0.5, 0.99]).tolist()
-        kls = max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0)
-        divergence = Divergence(len(kl), self._largest, *kls, top1.value, mean.error, top1.error)
-        first = first[scored]
-        second = second[scored]
-        reference, other, ratio = (
-            mean_estimate(losses).exp() for losses in (first, second, second - first)
+        # KL is not negative, but rounding of equal logits makes it slightly so.
+        divergence = Divergence(
+            tokens=len(kl),
+            largest_logit_difference=self._largest,
+            kl=max(mean.value, 0.0),
+            kl_median=max(median, 0.0),
+            kl_p99=max(p99, 0.0),
+            top1_agreement=top1.value,
+            kl_error=mean.error,
+            top1_error=top1.error,
         )
+        reference_losses = reference_losses[scored]
+        losses = losses[scored]
+        reference = mean_estimate(reference_losses).exp()
+        other = mean_estimate(losses).exp()
+        # Both models find the same tokens hard: paired, the ratio has a smaller error than either.
+        ratio = mean_estimate(losses - reference_losses).exp()
         return Quality(
             divergence, reference.value, other.value, reference.error, other.error, ratio.error
         )
@@ -380,28 +408,34 @@ class Tally:
 def _losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
 ) -> Iterator[tuple[int, Tensor]]:
-    """Minus the log probabilities [N] of some scored targets at a time, with the index of their
-    text.
+    """Yield minus the log probabilities [N] of some scored targets at a time, with the index of
+    their text.
     """
     parts = _parts(texts, checkpoint.config.hidden_size)
     layers = checkpoint.config.num_layers
     head = head_layers(checkpoint.config)
     stretches = Stretches(progress, len(parts) * (layers + head))
     for part in parts:
-        batches = [one.batch() for _, one in part]
+        batches = [windows.batch() for _, windows in part]
         states = final_hidden(checkpoint, batches, group=group, progress=stretches.next(layers))
         head_report = stretches.next(head)
-        targets = [one.targets.flatten() for _, one in part]
-        scored = [(target != NOT_SCORED).nonzero().squeeze(-1) for target in targets]
-        pieces = list(head_pieces([len(one) for one in scored], checkpoint.config.vocab_size))
+        targets: list[Tensor] = []
+        # The head is the largest matrix of many models, and only these positions need it.
+        scored: list[Tensor] = []
+        for _, windows in part:
+            target = windows.targets.flatten()
+            targets.append(target)
+            scored.append((target != NOT_SCORED).nonzero().squeeze(-1))
+        counts = [len(positions) for positions in scored]
+        pieces = list(head_pieces(counts, checkpoint.config.vocab_size))
         for done, rows in enumerate(pieces, start=1):
-            chosen = [(batch, scored[batch][some]) for batch, some in rows]
-            found = _logits(checkpoint, states, chosen, group, finite=True)
-            for (batch, own), logits in zip(chosen, found, strict=True):
-                yield (
-                    part[batch][0],
-                    F.cross_entropy(logits, targets[batch][own], reduction="none").double(),
-                )
+            chosen: list[tuple[int, Tensor]] = []
+            for batch, scored_rows in rows:
+                chosen.append((batch, scored[batch][scored_rows]))
+            piece_logits = _logits(checkpoint, states, chosen, group, finite=True)
+            for (batch, positions), logits in zip(chosen, piece_logits, strict=True):
+                losses = F.cross_entropy(logits, targets[batch][positions], reduction="none")
+                yield part[batch][0], losses.double()
             head_report("layers", done, len(pieces), "layers")
 
 
@@ -413,12 +447,11 @@ def _logits(
     *,
     finite: bool,
 ) -> list[Tensor]:
-    """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a
+    """Compute the logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a
     `NonFiniteError`.
     """
-    result = final_logits(
-        checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group
-    )
+    row_states = [states[batch].flatten(0, 1)[batch_rows] for batch, batch_rows in rows]
+    result = final_logits(checkpoint, row_states, group=group)
     if finite:
         return [finite_logits(logits, checkpoint.path) for logits in result]
     return result
@@ -428,25 +461,26 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
     """Yield the matrix's index and a few rows each, for all rows of several matrices. The logits of
     one list fit in memory together.
     """
-    every = []
+    row_pieces = []
     for index, count in enumerate(counts):
         for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD):
-            every.append((index, rows))
-    for some in _pieces(
-        len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))
-    ):
-        yield every[some]
+            row_pieces.append((index, rows))
+    # Of logits in float32.
+    piece_bytes = 4 * TOKENS_THROUGH_THE_HEAD * vocab_size
+    for group in _pieces(len(row_pieces), max(1, LOGITS_BYTES // piece_bytes)):
+        yield row_pieces[group]
 
 
 def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, Windows]]]:
-    """Parts whose hidden states fit the budget: of each the batches, with the index of their
-    text.
+    """Divide texts into parts whose hidden states fit the budget: of each the batches, with the
+    index of their text.
     """
     parts: list[list[tuple[int, Windows]]] = [[]]
     total = 0
     for index, text in enumerate(texts):
         count, length = text.tokens.shape
         for rows in _pieces(count, max(1, TOKENS_THROUGH_A_BLOCK // length)):
+            # Hidden states are float32.
             size = (rows.stop - rows.start) * length * hidden_size * 4
             if parts[-1] and total + size > STATES_BYTES:
                 parts.append([])
@@ -464,7 +498,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def part_of(progress: Progress, index: int, count: int) -> Progress:
-    """Return the progress of one of `count` equal parts of a job."""
+    """Scale progress reports to one of `count` equal parts of a job."""
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
         progress(phase, index * total + done, count * total, unit)

@@ -19,7 +19,8 @@ from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import Hidden, Windows, collect_tallies, part_of, text_windows
 from quantkit.quality.positions import CACHES, SHORTEST, TOKENS, PositionDivergence, position_edges
 
-_CACHE_DTYPES = (None, torch.int8)  # of `CACHES`
+# Of `CACHES`, in the same order.
+_CACHE_DTYPES = (None, torch.int8)
 # The first predicts the second.
 _MIN_TOKENS = 2
 
@@ -32,8 +33,8 @@ def position_windows(
     context: int,
     count: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """Return the first windows [W, T] of a text, each of which begins like a prompt; and a note if
-    they are shorter than was requested.
+    """Cut the first windows [W, T] of a text, each of which begins like a prompt; and write a note
+    if they are shorter than was requested.
 
     Args:
         text: its name.
@@ -49,13 +50,18 @@ def position_windows(
     if windows.shape[-1] < _MIN_TOKENS:
         raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
     notes = []
-    if (found := windows.shape[1]) < length:
-        if found == context:
-            shorter = "the model's context"
+    window_tokens = windows.shape[1]
+    if window_tokens < length:
+        if window_tokens == context:
+            limiting = "the model's context"
         else:
-            shorter = f"the text '{text}'"
-        notes = [f"KL by position goes to {found} tokens, not {length}: {shorter} has no more"]
-    return windows[: max(1, TOKENS // found) if count is None else count], notes
+            limiting = f"the text '{text}'"
+        notes = [
+            f"KL by position goes to {window_tokens} tokens, not {length}: {limiting} has no more"
+        ]
+    if count is None:
+        count = max(1, TOKENS // window_tokens)
+    return windows[:count], notes
 
 
 def divergence_by_position(
@@ -84,43 +90,49 @@ def divergence_by_position(
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    found = []
+    # Figures [T] of each compared run, by window.
+    window_figures: list[list[list[Tensor]]] = []
     for index, window in enumerate(windows):
         report = part_of(progress, index, len(windows))
-        own = [Windows.of(window.unsqueeze(0))]
-        (of_window,) = collect_tallies(
+        # Windows of a long context are run one at a time, since their hidden states are large.
+        (tallies,) = collect_tallies(
             reference,
             candidates,
-            own,
+            [Windows.of(window.unsqueeze(0))],
             cache_dtypes=_CACHE_DTYPES,
             reference_hidden=reference_hidden,
             group=group,
             progress=report,
         )
-        found.append([tally.by_token() for tally in of_window])
-    stacked = (
-        [torch.stack(parts) for parts in zip(*of_run, strict=True)]
-        for of_run in zip(*found, strict=True)
-    )
-    buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)
+        window_figures.append([tally.by_token() for tally in tallies])
+    # Runs are in the order of `collect_tallies`: for each candidate one with each cache.
+    runs = zip(*window_figures, strict=True)
     result: list[dict[str, list[PositionDivergence]]] = []
     for _ in candidates:
-        result.append({cache: next(buckets) for cache in CACHES})
+        caches: dict[str, list[PositionDivergence]] = {}
+        for cache in CACHES:
+            kl: list[Tensor] = []
+            agreed: list[Tensor] = []
+            for figures in next(runs):
+                kl.append(figures[0])
+                agreed.append(figures[1])
+            caches[cache] = position_buckets(torch.stack(kl), torch.stack(agreed))
+        result.append(caches)
     return result
 
 
 def position_buckets(
     kl: Tensor, agreed: Tensor, shortest: int = SHORTEST
 ) -> list[PositionDivergence]:
-    """Means over windows [W, T] of KL and of the likeliest tokens' agreement; a bucket's tokens are
-    in the windows' order, and the first bucket has `shortest` positions.
+    """Average KL, and the likeliest tokens' agreement, of windows [W, T] in buckets of positions. A
+    bucket's tokens are in the windows' order, and the first bucket has `shortest` positions.
     """
     buckets = []
     for start, stop in pairwise(position_edges(kl.shape[1], shortest)):
         mean = mean_estimate(kl[:, start:stop].flatten())
         share = agreed[:, start:stop].double().mean().item()
-        value = max(mean.value, 0.0)  # sums are rounded
-        buckets.append(
-            PositionDivergence(start, stop, (stop - start) * len(kl), value, mean.error, share)
-        )
+        # KL is not negative, but sums are rounded.
+        value = max(mean.value, 0.0)
+        tokens = (stop - start) * len(kl)
+        buckets.append(PositionDivergence(start, stop, tokens, value, mean.error, share))
     return buckets

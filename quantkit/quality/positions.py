@@ -23,8 +23,10 @@ SHORTEST = 128
 """Positions of the first bucket; each later one is as long as all before it."""
 TOKENS = 32768
 """How many are measured if no number of windows is requested."""
-_CLEAR = 2.0  # standard errors
-_MIN_TOKENS = 128  # of a bucket whose mean is compared as it is
+# Standard errors from which a difference is clear.
+_CLEAR = 2.0
+# Of a bucket whose mean is compared as it is.
+_MIN_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class PositionDivergence:
         return f"{self.start}-{self.stop - 1}"
 
     def round_values(self) -> PositionDivergence:
-        """With as many digits as a manifest has."""
+        """Round the figures to the digits that a manifest has."""
         if self.kl_error is None:
             error = None
         else:
@@ -73,13 +75,14 @@ class PositionDivergence:
         """Return whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard
         errors if these are known.
         """
+        # The mean of a few tokens exceeds a bound by chance. NaN must not pass, hence the `not`.
         if math.isnan(self.kl) or self.tokens >= _MIN_TOKENS:
             return not self.kl <= bound
         return self.kl - _CLEAR * (self.kl_error or 0.0) > bound
 
 
 def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
-    """Return the edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket
+    """Choose the edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket
     of less than half the length is merged with the one before, so that no verdict rests on a few
     tokens.
     """
@@ -92,9 +95,7 @@ def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
 
 
 def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
-    """Return the KL of the last bucket over that of the first, by the delta method; None for a
-    single bucket.
-    """
+    """Divide the KL of the last bucket by that of the first; None for a single bucket."""
     first = buckets[0]
     last = buckets[-1]
     if len(buckets) < 2 or not first.kl > 0:
@@ -102,22 +103,24 @@ def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
     ratio = last.kl / first.kl
     if first.kl_error is None or last.kl_error is None:
         return Estimate(ratio)
-    return Estimate(ratio, math.hypot(last.kl_error / first.kl, ratio * first.kl_error / first.kl))
+    # The delta method: the error of a quotient of independent figures.
+    error = math.hypot(last.kl_error / first.kl, ratio * first.kl_error / first.kl)
+    return Estimate(ratio, error)
 
 
 def rise_text(buckets: Sequence[PositionDivergence]) -> str:
-    """Return whether divergence rises with the position, in words."""
-    found = rise(buckets)
-    if found is None:
+    """Describe whether divergence rises with the position."""
+    ratio = rise(buckets)
+    if ratio is None:
         if len(buckets) < 2:
             return "no later positions to compare it with"
         return f"that at {buckets[0].name} is 0"
-    ratio = f"{found} times that at {buckets[0].name}"
-    if found.error is None:
-        return ratio
-    if abs(found.value - 1) <= _CLEAR * found.error:
-        return f"{ratio}: no clear change"
-    return f"{ratio}: it {'rises' if found.value > 1 else 'falls'}"
+    text = f"{ratio} times that at {buckets[0].name}"
+    if ratio.error is None:
+        return text
+    if abs(ratio.value - 1) <= _CLEAR * ratio.error:
+        return f"{text}: no clear change"
+    return f"{text}: it {'rises' if ratio.value > 1 else 'falls'}"
 
 
 @dataclass(frozen=True)
@@ -147,24 +150,32 @@ class PositionCertificate:
             raise ValueError("a cache has no figures")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """Return the problem, what was found and what was expected; None if the certificate is
+        """Describe the problem, what was found and what was expected; None if the certificate is
         passed. NaN exceeds every bound. Whoever runs the model chooses an int8 cache: its figures
         are for information.
         """
-        beyond = [cache for cache in self.caches[FLOAT] if cache.is_beyond(self.kl_bound)]
+        beyond = [bucket for bucket in self.caches[FLOAT] if bucket.is_beyond(self.kl_bound)]
         if not beyond:
             return None
-        worst = max(beyond, key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
+
+        def kl_rank(bucket: PositionDivergence) -> float:
+            # `max` cannot compare NaN.
+            if math.isnan(bucket.kl):
+                return math.inf
+            return bucket.kl
+
+        worst = max(beyond, key=kl_rank)
         problem = f"the result is too far from its source at positions {worst.name}"
-        found = (
+        divergence = (
             f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on"
             f" '{self.text}'"
         )
-        return problem, found, f"at most {self.kl_bound:.3g}"
+        return problem, divergence, f"at most {self.kl_bound:.3g}"
 
     def require_within(self, dst: Path) -> None:
         """Raise a `QualityError` if a bucket exceeds the bound."""
-        if (problem := self.problem()) is not None:
+        problem = self.problem()
+        if problem is not None:
             hint = (
                 f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it"
                 " with `accept_quality_loss=True` (and `resume=True`)"
@@ -174,15 +185,16 @@ class PositionCertificate:
             )
 
     def lines(self) -> list[str]:
-        """Return a line for each cache, and one if the model was kept though it did not pass."""
-        last = {}
-        for cache, own in self.caches.items():
-            last[cache] = f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
+        """Format a line for each cache, and one if the model was kept though it did not pass."""
         lines = []
-        for cache, figures in last.items():
+        for cache, buckets in self.caches.items():
+            last = buckets[-1]
+            figures = f"{last.estimate} at {last.name}, {rise_text(buckets)}"
             lines.append(f"KL by position, {cache} cache: {figures}")
+        # All caches are measured on the same windows.
         lines[0] += f" ({self.windows} x {self.length} tokens of {self.text})"
-        if (problem := self.problem()) is not None:
+        problem = self.problem()
+        if problem is not None:
             lines.append(
                 f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}"
             )
@@ -196,7 +208,7 @@ class PositionCertificate:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> PositionCertificate:
-        """Return the result of `to_json`, from the manifest at a path.
+        """Read the result of `to_json` from the manifest at a path.
 
         Raises `CheckpointError` if it has another form.
         """

@@ -30,7 +30,8 @@ NOTED_BITS_PER_BYTE = 3.0
 
 # Enough for a window of any tokenizer.
 _LETTERS = 8192
-_FLAT = 1e-3  # of the logits' range
+# Of the logits' range: rounding varies the logits of a model that ignores its input.
+_FLAT = 1e-3
 _SKIP = "`source_check=False` goes on without this check"
 
 
@@ -46,7 +47,7 @@ class SourceCheck:
     bits_per_byte: float
 
     def note(self) -> str | None:
-        """Return a warning for the user, if there is one."""
+        """Write a warning for the user if the source predicts poorly."""
         if self.bits_per_byte <= NOTED_BITS_PER_BYTE:
             return None
         return (
@@ -83,10 +84,11 @@ def check_source(
     if window.numel() < 2:
         return "the tokenizer makes no tokens of a plain text"
     (hidden,) = final_hidden(source, [Batch.from_start(window)], progress=progress)
-    found = _loss(source, hidden[0], window[0])
-    if not math.isfinite(found):
+    loss = _loss(source, hidden[0], window[0])
+    if not math.isfinite(loss):
         if allow_nonfinite:
             return "the source's logits are NaN or Inf"
+        # Raises an error that names the first damaged tensor, if a tensor is the cause.
         for name in source.names():
             value = source.load(name)
             if isinstance(value, QuantTensor):
@@ -96,13 +98,15 @@ def check_source(
             cast_finite(floats, floats.dtype, name, source.path, allow_nonfinite=False)
         raise nonfinite_logits(source.path)
     written = len(tokenizer.decode(window[0].tolist()).encode())
-    # The first token is given, not predicted.
+    # Without a start token, the text's first token is not predicted.
     if not start:
         written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
     count = len(window[0]) - 1
-    perplexity = math.exp(min(found / count, 700))
+    # math.exp raises OverflowError above 709.
+    perplexity = math.exp(min(loss / count, 700))
+    # An embedding may be padded to more rows than the tokenizer has tokens.
     guess = min(tokenizer.vocab_size, source.config.vocab_size)
-    if not found / count < math.log(guess):
+    if not loss / count < math.log(guess):
         raise CheckpointError(
             "the model predicts a plain English text no better than a uniform guess",
             path=source.path,
@@ -114,25 +118,26 @@ def check_source(
         "speech",
         count,
         round_figure(perplexity),
-        round_figure(found / math.log(2) / max(written, 1), 4),
+        round_figure(loss / math.log(2) / max(written, 1), 4),
     )
 
 
 def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
-    """Minus the log probability, in nats, of the tokens of a window [T] after the first, given its
-    hidden states [T, D]; NaN if a logit is NaN or Inf. Logits that are the same at every position
-    are a `CheckpointError`.
+    """Compute minus the log probability, in nats, of the tokens of a window [T] after the first,
+    given its hidden states [T, D]; NaN if a logit is NaN or Inf. Logits that are the same at every
+    position are a `CheckpointError`.
     """
     loss = 0.0
     low = torch.full((source.config.vocab_size,), math.inf)
     high = -low
-    for some in head_pieces([len(window)], source.config.vocab_size):
-        pieces = [rows for _, rows in some]
-        for rows, logits in zip(
-            pieces, final_logits(source, [hidden[rows] for rows in pieces]), strict=True
-        ):
+    for indexed_pieces in head_pieces([len(window)], source.config.vocab_size):
+        pieces = [rows for _, rows in indexed_pieces]
+        states = [hidden[rows] for rows in pieces]
+        # No variable keeps the list of logits, which would be in memory with the next ones.
+        for rows, logits in zip(pieces, final_logits(source, states), strict=True):
             if not all_finite(logits):
                 return math.nan
+            # The last position of a window has no target.
             targets = window[rows.start + 1 : rows.stop + 1]
             loss += F.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
             low = torch.minimum(low, logits.amin(0))

@@ -68,7 +68,7 @@ class Exact:
         return result
 
     def line(self) -> str:
-        """Return the counts as text."""
+        """Describe the counts in a line."""
         if self.norms:
             lost = f", but {self.norms} norms rounded, to which GGUF adds 1"
         else:
@@ -115,6 +115,7 @@ def require_exact(
         if before.scheme is not None:
             quantized += 1
             equal = _same_codes(source, result, before.name, name)
+            # A cast to the type that the source has changes nothing, and is not counted.
             if not equal and name in cast:
                 equal = _same_codes(source, result, before.name, name, cast[name])
                 scales_cast += equal
@@ -129,12 +130,9 @@ def require_exact(
             norms += equal and not _equal(weight, stored.to(weight.dtype))
         elif before.dtype == result.info(name).dtype:
             floats += 1
-            pieces = row_pieces(result.info(name).shape, result.config.head_dim)
-            equal = all(
-                _same_floats(source.load(before.name, piece), result.load(name, piece))
-                for piece in pieces
-            )
+            equal = _same_pieces(source, result, before.name, name)
         else:
+            # The tensor was cast to another float type.
             continue
         if not equal:
             problem = f"tensor '{name}' is not what the source holds, as it is read back"
@@ -154,11 +152,13 @@ def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
     """Compare the written scales of a quantized key/value cache with its source, byte by byte.
     Raises `QuantkitError` if it differs: quantkit, or the disk, has changed it.
     """
-    found = result.kv_cache
-    if found is None or (found.scheme, found.read_tensors()) != (
-        source.scheme,
-        source.read_tensors(),
-    ):
+    cache = result.kv_cache
+    is_same = False
+    if cache is not None:
+        stored = (cache.scheme, cache.read_tensors())
+        expected = (source.scheme, source.read_tensors())
+        is_same = stored == expected
+    if not is_same:
         raise QuantkitError(
             "the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG
         )
@@ -171,26 +171,34 @@ def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
     if a.shape != b.shape:
         return False
     rows, columns = a.shape
-    if any(one.scheme.of_small_floats or one.scheme.scales is not Scales.FLOATS for one in (a, b)):
-        return all(
-            _equal(a.rows(*part).dequantize(), b.rows(*part).dequantize())
-            for part in row_chunks(rows, columns)
-        )
+    if not (_is_integer_on_floats(a.scheme) and _is_integer_on_floats(b.scheme)):
+        for start, stop in row_chunks(rows, columns):
+            if not _equal(a.rows(start, stop).dequantize(), b.rows(start, stop).dequantize()):
+                return False
+        return True
+    # Both are compared in groups of the largest size that divides those of each.
     size = math.gcd(columns // a.scale.shape[1], columns // b.scale.shape[1])
-    return all(
-        _equal_rows(a.rows(*part), b.rows(*part), size) for part in row_chunks(rows, columns)
-    )
+    for start, stop in row_chunks(rows, columns):
+        if not _equal_rows(a.rows(start, stop), b.rows(start, stop), size):
+            return False
+    return True
+
+
+def _is_integer_on_floats(scheme: QuantScheme) -> bool:
+    return not scheme.of_small_floats and scheme.scales is Scales.FLOATS
 
 
 def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | None]:
-    """Parts of a tensor's rows, of complete heads, as readers of rotary rows require.
+    """Yield parts of a tensor's rows, of complete heads, as readers of rotary rows require.
 
     None is the whole tensor.
     """
     if not shape:
         yield None
         return
-    step = max(1, _AT_ONCE // (max(1, math.prod(shape[1:])) * max(1, head_dim))) * max(1, head_dim)
+    head_rows = max(1, head_dim)
+    head_elements = head_rows * max(1, math.prod(shape[1:]))
+    step = head_rows * max(1, _AT_ONCE // head_elements)
     for start in range(0, shape[0], step):
         yield TensorSlice(0, ((start, min(start + step, shape[0])),))
 
@@ -209,20 +217,24 @@ def _same_codes(
     after = result.load(name)
     if isinstance(before, QuantTensor) and cast:
         before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
-    if (
-        isinstance(before, QuantTensor)
-        and isinstance(after, Tensor)
-        and name == f"{EMBEDDING}.weight"
-    ):
-        chunks = row_chunks(*before.shape)  # in a format with codes for linears only
-        return before.shape == after.shape and all(
-            _equal(before.rows(*part).dequantize(), after[slice(*part)]) for part in chunks
-        )
-    return (
-        isinstance(before, QuantTensor)
-        and isinstance(after, QuantTensor)
-        and equal_as_numbers(before, after)
-    )
+    if not isinstance(before, QuantTensor):
+        return False
+    if isinstance(after, QuantTensor):
+        return equal_as_numbers(before, after)
+    # Some formats have codes for linears only, and floats for the embedding.
+    if name != f"{EMBEDDING}.weight" or before.shape != after.shape:
+        return False
+    for start, stop in row_chunks(*before.shape):
+        if not _equal(before.rows(start, stop).dequantize(), after[start:stop]):
+            return False
+    return True
+
+
+def _same_pieces(source: Checkpoint, result: Checkpoint, before_name: str, name: str) -> bool:
+    for piece in row_pieces(result.info(name).shape, result.config.head_dim):
+        if not _same_floats(source.load(before_name, piece), result.load(name, piece)):
+            return False
+    return True
 
 
 def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
@@ -231,21 +243,20 @@ def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
 
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
     """Return whether rows with groups that are multiples of `size` have equal numbers."""
-    (first, low), (second, other_low) = (_of_groups(one, size) for one in (a, b))
-    same = (
-        a.scheme.bits == b.scheme.bits
-        and torch.equal(a.codes, b.codes)
-        and torch.equal(low, other_low)
-    )
-    if same and _equal(first, second):
+    scale_a, zero_a = _of_groups(a, size)
+    scale_b, zero_b = _of_groups(b, size)
+    same_codes = a.scheme.bits == b.scheme.bits and torch.equal(a.codes, b.codes)
+    if same_codes and torch.equal(zero_a, zero_b) and _equal(scale_a, scale_b):
         return True
-    return _equal(_products(a, first, low), _products(b, second, other_low))
+    # Other codes and scales may still be the same numbers: products decide, and take longer.
+    return _equal(_products(a, scale_a, zero_a), _products(b, scale_b, zero_b))
 
 
 def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
-    """Scales in float64 and zero points [O, I / size], repeated within longer groups."""
+    """Repeat scales in float64 and zero points [O, I / size] within longer groups."""
     scale = value.scale.double()
     columns = value.shape[1]
+    # Symmetric codes have the middle of their range as the zero point.
     if value.zero is not None:
         zero = value.zero
     else:
@@ -255,7 +266,7 @@ def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _products(value: QuantTensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return the weights in float64, which is exact: 24 bits of a scale times 9 of a code."""
+    """Multiply codes by scales in float64, which is exact: 24 bits of a scale times 9 of a code."""
     codes = value.codes.reshape(*scale.shape, -1).double()
     return (codes - zero.double().unsqueeze(-1)) * scale.unsqueeze(-1)
 
@@ -297,26 +308,36 @@ def tensor_difference(
     norm_offset: float = 0.0,
     dtypes: Collection[DType] = (),
 ) -> tuple[TensorDifference | None, Bound]:
-    """Return the difference between a tensor and its reference, the first one, None if they are
-    equal; and its type's bound. For `coarsest` see `weight_bound`; None for a tensor that is
+    """Compare a tensor with its reference, the first one: return the difference, None if they are
+    equal, and the type's bound. For `coarsest` see `weight_bound`; None for a tensor that is
     quantized in neither model. For `norm_offset` and `dtypes` see `same_norms`.
     """
-    types = (
-        bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
-        for value in (first, second)
-    )
-    bound = coarser((BOUNDS["float16"], *(BOUNDS[name] for name in types if name in BOUNDS)))
+    bounds = [BOUNDS["float16"]]
+    for value in (first, second):
+        type_name: str
+        if isinstance(value, QuantTensor):
+            type_name = bound_type(value.scheme)
+        else:
+            type_name = DType.of(value.dtype)
+        # Types without a bound, such as float32, lose nothing.
+        if type_name in BOUNDS:
+            bounds.append(BOUNDS[type_name])
+    bound = coarser(bounds)
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if same_bits(first, second):
             return None, bound
         if not first.is_floating_point() or not second.is_floating_point():
             return TensorDifference(name, math.inf, math.inf, 0.0), bound
-        first, second = (one if one.dim() else one.unsqueeze(0) for one in (first, second))
+        # A scalar has no rows to divide into chunks.
+        if not first.dim():
+            first = first.unsqueeze(0)
+        if not second.dim():
+            second = second.unsqueeze(0)
     equal = True
     if isinstance(first, QuantTensor) and isinstance(second, QuantTensor):
         if equal_as_numbers(first, second):
             return None, bound
-        # Even if the difference is lost in float32.
+        # The numbers differ even if the difference is lost in float32.
         equal = False
     error = norm = largest = 0.0
     for part in row_chunks(first.shape[0], math.prod(first.shape[1:])):
@@ -346,6 +367,7 @@ def tensor_difference(
     elif isinstance(first, QuantTensor):
         allowed = weight_bound(first, second, coarsest or first.scheme)
     else:
+        # A cast to another float type is no fault, nor is the rounding of GGUF's sums of norms.
         is_cast = first.dtype != second.dtype and same_but_rounded(first, second)
         if is_cast or same_norms(first, second, norm_offset, dtypes):
             allowed = relative

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -112,19 +112,17 @@ class Probe:
     within: bool
 
     def line(self, name: str) -> str:
-        """Return the probe as text, with the name of its tokens."""
-        found = self.divergence
+        """Describe the probe in a line, with the name of its tokens."""
+        divergence = self.divergence
         ratio = self.perplexity_ratio
-        if found.largest_logit_difference == 0:
+        if divergence.largest_logit_difference == 0:
             return f"{name}: equal"
-        line = f"{name}: KL {Estimate(found.kl, found.kl_error)}"
-        if ratio is None:
-            line += ""
-        else:
+        line = f"{name}: KL {Estimate(divergence.kl, divergence.kl_error)}"
+        if ratio is not None:
             line += f", perplexity x {Estimate(ratio, self.ratio_error)}"
         line += (
-            f", same top token {found.top1_agreement:.1%}, largest difference"
-            f" {found.largest_logit_difference:.3g}"
+            f", same top token {divergence.top1_agreement:.1%}, largest difference"
+            f" {divergence.largest_logit_difference:.3g}"
         )
         if self.within:
             return line
@@ -185,9 +183,9 @@ class VerifyReport:
     @property
     def only_settings_differ(self) -> bool:
         """Return whether the two are different by their settings alone: `settings` lists them."""
-        within = all(difference.within for difference in self.differing)
-        within = within and all(probe.within for probe in self.probes.values())
-        return bool(self.settings) and not self.problems and within
+        if not self.settings or self.problems:
+            return False
+        return _are_within(self.differing, self.probes)
 
     @property
     def ok(self) -> bool:
@@ -197,7 +195,14 @@ class VerifyReport:
         return self.verdict in (Verdict.SAME, Verdict.WITHIN_BOUND)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything found; the verdict in lower case."""
+        """Return everything found; the verdict in lower case."""
+        kv_cache = None
+        if self.kv_cache is not None:
+            has, lacks = self.kv_cache
+            kv_cache = {"has": str(has), "lacks": str(lacks)}
+        differing: list[dict[str, Any]] = []
+        for difference in self.differing:
+            differing.append({**asdict(difference), "within": difference.within})
         return {
             "verdict": self.verdict.name.lower(),
             "same": self.is_same,
@@ -209,19 +214,17 @@ class VerifyReport:
             "formats": list(self.formats),
             "tensors": self.tensors,
             "on_codes": self.on_codes,
-            "differing": [{**asdict(one), "within": one.within} for one in self.differing],
+            "differing": differing,
             "probes": {name: asdict(probe) for name, probe in self.probes.items()},
             "bound": asdict(self.bound),
             "weights_only": self.weights_only,
             "run_by": self.run_by,
             "not_run": self.not_run,
-            "kv_cache": (
-                self.kv_cache and dict(zip(("has", "lacks"), map(str, self.kv_cache), strict=True))
-            ),
+            "kv_cache": kv_cache,
         }
 
     def lines(self) -> list[str]:
-        """Return the report as text."""
+        """Format the report as lines of text."""
         out = []
         for problem in [*self.problems, *self.settings, *self.not_certified]:
             out.append(f"problem: {problem}")
@@ -231,6 +234,7 @@ class VerifyReport:
                 f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their"
                 " codes"
             )
+        # Two float models need no line on their formats.
         if any("int" in format_ for format_ in self.formats):
             out.append(f"formats: {' and '.join(self.formats)}")
         out.append(f"tensors: {equal if self.tensors else 'not compared, the configs differ'}")
@@ -253,29 +257,39 @@ class VerifyReport:
             out.append(COMPARED + (f": {self.not_run}" if self.not_run else ""))
         elif self.probes:
             if all(probe.bound for probe in self.probes.values()):
-                where = ""
+                scope = ""
             else:
-                where = " on texts"
+                scope = " on texts"
             bounds = (
-                f"at most {self.bound.kl:g}{where}; perplexity at most x"
+                f"at most {self.bound.kl:g}{scope}; perplexity at most x"
                 f" {self.bound.perplexity_ratio:g}"
-            )
-            of_probes = [f"  {probe.line(name)}" for name, probe in self.probes.items()]
-            differ = any(
-                probe.divergence.largest_logit_difference for probe in self.probes.values()
             )
             if self.run_by is None:
                 logits = "logits"
             else:
                 logits = f"logits, run by {self.run_by}"
-            if differ:
-                out += [f"{logits}: KL in nats a token, {bounds}", *of_probes]
+            if _do_logits_differ(self.probes):
+                out.append(f"{logits}: KL in nats a token, {bounds}")
+                for name, probe in self.probes.items():
+                    out.append(f"  {probe.line(name)}")
             else:
-                out += [f"{logits}: equal"]
+                out.append(f"{logits}: equal")
         verdict = _VERDICTS[self.verdict]
         if self.only_settings_differ:
             verdict += " in settings only: tokens, tensors and logits are the same model's"
         return [*out, f"verdict: {verdict}"]
+
+
+def _are_within(differing: Sequence[TensorDifference], probes: Mapping[str, Probe]) -> bool:
+    """Return whether all tensors and all logits are within their bounds."""
+    if not all(difference.within for difference in differing):
+        return False
+    return all(probe.within for probe in probes.values())
+
+
+def _do_logits_differ(probes: Mapping[str, Probe]) -> bool:
+    # NaN, which is true, counts as a difference.
+    return any(probe.divergence.largest_logit_difference for probe in probes.values())
 
 
 @overload
@@ -346,26 +360,24 @@ def verify(
 def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: bool) -> VerifyReport:
     reference, other = map(with_codes, open_pair_to_compare(a, b))
     formats = describe_format(reference), describe_format(other)
-    not_certified = [
-        why
-        for one in (reference, other)
-        if (why := describe_certificate_failure(one.path)) is not None
-    ]
-    # a tied head may be separate
-    configs = []
-    for one in (reference, other):
-        configs.append(replace(one.config, tied_embeddings=False))
-    problems = [
-        f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])
-    ]
+    not_certified: list[str] = []
+    for model in (reference, other):
+        failure = describe_certificate_failure(model.path)
+        if failure is not None:
+            not_certified.append(failure)
+    # A tied head may be stored separately in one of the two.
+    reference_config = replace(reference.config, tied_embeddings=False)
+    other_config = replace(other.config, tied_embeddings=False)
+    problems: list[str] = []
+    for difference in reference_config.differences(other_config):
+        problems.append(f"the configs differ: {difference}")
     comparable = not problems
     runnable = reference.config.runnable
     kv_cache = None
     if reference.kv_cache is not None and other.kv_cache is not None:
-        if (found := reference.kv_cache.difference(other.kv_cache)) is not None:
-            problems += [found]
-        else:
-            problems += []
+        cache_difference = reference.kv_cache.difference(other.kv_cache)
+        if cache_difference is not None:
+            problems.append(cache_difference)
     elif reference.kv_cache is not None or other.kv_cache is not None:
         paths = reference.path, other.path
         if other.kv_cache is None:
@@ -376,26 +388,32 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         problems += _token_problems(reference, other)
     else:
         problems += [*summary_problems(reference), *summary_problems(other)]
-    records = []
-    for one in (reference, other):
-        records.append({} if runnable else read_weight_errors(one))
-    if bool(schemes(reference)) > bool(schemes(other)) or (
-        schemes(other) and bool(records[0]) > bool(records[1])
-    ):
-        # The source comes first, which may be quantized itself.
-        reference, other = other, reference
-    if comparable:
-        names = [parameter.name for parameter in parameters(configs[0])]
+    # Only a model that is not run needs the errors in its manifest: logits judge the others.
+    reference_errors: dict[str, float] = {}
+    other_errors: dict[str, float] = {}
+    if not runnable:
+        reference_errors = read_weight_errors(reference)
+        other_errors = read_weight_errors(other)
+    # The source comes first. Of two quantized models it is the one without errors of weights.
+    if schemes(other):
+        is_swapped = bool(reference_errors) and not other_errors
     else:
-        names = []
+        is_swapped = bool(schemes(reference))
+    if is_swapped:
+        reference, other = other, reference
+    names: list[str] = []
+    if comparable:
+        names = [parameter.name for parameter in parameters(reference_config)]
     differing: list[TensorDifference] = []
     bound = BOUNDS["float16"]
-    if kv_cache is not None and any(layer_scales(one) for one in (reference, other)):
-        bound = BOUNDS["int8"]  # of the cache, which one of them is run with
-    if all(records):
-        recorded = {}
+    # One of the two models is run with its cache in 8 bits.
+    if kv_cache is not None and (layer_scales(reference) or layer_scales(other)):
+        bound = BOUNDS["int8"]
+    # Errors of two quantized models are relative to their sources, not to each other.
+    if reference_errors and other_errors:
+        recorded_errors = {}
     else:
-        recorded = records[0] or records[1]
+        recorded_errors = reference_errors or other_errors
     compensated = {**_find_compensated_schemes(reference), **_find_compensated_schemes(other)}
     refined = read_changes(reference.path), read_changes(other.path)
     if comparable:
@@ -404,24 +422,29 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         on_codes = 0
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
-        first, second = (one.load(resolve_stored_name(one, name)) for one in (reference, other))
-        difference, allowed = tensor_difference(
+        first = reference.load(resolve_stored_name(reference, name))
+        second = other.load(resolve_stored_name(other, name))
+        tensor, allowed = tensor_difference(
             name,
             first,
             second,
             compensated.get(name.removesuffix(".weight")),
             norm_offset=offset_of(reference.config, name),
-            dtypes=[DType(model.config.dtype) for model in (reference, other)],
+            dtypes=[DType(reference.config.dtype), DType(other.config.dtype)],
         )
         problems += _not_as_refined(name, first, second, refined)
-        if difference is not None and _is_refined(name, first, second, refined):
-            difference = replace(difference, bound=max(difference.bound, difference.relative_error))
-        if difference is not None:
-            differing.append(difference)
-            bound = coarser((bound, allowed))
-            found = error_problem(name, difference.relative_error, recorded.get(name))
-            problems += [] if found is None else [found]
-    if differing:  # as in the gate, so that what it lets through is not different
+        if tensor is None:
+            continue
+        if _is_refined(name, first, second, refined):
+            # Refining changes a tensor by any amount, and logits judge the result.
+            tensor = replace(tensor, bound=max(tensor.bound, tensor.relative_error))
+        differing.append(tensor)
+        bound = coarser((bound, allowed))
+        problem = error_problem(name, tensor.relative_error, recorded_errors.get(name))
+        if problem is not None:
+            problems.append(problem)
+    # The gate adds these bounds too, so that what it lets through is not different here.
+    if differing:
         for model in (reference, other):
             rounded_inputs = read_input_roundings(manifest_or_empty(model.path), model, model.path)
             bound = with_inputs(bound, rounded_inputs.values())
@@ -430,10 +453,10 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     not_run = None
     if comparable and not runnable:
         try:
-            reference, other = (
-                run_by_transformers(one, trust_remote_code=trust_remote_code)
-                for one in (reference, other)
-            )
+            reference_run = run_by_transformers(reference, trust_remote_code=trust_remote_code)
+            other_run = run_by_transformers(other, trust_remote_code=trust_remote_code)
+            reference = reference_run
+            other = other_run
             problems += _token_problems(reference, other)
             probes = _probe_logits(reference, other, bound, progress)
         except (RequestError, CheckpointError, UnsupportedError) as error:
@@ -441,14 +464,11 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     elif comparable:
         probes = _probe_logits(reference, other, bound, progress)
     settings = find_setting_differences(reference, other)
-    is_within = all(difference.within for difference in differing) and all(
-        probe.within for probe in probes.values()
-    )
-    if problems or settings or not is_within:
+    if problems or settings or not _are_within(differing, probes):
         verdict = Verdict.DIFFERENT
     elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
-    elif differing or any(probe.divergence.largest_logit_difference for probe in probes.values()):
+    elif differing or _do_logits_differ(probes):
         verdict = Verdict.WITHIN_BOUND
     else:
         verdict = Verdict.SAME
@@ -471,57 +491,84 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Return where the two would tokenize a text or a conversation differently, or end a generation
+    """Find where the two would tokenize a text or a conversation differently, or end a generation
     at other tokens.
     """
-    problems = []
-    # A Meta folder does not.
-    states_tokens = [CONTAINERS[one.format].states_tokens for one in (a, b)]
-    begin = [{token for token in (one.config.bos_token_id,) if token is not None} for one in (a, b)]
+    problems: list[str] = []
+    # A Meta folder does not state its tokens.
+    a_states_tokens = CONTAINERS[a.format].states_tokens
+    b_states_tokens = CONTAINERS[b.format].states_tokens
+    both_state_tokens = a_states_tokens and b_states_tokens
+    begin_a = _begin_tokens(a)
+    begin_b = _begin_tokens(b)
     # Of a Meta folder the end tokens are those of its tokenizer, which may be more or fewer than a
     # model uses.
-    end = [set(end_tokens(one.path, one.config)) for one in (a, b)]
-    for what, (own, others) in (("begin", begin), ("end", end)):
-        if not (own == others if all(states_tokens) else own <= others or others <= own):
-            first, second = (", ".join(map(str, sorted(one))) or "none" for one in (own, others))
-            problems.append(f"the tokens that {what} a text differ: {first} against {second}")
-    one = load_checked_tokenizer(a)[0]
-    other = load_checked_tokenizer(b)[0]
-    if one is None or other is None:
-        if one is not other:
-            problems.append(f"{(a if one is None else b).path} has no tokenizer")
+    end_a = set(end_tokens(a.path, a.config))
+    end_b = set(end_tokens(b.path, b.config))
+    for verb, tokens_a, tokens_b in (("begin", begin_a, begin_b), ("end", end_a, end_b)):
+        if both_state_tokens:
+            agree = tokens_a == tokens_b
+        else:
+            agree = tokens_a <= tokens_b or tokens_b <= tokens_a
+        if not agree:
+            first = ", ".join(map(str, sorted(tokens_a))) or "none"
+            second = ", ".join(map(str, sorted(tokens_b))) or "none"
+            problems.append(f"the tokens that {verb} a text differ: {first} against {second}")
+    tokenizer_a = load_checked_tokenizer(a)[0]
+    tokenizer_b = load_checked_tokenizer(b)[0]
+    if tokenizer_a is None or tokenizer_b is None:
+        if tokenizer_a is not tokenizer_b:
+            problems.append(f"{(a if tokenizer_a is None else b).path} has no tokenizer")
     else:
-        difference = first_difference(one, other, gate_texts().values())
+        difference = first_difference(tokenizer_a, tokenizer_b, gate_texts().values())
         if difference is not None:
             problems.append(f"tokenizers differ on {difference}")
-        if all((folder.path / "tokenizer.json").is_file() for folder in (a, b)):
-            # Some readers of tokenizer.json ignore tokenizer_config.json.
-            stated = tokens_of_config_alone(a.path)
-            by_other = tokens_of_config_alone(b.path)
-            if keys := sorted(
-                key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)
-            ):
-                values = (
-                    f"{format_value(stated.get(keys[0]))} against"
-                    f" {format_value(by_other.get(keys[0]))}"
-                )
-                problems.append(f"tokenizer_config.json differs: {keys[0]} {values}")
-    templates = [ChatTemplates(one.path).sources for one in (a, b)]
-    for folder, stated_here, own_templates in zip((a, b), states_tokens, templates, strict=True):
-        if not own_templates and any(templates):
-            if stated_here:
-                return [*problems, f"{folder.path} has no chat template, the other has"]
-            return problems
-    names = sorted({*templates[0], *templates[1]})
-    differing = [name for name in names if templates[0].get(name) != templates[1].get(name)]
+        problems += _config_token_problems(a, b)
+    templates_a = ChatTemplates(a.path).sources
+    templates_b = ChatTemplates(b.path).sources
+    # Templates of a format that states none are not compared.
+    if not templates_a and templates_b:
+        if a_states_tokens:
+            problems.append(f"{a.path} has no chat template, the other has")
+        return problems
+    if not templates_b and templates_a:
+        if b_states_tokens:
+            problems.append(f"{b.path} has no chat template, the other has")
+        return problems
+    differing: list[str] = []
+    for name in sorted({*templates_a, *templates_b}):
+        if templates_a.get(name) != templates_b.get(name):
+            differing.append(name)
     if differing:
-        return [*problems, f"the chat templates differ: {', '.join(differing)}"]
+        problems.append(f"the chat templates differ: {', '.join(differing)}")
     return problems
 
 
+def _begin_tokens(checkpoint: Checkpoint) -> set[int]:
+    token = checkpoint.config.bos_token_id
+    if token is None:
+        return set()
+    return {token}
+
+
+def _config_token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Compare the tokens that only tokenizer_config.json states, up to the first difference."""
+    # Some readers of tokenizer.json ignore tokenizer_config.json.
+    for folder in (a, b):
+        if not (folder.path / "tokenizer.json").is_file():
+            return []
+    tokens_a = tokens_of_config_alone(a.path)
+    tokens_b = tokens_of_config_alone(b.path)
+    for key in sorted({*tokens_a, *tokens_b}):
+        if tokens_a.get(key) != tokens_b.get(key):
+            values = f"{format_value(tokens_a.get(key))} against {format_value(tokens_b.get(key))}"
+            return [f"tokenizer_config.json differs: {key} {values}"]
+    return []
+
+
 def _find_compensated_schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
-    """For each quantized module the coarsest scheme whose losses its weight may compensate: its own
-    if the manifest says that it was rounded, else that of any module.
+    """Find for each quantized module the coarsest scheme whose losses its weight may compensate:
+    its own if the manifest says that it was rounded, else that of any module.
     """
     assigned = schemes(checkpoint)
     if not assigned:
@@ -544,16 +591,11 @@ def _not_as_refined(
     second: Tensor | QuantTensor,
     recorded: tuple[Mapping[str, Change], ...],
 ) -> list[str]:
-    """Return a problem if a tensor that a manifest lists as refined has other values than were
-    written.
-    """
-    pairs = zip((first, second), recorded, strict=True)
-    wrong = any(
-        (change := own.get(name)) is not None and tensor_hash(value) != change.after
-        for value, own in pairs
-    )
-    if wrong:
-        return [f"tensor '{name}' is not as refining wrote it"]
+    """Compare a tensor that a manifest lists as refined with the values that were written."""
+    for value, changes in zip((first, second), recorded, strict=True):
+        change = changes.get(name)
+        if change is not None and tensor_hash(value) != change.after:
+            return [f"tensor '{name}' is not as refining wrote it"]
     return []
 
 
@@ -567,9 +609,11 @@ def _is_refined(
     logits judge it: a norm of the model that it was refined against, or a quantized weight. Its
     values must be those that were written.
     """
-    for own, other, changed in ((first, second, recorded[0]), (second, first, recorded[1])):
-        if (change := changed.get(name)) is not None and tensor_hash(own) == change.after:
-            return isinstance(own, QuantTensor) or tensor_hash(other) == change.before
+    for refined, other, changes in ((first, second, recorded[0]), (second, first, recorded[1])):
+        change = changes.get(name)
+        if change is not None and tensor_hash(refined) == change.after:
+            # The other model need not have the codes from before a quantized weight was refined.
+            return isinstance(refined, QuantTensor) or tensor_hash(other) == change.before
     return False
 
 
@@ -581,44 +625,41 @@ def _probe_logits(
     Quantized models are not made for random tokens and far positions: there the figures are shown,
     and only between float types they have a bound.
     """
-    texts = {
-        name: Batch.from_start(windows)
-        for name, (_, windows) in build_gate_windows(reference).items()
-    }
+    texts: dict[str, Batch] = {}
+    for name, (_, windows) in build_gate_windows(reference).items():
+        texts[name] = Batch.from_start(windows)
     batches = {**texts, **_other_tokens(reference)}
-    measured = compare_batches(
+    # All batches in one pass, so that each weight is read once.
+    qualities = compare_batches(
         reference, other, list(batches.values()), progress=in_phase(progress, "logits")
     )
     strict = not (schemes(reference) or schemes(other))
-    probes = {}
-    for name, found in zip(batches, measured, strict=True):
+    probes: dict[str, Probe] = {}
+    for name, quality in zip(batches, qualities, strict=True):
+        divergence = quality.divergence
         if name in texts:
-            ratio = found.perplexity / found.reference_perplexity
-            probes[name] = Probe(
-                found.divergence, ratio, found.ratio_error, bound, not exceeds(found, bound)
-            )
+            ratio = quality.perplexity / quality.reference_perplexity
+            is_within = not exceeds(quality, bound)
+            probes[name] = Probe(divergence, ratio, quality.ratio_error, bound, is_within)
+        elif strict:
+            probes[name] = Probe(divergence, None, None, bound, divergence.kl <= bound.kl)
         else:
-            kl = found.divergence.kl
-            if strict:
-                within = kl <= bound.kl
-            else:
-                within = math.isfinite(kl)
-            probes[name] = Probe(found.divergence, None, None, bound if strict else None, within)
+            probes[name] = Probe(divergence, None, None, None, math.isfinite(divergence.kl))
     return probes
 
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """Return the tokens other than texts on which logits are compared; fixed, so that reports are
+    """Choose the tokens other than texts on which logits are compared; fixed, so that reports are
     repeatable. Transformers runs tokens at the first positions only.
     """
     config = checkpoint.config
     generator = torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
-    first, second = (
-        torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2)
-    )
-    result = {"other random tokens": Batch.from_start(first)}
+    random_tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
+    result = {"other random tokens": Batch.from_start(random_tokens)}
     if config.runnable:
-        spread = torch.linspace(0, config.max_positions - 1, count).long()
-        result["positions spread over the context"] = Batch(second, spread)
+        spread_tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
+        # A lost rope scaling shows only at late positions.
+        positions = torch.linspace(0, config.max_positions - 1, count).long()
+        result["positions spread over the context"] = Batch(spread_tokens, positions)
     return result

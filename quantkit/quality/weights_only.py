@@ -50,7 +50,7 @@ class WeightsOnly:
         return self.quantized / self.parameters
 
     def problem(self) -> None:
-        """None: a weight whose error exceeds its bound keeps its floats."""
+        """Return None: a weight whose error exceeds its bound keeps its floats."""
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
@@ -61,15 +61,17 @@ class WeightsOnly:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> WeightsOnly:
-        """Return the result of `to_json`, from the manifest at a path.
+        """Read the result of `to_json` from the manifest at a path.
 
         Raises `CheckpointError` if it has another form.
         """
-        compared = isinstance(value, dict) and value.get("compared") == COMPARED
-        return read_record(cls, value if compared else None, path, "the errors of the tensors")
+        # A gate in its place has other keys, and None is refused as any other form is.
+        if not isinstance(value, dict) or value.get("compared") != COMPARED:
+            value = None
+        return read_record(cls, value, path, "the errors of the tensors")
 
     def line(self) -> str:
-        """Return the figures as text."""
+        """Describe the figures in a line."""
         return (
             f"{COMPARED}; {self.share:.1%} of the parameters quantized, {self.carried} tensors"
             f" carried, largest relative error {self.worst_error:.3g} ({self.worst})"
@@ -77,7 +79,7 @@ class WeightsOnly:
 
 
 def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> WeightsOnly:
-    """Return the figures of a quantized model; `records` are the manifest's entries on tensors, by
+    """Compute the figures of a quantized model; `records` are the manifest's entries on tensors, by
     name.
     """
     assigned = schemes(result)
@@ -91,24 +93,26 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
 
 
 def describe_carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
-    """Return how each tensor that is not quantized was stored, by name; `source` is the
+    """Describe how each tensor that is not quantized was stored, by name; `source` is the
     `StoredCheckpoint` it comes from.
     """
-    found = {}
+    descriptions: dict[str, str] = {}
     for name, part in _find_carried_tensors(result).items():
         spec = result.info(part)
         before = source.info(part)
-        if source.count_stored_bytes(part) != StoredTensor(part, before.dtype, before.shape).nbytes:
-            found[name] = f"dequantized to {spec.dtype} by its own scales"
+        # Codes take fewer bytes than the floats as which they are read.
+        float_bytes = StoredTensor(part, before.dtype, before.shape).nbytes
+        if source.count_stored_bytes(part) != float_bytes:
+            descriptions[name] = f"dequantized to {spec.dtype} by its own scales"
+        elif spec.dtype == before.dtype:
+            descriptions[name] = "bit for bit"
         else:
-            found[name] = "bit for bit" if spec.dtype == before.dtype else f"cast to {spec.dtype}"
-    return found
+            descriptions[name] = f"cast to {spec.dtype}"
+    return descriptions
 
 
 def _find_carried_tensors(model: Checkpoint) -> dict[str, str]:
-    """Return the tensors on disk that are not quantized, each with one of the tensors that it
-    holds.
-    """
+    """Find the tensors on disk that are not quantized, each with one of the tensors in it."""
     quantized = schemes(model)
     tensors = disk_tensors(model.config, quantized)
     result: dict[str, str] = {}
@@ -119,82 +123,87 @@ def _find_carried_tensors(model: Checkpoint) -> dict[str, str]:
 
 
 def read_weight_errors(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the errors of a model's weights in its manifest, by tensor name; none if it was
+    """Read the errors of a model's weights from its manifest, by tensor name; none if it was
     dequantized since, as its floats are not those that were quantized.
     """
-    made = manifest_or_empty(checkpoint.path)
-    if isinstance(options := made.get("options"), dict) and options.get("dequantize"):
+    model_manifest = manifest_or_empty(checkpoint.path)
+    options = model_manifest.get("options")
+    if isinstance(options, dict) and options.get("dequantize"):
         return {}
-    return {
-        f"{module}.weight": error
-        for module, record in read_module_records(made).items()
-        if isinstance(error := record.get("relative_error"), (int, float))
-    }
+    errors: dict[str, float] = {}
+    for module, record in read_module_records(model_manifest).items():
+        error = record.get("relative_error")
+        if isinstance(error, (int, float)):
+            errors[f"{module}.weight"] = error
+    return errors
 
 
 def error_problem(name: str, error: float, recorded: float | None) -> str | None:
-    """Return the problem if the error of a tensor is not the recorded one."""
+    """Compare the error of a tensor with the recorded one; None if they agree."""
     if recorded is None or math.isclose(error, recorded, rel_tol=REPEATABLE):
         return None
     return f"the error of {name} is {error:.4g}, and {recorded:.4g} in the manifest"
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return where the manifest of a model known by its tensors only contradicts its own entries on
+    """Find where the manifest of a model known by its tensors only contradicts its own entries on
     tensors, or the tensors. Raises `CheckpointError` if it has a summary of another form. A model
     that transformers ran has a gate instead.
     """
-    made = manifest_or_empty(checkpoint.path)
-    if made.get("tensors_only") is not True:
+    model_manifest = manifest_or_empty(checkpoint.path)
+    if model_manifest.get("tensors_only") is not True:
         return []
     carried = set(_find_carried_tensors(checkpoint))
-    if isinstance(stated := made.get("carried"), dict):
-        listed = set(stated)
-    else:
-        listed = None
-    problems = []
+    descriptions = model_manifest.get("carried")
+    listed: set[str] | None = None
+    if isinstance(descriptions, dict):
+        listed = set(descriptions)
+    problems: list[str] = []
     if listed != carried:
         problems.append(
             f"the manifest lists {len(listed or ())} carried tensors, and the model has"
             f" {len(carried)}"
         )
-    if "quality" not in made or made.get("run_by") is not None:
+    if "quality" not in model_manifest or model_manifest.get("run_by") is not None:
         return problems
-    summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
-    records = {
-        f"{name}.weight": module_record for name, module_record in read_module_records(made).items()
-    }
+    summary = WeightsOnly.from_json(model_manifest["quality"], manifest_path(checkpoint.path))
+    records: dict[str, dict[str, Any]] = {}
+    for module, record in read_module_records(model_manifest).items():
+        records[f"{module}.weight"] = record
     try:
-        found = weights_only(checkpoint, records)
+        expected_summary = weights_only(checkpoint, records)
     except (LookupError, TypeError, ValueError):
         return [*problems, "the manifest does not state the error of each quantized tensor"]
-    return problems + [
-        f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors"
-        for (what, recorded), expected in zip(
-            asdict(summary).items(), asdict(found).values(), strict=True
-        )
-        if what != "worst" and recorded != expected
-    ]
+    expected_figures = asdict(expected_summary)
+    for field_name, recorded in asdict(summary).items():
+        expected = expected_figures[field_name]
+        # Of two modules with the same error, either may be the worst.
+        if field_name != "worst" and recorded != expected:
+            problems.append(
+                f"'{field_name}' is {recorded:g} in the manifest's summary, and {expected:g} by its"
+                " tensors"
+            )
+    return problems
 
 
 def require_as_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any], path: Path) -> None:
-    """Compare the schemes of a model with its manifest `made`, which is at `path`. Raises
+    """Compare the schemes of a model with its manifest, which is at `path`. Raises
     `CheckpointError` if they differ.
     """
-    recorded = {
-        name: module_record["scheme"]
-        for name, module_record in read_module_records(manifest).items()
-        if module_record.get("scheme")
-    }
-    found = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
-    if recorded != found:
-        name = next(one for one in {**recorded, **found} if recorded.get(one) != found.get(one))
-        raise CheckpointError(
-            f"the scheme of '{name}' is not what the manifest says",
-            path=path,
-            found=found.get(name, "floats"),
-            expected=format_value(recorded.get(name, "floats")),
-            hint="copy or make it again",
-        )
+    # The manifest has entries on tensors without a scheme: those that kept their floats.
+    recorded: dict[str, Any] = {}
+    for module, record in read_module_records(manifest).items():
+        if record.get("scheme"):
+            recorded[module] = record["scheme"]
+    stored = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
+    for name in {**recorded, **stored}:
+        if recorded.get(name) != stored.get(name):
+            raise CheckpointError(
+                f"the scheme of '{name}' is not what the manifest says",
+                path=path,
+                found=stored.get(name, "floats"),
+                expected=format_value(recorded.get(name, "floats")),
+                hint="copy or make it again",
+            )
     for problem in summary_problems(checkpoint):
         raise CheckpointError(problem, path=path, hint="copy or make it again")
