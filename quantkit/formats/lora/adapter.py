@@ -26,7 +26,10 @@ folder.
 """
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# PEFT wraps the base in two modules, and saves the names of parameters with both wrappers.
 _PREFIX = "base_model.model."
+# A and B of a linear are modules with a weight; those of an embedding are parameters themselves.
+# PEFT saves the magnitude of DoRA without `.weight`.
 _ROLES = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -36,6 +39,8 @@ _ROLES = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
+# The last `=` separates the weight. A weight has no slash, so a folder whose parent's name contains
+# `=` is a path.
 _WITH_WEIGHT = re.compile(r"(?P<path>.+)=(?P<weight>[^=/]+)", re.DOTALL)
 
 
@@ -86,68 +91,75 @@ class Adapter:
                 "is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}"
             )
         self.config = read_config(folder)
-        found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-        if found is None:
+        weights_path = _find_weights(folder)
+        if weights_path is None:
             raise CheckpointError(
                 "the adapter has no weights", path=folder, expected=" or ".join(_WEIGHTS)
             )
-        self._file: TensorFile = (
-            safetensors_io if found.suffix == ".safetensors" else pth_io
-        ).open_file(found)
-        self.file = found
+        self._file: TensorFile
+        if weights_path.suffix == ".safetensors":
+            self._file = safetensors_io.open_file(weights_path)
+        else:
+            self._file = pth_io.open_file(weights_path)
+        self.file = weights_path
         self.modules: dict[str, LoraModule] = {}
         self.replaced: dict[str, str] = {}
         self._sort_tensors()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of one of its tensors."""
+        """Look up the shape of one of its tensors."""
         return self._file.tensors[key].shape
 
     def load(self, key: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """Return one of its tensors, or a part of it.
+        """Read one of its tensors, or a part of it.
 
         Raises:
             CheckpointError: if the file changed since it was opened.
             NonFiniteError: if it holds NaN or Inf, unless they are allowed.
         """
+        # The manifest records a hash of the file, which must be that of the values merged.
         self._file.source.require_unchanged()
-        value: torch.Tensor = self._file.read(key, part)
-        if not (self._allow_nonfinite or torch.isfinite(value).all()):
+        tensor: torch.Tensor = self._file.read(key, part)
+        if not (self._allow_nonfinite or torch.isfinite(tensor).all()):
             raise NonFiniteError(
                 f"tensor '{key}' of the adapter holds NaN or Inf",
                 path=self.file,
                 hint="`allow_nonfinite=True` merges it all the same",
             )
-        return value
+        return tensor
 
     def read(self, key: str) -> torch.Tensor:
-        """Return one of its tensors in float32; otherwise as `load`."""
+        """Read one of its tensors as `load` does, and convert it to float32."""
         return self.load(key).float()
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """Return the hashes of its files, by name."""
-        result: dict[str, str] = {}
-        for file in (SourceFile(self.config.path), self._file.source):
-            result[file.path.name] = file.sha256()
-        return result
+        """Hash its files, by name."""
+        hashes: dict[str, str] = {}
+        for source_file in (SourceFile(self.config.path), self._file.source):
+            hashes[source_file.path.name] = source_file.sha256()
+        return hashes
 
     def to_json(self) -> dict[str, object]:
-        """Return what the manifest records."""
+        """Describe the adapter for the manifest."""
         return {"name": self.path.absolute().name, "weight": self.weight, "sha256": self.sha256}
 
     def _sort_tensors(self) -> None:
-        parts: dict[str, dict[str, str]] = {}
+        """Group the tensors of the file into those of LoRA modules and those that replace a tensor
+        of the base.
+        """
+        keys_by_module: dict[str, dict[str, str]] = {}
         for key, tensor in self._file.tensors.items():
             if tensor.dtype not in STORED_FLOATS:
                 raise UnsupportedError(
                     f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype
                 )
             name = key.removeprefix(_PREFIX)
-            suffix = next((one for one in _ROLES if name.endswith(f".{one}")), None)
+            suffix = _find_role_suffix(name)
             if suffix is not None:
-                held = parts.setdefault(name.removesuffix(f".{suffix}"), {})
-                place = _ROLES[suffix]
+                module_name = name.removesuffix(f".{suffix}")
+                keys_by_use = keys_by_module.setdefault(module_name, {})
+                use = _ROLES[suffix]
             elif "lora_" in name or ".modules_to_save." in name:
                 raise UnsupportedError(
                     f"tensor '{key}' is of a kind that is not merged",
@@ -158,16 +170,19 @@ class Adapter:
                     ),
                 )
             else:
-                held = self.replaced
-                place = name.replace(".base_layer.", ".")
-            if place in held:
+                keys_by_use = self.replaced
+                # PEFT saves the base's tensor of a module with LoRA under `base_layer`.
+                use = name.replace(".base_layer.", ".")
+            # The two spellings of a magnitude, or names with and without `base_layer`, can meet.
+            if use in keys_by_use:
                 raise CheckpointError(
                     f"tensor '{key}' is in the adapter twice",
                     path=self.file,
-                    found=f"'{held[place]}'",
+                    found=f"'{keys_by_use[use]}'",
                 )
-            held[place] = key
-        self.modules = {name: self._module(name, part) for name, part in parts.items()}
+            keys_by_use[use] = key
+        for module_name, keys_by_role in keys_by_module.items():
+            self.modules[module_name] = self._module(module_name, keys_by_role)
         if not self.modules and not self.replaced:
             raise CheckpointError("holds no tensors", path=self.file)
 
@@ -175,15 +190,19 @@ class Adapter:
         """Check that a module has all its tensors, in shapes that fit each other."""
         is_embedding = "embedding_down" in parts or "embedding_up" in parts
         start = "embedding_" if is_embedding else ""
-        expected = {f"{start}down", f"{start}up"} | ({"magnitude"} if self.config.dora else set())
-        found = set(parts) - (set() if is_embedding else {"bias"})
-        if found != expected:
-            spelled = {role: suffix for suffix, role in reversed(_ROLES.items())}
+        expected_roles = {f"{start}down", f"{start}up"}
+        if self.config.dora:
+            expected_roles.add("magnitude")
+        present_roles = set(parts)
+        # B of a linear may have a bias (`lora_bias`); B of an embedding is a bare matrix.
+        if not is_embedding:
+            present_roles.discard("bias")
+        if present_roles != expected_roles:
             raise CheckpointError(
                 f"the tensors of module '{name}' do not belong together",
                 path=self.file,
-                found=", ".join(sorted(spelled[part] for part in parts)),
-                expected=", ".join(sorted(spelled[one] for one in expected)),
+                found=_list_suffixes(parts),
+                expected=_list_suffixes(expected_roles),
             )
         module = LoraModule(
             name,
@@ -194,14 +213,16 @@ class Adapter:
             is_embedding,
         )
         rank = self.config.rank_of(name)
-        (down, up) = (self.shape(module.down), self.shape(module.up))
-        if len(down) != 2 or len(up) != 2:
+        down_shape = self.shape(module.down)
+        up_shape = self.shape(module.up)
+        # The matrices of a convolution have more axes.
+        if len(down_shape) != 2 or len(up_shape) != 2:
             raise UnsupportedError(
                 f"tensor '{module.down}' is not of a linear or an embedding",
                 path=self.file,
-                found=f"{list(down)} and {list(up)}",
+                found=f"{list(down_shape)} and {list(up_shape)}",
             )
-        for key, size in ((module.down, down[0]), (module.up, up[1])):
+        for key, size in ((module.down, down_shape[0]), (module.up, up_shape[1])):
             if size != rank:
                 raise CheckpointError(
                     f"tensor '{key}' has another rank than the settings",
@@ -210,15 +231,18 @@ class Adapter:
                     expected=f"{rank}, by {NAME}",
                     hint="the two files are of different adapters",
                 )
-        for one in (module.bias, module.magnitude):
-            if one is not None and self.shape(one) != up[:1]:
+        # Both have one value per row of B.
+        output_shape = up_shape[:1]
+        for vector_key in (module.bias, module.magnitude):
+            if vector_key is not None and self.shape(vector_key) != output_shape:
                 raise CheckpointError(
-                    f"tensor '{one}' has the wrong shape",
+                    f"tensor '{vector_key}' has the wrong shape",
                     path=self.file,
-                    found=list(self.shape(one)),
-                    expected=list(up[:1]),
+                    found=list(self.shape(vector_key)),
+                    expected=list(output_shape),
                 )
-        if (setting := self.config.targets.find_exclusion(name)) is not None:
+        setting = self.config.targets.find_exclusion(name)
+        if setting is not None:
             raise CheckpointError(
                 f"module '{name}' has tensors, and '{setting}' excludes it: PEFT does not load"
                 " them",
@@ -229,41 +253,72 @@ class Adapter:
 
 
 def parse_adapters(lora: Requested) -> list[tuple[Path, float]]:
-    """Return the folders of adapters and their weights.
+    """Parse requested adapters into their folders and weights.
 
     Raises:
         RequestError: for a value of another type, a weight that is not finite, or an adapter that
             is named twice.
     """
+    weighted_paths: list[tuple[Path, float]] = []
     if isinstance(lora, Mapping):
-        result = [
-            (as_path("lora", path), as_number("lora", weight)) for path, weight in lora.items()
-        ]
+        for folder, number in lora.items():
+            weighted_paths.append((as_path("lora", folder), as_number("lora", number)))
     else:
-        several = lora if is_several(lora) and not isinstance(lora, (str, Path)) else [lora]
-        result = [_with_weight(as_path("lora", one)) for one in several]
-    folders = [path.absolute() for path, _ in result]
-    for path, weight in result:
+        # A string is iterable too, but is one adapter.
+        requests: Iterable[object] = [lora]
+        if is_several(lora) and not isinstance(lora, (str, Path)):
+            requests = lora
+        for request in requests:
+            weighted_paths.append(_with_weight(as_path("lora", request)))
+    absolute_paths = [path.absolute() for path, _ in weighted_paths]
+    for path, weight in weighted_paths:
         if not math.isfinite(weight):
             raise RequestError("the weight of an adapter is not finite", path=path, found=weight)
-        if folders.count(path.absolute()) > 1:
+        if absolute_paths.count(path.absolute()) > 1:
             raise RequestError("`lora` names an adapter twice", found=path)
-    return result
+    return weighted_paths
 
 
 def adapter_words(lora: Requested) -> tuple[str, ...]:
-    """Requested adapters as the command line spells them.
+    """Spell requested adapters as the command line does.
 
     Raises `RequestError` as `parse_adapters` does.
     """
-    return tuple(
-        str(path) if weight == 1 else f"{path}={weight}" for path, weight in parse_adapters(lora)
-    )
+    words: list[str] = []
+    for path, weight in parse_adapters(lora):
+        words.append(str(path) if weight == 1 else f"{path}={weight}")
+    return tuple(words)
+
+
+def _find_weights(folder: Path) -> Path | None:
+    """Find the file of an adapter's tensors; safetensors are preferred to a pickle."""
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _find_role_suffix(name: str) -> str | None:
+    """Find the key of `_ROLES` that a tensor's name ends with."""
+    for suffix in _ROLES:
+        if name.endswith(f".{suffix}"):
+            return suffix
+    return None
+
+
+def _list_suffixes(roles: Iterable[str]) -> str:
+    """List the suffixes of tensors with these roles, for a message."""
+    suffix_by_role: dict[str, str] = {}
+    # PEFT's own spelling of a magnitude is the first in `_ROLES`, so it must be set last.
+    for suffix, role in reversed(_ROLES.items()):
+        suffix_by_role[role] = suffix
+    return ", ".join(sorted(suffix_by_role[role] for role in roles))
 
 
 def _with_weight(path: Path) -> tuple[Path, float]:
-    """Return an adapter, and the weight after its path: ``PATH=0.5``; 1 if there is none."""
+    """Split the weight from the path of an adapter: ``PATH=0.5``; 1 if there is none."""
     match = _WITH_WEIGHT.fullmatch(str(path))
+    # The name of an existing folder may contain `=`.
     if match is None or path.exists():
         return path, 1.0
     try:

@@ -37,6 +37,7 @@ _USED = frozenset(
         "modules_to_save",
     }
 )
+# The file of tensors has the biases that these settings add.
 _SHOWN_BY_TENSORS = frozenset({"bias", "lora_bias"})
 _TRAINING_ONLY = frozenset(
     {
@@ -47,12 +48,14 @@ _TRAINING_ONLY = frozenset(
         "inference_mode",
         "lora_dropout",
         "runtime_config",
+        # Of initializations: `init_lora_weights` tells whether one changed the base.
         "loftq_config",
         "eva_config",
         "corda_config",
-        "lora_ga_config",  # of initializations, see `init_lora_weights`
+        "lora_ga_config",
+        # Their defaults are not empty, but they have no effect unless `megatron_config` or
+        # `use_qalora` is set, which are refused.
         "megatron_core",
-        # Without effect unless another key is set.
         "qalora_group_size",
     }
 )
@@ -103,18 +106,21 @@ class AdapterConfig:
     saved: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module, by its name in the base."""
+        """Find the rank of a module, by its name in the base."""
         return _find_value(self.rank_patterns, module, self.rank)
 
     def scaling(self, module: str) -> float:
-        """Return the factor of a module's update."""
+        """Compute the factor of a module's update from its rank and alpha."""
         rank = self.rank_of(module)
         alpha = _find_value(self.alpha_patterns, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+        # rsLoRA, https://arxiv.org/abs/2312.03732: updates of high ranks stay as large.
+        if self.rank_stabilized:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
 
 def note_folder_adapter(folder: Path) -> list[str]:
-    """Return a note if a model's folder also holds an adapter."""
+    """Write a note if a model's folder also holds an adapter."""
     if not (folder / NAME).is_file():
         return []
     return [
@@ -124,7 +130,7 @@ def note_folder_adapter(folder: Path) -> list[str]:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Return the settings of the adapter in a folder.
+    """Read the settings of the adapter in a folder, and refuse those that a merge would ignore.
 
     Raises:
         CheckpointError: if the file is missing or damaged.
@@ -134,10 +140,12 @@ def read_config(folder: Path) -> AdapterConfig:
     path = folder / NAME
     raw = read_settings(path)
     settings = Settings(raw, path)
-    if (kind := settings.string("peft_type")) != "LORA":
+    kind = settings.string("peft_type")
+    if kind != "LORA":
         raise UnsupportedError(
             "is an adapter of another kind", path=path, found=format_value(kind), expected="LORA"
         )
+    # PEFT writes every setting that it has, so those that an adapter does not use are empty.
     for key, value in raw.items():
         if key not in KNOWN and value not in (None, False, {}, [], ""):
             raise UnsupportedError(
@@ -147,40 +155,55 @@ def read_config(folder: Path) -> AdapterConfig:
                 hint="merge it with PEFT's `merge_and_unload()`",
             )
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
-    if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
+    bias = raw.get("bias") or "none"
+    if bias not in ("none", "all", "lora_only"):
         raise UnsupportedError(
             "unknown value of 'bias'", path=path, found=format_value(raw["bias"])
         )
+    # The patterns come from a file that may be hostile: all of them share one limit of time.
     match_time = MatchTime(str(path))
     ranks = _inner(settings, "rank_pattern")
     alphas = _inner(settings, "alpha_pattern")
+    rank = settings.integer("r", 1, _MAX_RANK)
+    alpha = settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA)
+    rank_patterns: list[tuple[Pattern, int]] = []
+    for name in ranks.values:
+        pattern = _end_pattern(name, ranks, match_time)
+        rank_patterns.append((pattern, ranks.integer(name, 1, _MAX_RANK)))
+    alpha_patterns: list[tuple[Pattern, float]] = []
+    for name in alphas.values:
+        pattern = _end_pattern(name, alphas, match_time)
+        alpha_patterns.append((pattern, alphas.number(name, -_MAX_ALPHA, _MAX_ALPHA)))
+    rank_stabilized = settings.flag("use_rslora", False)
+    dora = settings.flag("use_dora", False)
+    transposed = settings.flag("fan_in_fan_out", False)
+    ties_weights = settings.flag("ensure_weight_tying", False)
+    base_model: str | None = None
+    if settings.has("base_model_name_or_path"):
+        base_model = settings.string("base_model_name_or_path")
+    targets = TargetModules(settings, match_time)
+    saved: tuple[str, ...] = ()
+    if settings.has("modules_to_save"):
+        saved = tuple(settings.strings("modules_to_save"))
     return AdapterConfig(
         path=path,
-        rank=settings.integer("r", 1, _MAX_RANK),
-        alpha=settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA),
-        rank_patterns=[
-            (_end_pattern(name, ranks, match_time), ranks.integer(name, 1, _MAX_RANK))
-            for name in ranks.values
-        ],
-        alpha_patterns=[
-            (_end_pattern(name, alphas, match_time), alphas.number(name, -_MAX_ALPHA, _MAX_ALPHA))
-            for name in alphas.values
-        ],
-        rank_stabilized=settings.flag("use_rslora", False),
-        dora=settings.flag("use_dora", False),
-        transposed=settings.flag("fan_in_fan_out", False),
-        ties_weights=settings.flag("ensure_weight_tying", False),
-        base_model=(
-            settings.string("base_model_name_or_path")
-            if settings.has("base_model_name_or_path")
-            else None
-        ),
-        targets=TargetModules(settings, match_time),
-        saved=tuple(settings.strings("modules_to_save")) if settings.has("modules_to_save") else (),
+        rank=rank,
+        alpha=alpha,
+        rank_patterns=rank_patterns,
+        alpha_patterns=alpha_patterns,
+        rank_stabilized=rank_stabilized,
+        dora=dora,
+        transposed=transposed,
+        ties_weights=ties_weights,
+        base_model=base_model,
+        targets=targets,
+        saved=saved,
     )
 
 
 def _require_unchanged_base(method: Any, path: Path) -> None:
+    # LoRA's update is relative to the weights that training began with. PiSSA, OLoRA and others
+    # subtract a part from the base first, and the published base still has it.
     if method not in _KEEPS_BASE:
         raise UnsupportedError(
             "'init_lora_weights' names a method that changes the base before training",
@@ -195,7 +218,7 @@ def _require_unchanged_base(method: Any, path: Path) -> None:
 
 
 def _inner(settings: Settings, key: str) -> Settings:
-    """Return the object of a key; an empty one if it is absent."""
+    """Read the object of a key; an empty one if it is absent."""
     if settings.values.get(key):
         return settings.inside(key)
     return Settings({}, settings.path, key)
@@ -211,7 +234,7 @@ def _end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Patter
 
 
 def _find_value(patterns: Iterable[tuple[Pattern, Value]], module: str, default: Value) -> Value:
-    """Return the value of the first pattern that matches a module."""
+    """Find the value of the first pattern that matches a module, as PEFT does."""
     for pattern, value in patterns:
         if pattern.match(module):
             return value

@@ -5,7 +5,7 @@ anything is computed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -73,15 +73,16 @@ class Changes:
 
 
 def untie_head(config: ModelConfig) -> ModelConfig:
-    """Return the same model with a separate output head."""
+    """Describe the same model with a separate output head."""
+    # Of a model that is known by its tensors only, the tensors are all that describes it.
     if config.runnable:
         return replace(config, tied_embeddings=False)
     return config
 
 
 def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, Changes]:
-    """Return what adapters do to a base, by canonical name. Of a tied base, the head is a separate
-    tensor.
+    """Match every tensor of the adapters with the base, and collect the changes by canonical name.
+    Of a tied base, the head is a separate tensor.
 
     Raises:
         CheckpointError: if a tensor of an adapter does not fit the base.
@@ -90,26 +91,28 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
     bases = _Bases(source)
     changes: dict[str, Changes] = defaultdict(Changes)
     for adapter in adapters:
-        seen = set[str]()
+        changed_names = set[str]()
         for module in adapter.modules.values():
-            base = bases.find(f"{module.name}.weight", adapter, module.down, seen)
+            base = bases.find(f"{module.name}.weight", adapter, module.down, changed_names)
             swapped = _require_shape(adapter, module, base, source)
             scaling = adapter.config.scaling(module.name) * adapter.weight
             for place in base.places:
                 changes[place.name].updates.append(Update(adapter, module, place, swapped, scaling))
             if module.bias is not None:
-                bias = bases.find(f"{module.name}.bias", adapter, module.bias, seen)
+                bias = bases.find(f"{module.name}.bias", adapter, module.bias, changed_names)
                 _require_same_shape(adapter, module.bias, bias)
                 for place in bias.places:
                     changes[place.name].added.append(Vector(adapter, module.bias, place, scaling))
-        replaced = set[str]()
+        # A set of its own: an adapter may both replace an embedding and update it.
+        replaced_names = set[str]()
         for name, key in adapter.replaced.items():
-            base = bases.find(name, adapter, key, replaced)
+            base = bases.find(name, adapter, key, replaced_names)
             _require_same_shape(adapter, key, base)
             if _is_copy(adapter, key, base, source):
                 continue
             for place in base.places:
-                if changes[place.name].replacement is not None or adapter.weight != 1:
+                change = changes[place.name]
+                if change.replacement is not None or adapter.weight != 1:
                     raise UnsupportedError(
                         f"tensor '{key}' replaces one of the base, which has no weight and works"
                         " for one adapter only",
@@ -117,10 +120,11 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
                         found=f"weight {adapter.weight:g}, {len(adapters)} adapters",
                         hint="leave the weight out, and " + _MERGE_ALONE,
                     )
-                changes[place.name].replacement = Vector(adapter, key, place)
+                change.replacement = Vector(adapter, key, place)
         _require_all_saved(adapter, bases)
+        # Which tensors are linears is certain only for a known architecture.
         if source.config.runnable:
-            _require_all_targets(adapter, bases, seen)
+            _require_all_targets(adapter, bases, changed_names)
     for change in changes.values():
         _require_combinable(change)
     return dict(changes)
@@ -133,26 +137,40 @@ class _Bases:
         config = untie_head(source.config)
         self.path = source.path
         self._config = config
-        apart = disk_tensors(config, {parameter.module for parameter in parameters(config)})
+        # A folder stores the experts of a quantized layer one by one, and some architectures stack
+        # them otherwise. An adapter may use the names of either form.
+        every_module = {parameter.module for parameter in parameters(config)}
+        separate_experts = disk_tensors(config, every_module)
         self.tensors_by_name: dict[str, DiskTensor] = {}
-        for tensor in (*disk_tensors(config), *apart):
+        for tensor in (*disk_tensors(config), *separate_experts):
             self.tensors_by_name.setdefault(tensor.name, tensor)
+        # Canonical names are added during the loop, so it needs a copy of the tensors.
         for tensor in (*self.tensors_by_name.values(),):
             if tensor.whole:
                 self.tensors_by_name.setdefault(tensor.places[0].name, tensor)
         self._short: dict[str, list[DiskTensor]] = defaultdict(list)
         for name, tensor in self.tensors_by_name.items():
-            if tensor not in self._short[_short(name)]:
-                self._short[_short(name)].append(tensor)
+            same_short = self._short[_short(name)]
+            # The same tensor under two names is no ambiguity.
+            if tensor not in same_short:
+                same_short.append(tensor)
+        # The config of a model known by its tensors only may leave out the setting, so a missing
+        # head counts as tied unless the config denies it.
         ties = not config.runnable and source.extra_config.get("tie_word_embeddings") is not False
-        self._is_tied = ties and not any(_is_head(name) for name in self.tensors_by_name)
+        has_head = any(_is_head(name) for name in self.tensors_by_name)
+        self._is_tied = ties and not has_head
 
     def find(self, name: str, adapter: Adapter, key: str, changed_names: set[str]) -> DiskTensor:
-        """Return a tensor by the name that an adapter uses, which is added to `seen`."""
-        result = self.tensors_by_name.get(name)
-        if result is None and len(near := self._short.get(_short(name), [])) == 1:
-            result = near[0]
-        if result is None:
+        """Find a tensor by the name that an adapter uses, and add its own name to
+        `changed_names`.
+        """
+        tensor = self.tensors_by_name.get(name)
+        if tensor is None:
+            candidates = self._short.get(_short(name), [])
+            # Several would differ in prefixes only, so the name does not tell which is meant.
+            if len(candidates) == 1:
+                tensor = candidates[0]
+        if tensor is None:
             if self._is_tied and _is_head(name):
                 raise UnsupportedError(
                     "changes an output head that is tied to the embedding, in a model known by its"
@@ -168,11 +186,11 @@ class _Bases:
                 expected=f"tensors such as '{next(iter(self.tensors_by_name))}'",
                 hint=_other_base(adapter),
             )
-        if result.name in changed_names:
+        if tensor.name in changed_names:
             raise CheckpointError(
-                f"two tensors of the adapter change '{result.name}'", path=adapter.file
+                f"two tensors of the adapter change '{tensor.name}'", path=adapter.file
             )
-        if self._is_tied and is_embedding(result.module):
+        if self._is_tied and is_embedding(tensor.module):
             raise UnsupportedError(
                 "changes an embedding that the output head may share, in a model known by its"
                 " tensors only",
@@ -180,16 +198,18 @@ class _Bases:
                 found=f"'{key}'",
                 hint="merge it with PEFT",
             )
-        changed_names.add(result.name)
-        return result
+        changed_names.add(tensor.name)
+        return tensor
 
 
 def _is_head(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in HEADS
+    """Tell whether a tensor's name is that of a parameter of an output head."""
+    module = name.rpartition(".")[0]
+    return module.rpartition(".")[2] in HEADS
 
 
 def _short(name: str) -> str:
-    """Return a name without the parts that differ between folders and modules."""
+    """Remove the parts of a name that differ between folders and modules."""
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 
@@ -199,7 +219,9 @@ def _require_shape(
     """Check that a product has the shape of a weight; return whether the product is transposed
     for that.
     """
-    (_, columns), (rows, _) = adapter.shape(module.down), adapter.shape(module.up)
+    _, columns = adapter.shape(module.down)
+    rows, _ = adapter.shape(module.up)
+    # PEFT's A of an embedding is [rank, tokens], and the embedding itself [tokens, width].
     swapped = module.is_embedding or _is_transposed(adapter, base, (rows, columns), source)
     if swapped:
         shape = (columns, rows)
@@ -207,6 +229,7 @@ def _require_shape(
         shape = (rows, columns)
     if base.shape != shape:
         raise _misfit(adapter, f"module '{module.name}' does not fit the base", shape, base)
+    # The norms of DoRA are those of outputs, which are columns of such a weight.
     if swapped and not module.is_embedding and module.magnitude is not None:
         raise UnsupportedError(
             "DoRA of a weight that is [inputs, outputs] is not merged",
@@ -220,13 +243,15 @@ def _require_shape(
 def _is_transposed(
     adapter: Adapter, base: DiskTensor, shape: tuple[int, int], source: Checkpoint
 ) -> bool:
-    """Return whether the weight of a linear is [inputs, outputs], where a product has this shape.
+    """Decide whether the weight of a linear is [inputs, outputs], where a product has this shape.
 
     Raises:
         UnsupportedError: if the adapter says so of a square weight of a class that is not known.
     """
     if is_conv1d(base.module, source):
         return True
+    # PEFT corrects `fan_in_fan_out` by the class of a module, so the setting tells something only
+    # if the class is not known.
     if not (adapter.config.transposed and has_own_code(source)):
         return False
     if shape == shape[::-1]:
@@ -245,19 +270,20 @@ def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
 
 
 def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
-    """Return whether a tensor of an adapter is the base's: PEFT saves the embedding and the head
+    """Compare a tensor of an adapter with the base's: PEFT saves the embedding and the head
     with some adapters. Only these are read.
     """
     name = base.places[0].name
     may_be_tied = source.config.tied_embeddings and base.module in (HEAD, EMBEDDING)
-    if not (base.whole and len(base.shape) == 2 and (may_be_tied or ".base_layer." in key)):
+    may_be_copy = may_be_tied or ".base_layer." in key
+    if not (base.whole and len(base.shape) == 2 and may_be_copy):
         return False
+    stored_name = resolve_stored_name(source, name)
+    # A float32 copy of a whole embedding can take gigabytes.
     for start, stop in qtensor.row_chunks(*base.shape):
         part = TensorSlice(0, ((start, stop),))
-        rows = qtensor.float_rows(
-            source.load(resolve_stored_name(source, name), part), 0, stop - start
-        )
-        if not torch.equal(adapter.load(key, part).float(), rows):
+        base_rows = qtensor.float_rows(source.load(stored_name, part), 0, stop - start)
+        if not torch.equal(adapter.load(key, part).float(), base_rows):
             return False
     return True
 
@@ -265,8 +291,10 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
 def _misfit(
     adapter: Adapter, problem: str, shape: tuple[int, ...], base: DiskTensor
 ) -> QuantkitError:
+    """Build the error for a tensor of another shape than the base's."""
     hint = _other_base(adapter)
     by_token = base.module == HEAD or is_embedding(base.module) or _is_head(base.name)
+    # If only the number of tokens differs, the base is the right one, with tokens added to it.
     if by_token and len(shape) == len(base.shape) and shape[1:] == base.shape[1:]:
         hint = (
             "the vocabulary was resized before training: resize that of the base with"
@@ -283,11 +311,12 @@ def _misfit(
 
 
 def _other_base(adapter: Adapter) -> str:
-    """Return the next step if an adapter does not fit its base."""
-    named = adapter.config.base_model
-    return "pass the base that the adapter was made for" + (
-        "" if named is None else f": {NAME} names {named}"
-    )
+    """Write the next step if an adapter does not fit its base."""
+    hint = "pass the base that the adapter was made for"
+    expected_base = adapter.config.base_model
+    if expected_base is not None:
+        hint += f": {NAME} names {expected_base}"
+    return hint
 
 
 def _require_all_targets(adapter: Adapter, bases: _Bases, changed_names: set[str]) -> None:
@@ -297,17 +326,21 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, changed_names: set[str
     targets = adapter.config.targets
     if targets.listed is None:
         return
-    linears = [
-        tensor
-        for name, tensor in bases.tensors_by_name.items()
-        if name == tensor.name and tensor.linear is not None
-    ]
+    linears: list[DiskTensor] = []
+    for name, tensor in bases.tensors_by_name.items():
+        # Tensors are in the table under their canonical names too.
+        if name == tensor.name and tensor.linear is not None:
+            linears.append(tensor)
     # Exclusions match whole names, those of modules in transformers. Some folders have other
     # prefixes.
     if targets.is_partial and not any(tensor.module in adapter.modules for tensor in linears):
         return
     for tensor in linears:
-        if tensor.stacked is not None or ".experts." in tensor.name or tensor.name in changed_names:
+        # Experts are linears in some versions of transformers, and one parameter in others, which
+        # target modules do not match.
+        if tensor.stacked is not None or ".experts." in tensor.name:
+            continue
+        if tensor.name in changed_names:
             continue
         if targets.find_exclusion(tensor.module) is None and tensor.name not in adapter.replaced:
             raise CheckpointError(
@@ -321,9 +354,8 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, changed_names: set[str
 def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
     """Check that there is a tensor for each of ``modules_to_save`` that the base has."""
     for module in adapter.config.saved:
-        if any(f".{module}." in f".{name}" for name in bases.tensors_by_name) and not any(
-            f".{module}." in f".{name}" for name in adapter.replaced
-        ):
+        is_in_base = _has_module(bases.tensors_by_name, module)
+        if is_in_base and not _has_module(adapter.replaced, module):
             raise CheckpointError(
                 f"lacks the tensors of '{module}', which 'modules_to_save' names",
                 path=adapter.file,
@@ -331,14 +363,18 @@ def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
             )
 
 
+def _has_module(names: Iterable[str], module: str) -> bool:
+    """Tell whether tensors with these names include one inside a module, at any depth."""
+    return any(f".{module}." in f".{name}" for name in names)
+
+
 def _require_combinable(changes: Changes) -> None:
     """Refuse DoRA along with other updates, as its magnitudes are those of one adapter at full
     weight.
     """
     for update in changes.updates:
-        if update.module.magnitude is not None and (
-            len(changes.updates) > 1 or update.adapter.weight != 1
-        ):
+        is_combined = len(changes.updates) > 1 or update.adapter.weight != 1
+        if update.module.magnitude is not None and is_combined:
             raise UnsupportedError(
                 "DoRA has no weight, and works for one adapter of a module only",
                 path=update.adapter.file,
@@ -351,19 +387,22 @@ def _require_combinable(changes: Changes) -> None:
 
 
 def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
-    """Return a note if an adapter names another base; `names` are those by which the base is
+    """Write a note if an adapter names another base; `names` are those by which the base is
     known.
     """
-    named = adapter.config.base_model
-    if not named or not names or _last_part(named) in map(_last_part, names):
+    expected_base = adapter.config.base_model
+    if not expected_base or not names:
         return []
-    known = " or ".join(names)
+    # A copy of the base in another folder, or of another owner on a hub, is the same base.
+    if _last_part(expected_base) in [_last_part(name) for name in names]:
+        return []
+    actual_base = " or ".join(names)
     return [
-        f"{adapter.path}: was made for {named}, and {path} is {known}; names and shapes of all"
-        " tensors fit"
+        f"{adapter.path}: was made for {expected_base}, and {path} is {actual_base}; names and"
+        " shapes of all tensors fit"
     ]
 
 
 def _last_part(name: str) -> str:
-    """Return the name of a model without its owner or folder."""
+    """Remove the owner or the folder from the name of a model."""
     return name.rstrip("/").rpartition("/")[2].lower()

@@ -16,14 +16,15 @@ _NAMES = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 
 
 def is_conv1d(module: str, source: Checkpoint) -> bool:
-    """Return whether transformers makes a `Conv1D` of a module."""
-    return (
-        source.extra_config.get("model_type") in _FAMILIES and module.rpartition(".")[2] in _NAMES
-    )
+    """Tell whether transformers makes a `Conv1D` of a module."""
+    if source.extra_config.get("model_type") not in _FAMILIES:
+        return False
+    return module.rpartition(".")[2] in _NAMES
 
 
 def has_own_code(source: Checkpoint) -> bool:
-    """Return whether the code of a model may be in its folder, so that the classes of its
+    """Tell whether the code of a model may be in its folder, so that the classes of its
     modules are not known.
     """
+    # `auto_map` names the classes that transformers loads with `trust_remote_code`.
     return not source.config.runnable and bool(source.extra_config.get("auto_map"))

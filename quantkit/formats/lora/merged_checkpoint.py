@@ -35,7 +35,8 @@ class MergedCheckpoint(CheckpointView):
     def __init__(
         self, source: StoredCheckpoint, adapters: Sequence[Adapter], floats_as: DType | None = None
     ) -> None:
-        """
+        """Find what the adapters change; headers only.
+
         Args:
             floats_as: the type of changed tensors; None is the type of the base's, or the model's
                 if it is quantized.
@@ -47,16 +48,14 @@ class MergedCheckpoint(CheckpointView):
         self._changes = find_changes(adapters, source)
         self._base = source
         self._floats_as = floats_as
-        self._unties = source.config.tied_embeddings and bool(
-            {_HEAD, _EMBEDDING} & self._changes.keys()
-        )
-        if self._unties and (
-            tying := [adapter for adapter in adapters if adapter.config.ties_weights]
-        ):
+        changes_tied = bool({_HEAD, _EMBEDDING} & self._changes.keys())
+        self._unties = source.config.tied_embeddings and changes_tied
+        tying_adapters = [adapter for adapter in adapters if adapter.config.ties_weights]
+        if self._unties and tying_adapters:
             raise UnsupportedError(
                 "'ensure_weight_tying' is not supported where the base ties its head to the"
                 " embedding",
-                path=tying[0].config.path,
+                path=tying_adapters[0].config.path,
                 found="true",
                 hint="merge it with PEFT's `merge_and_unload()`",
             )
@@ -78,52 +77,63 @@ class MergedCheckpoint(CheckpointView):
         return self._base.names()
 
     def count_stored_bytes(self, name: str) -> int:
-        """Return the size of a tensor of the base on disk."""
+        """Look up the size of a tensor of the base on disk."""
         return self._base.count_stored_bytes(resolve_stored_name(self._base, name))
 
     def info(self, name: str) -> TensorSpec:
         spec = self._base.info(resolve_stored_name(self._base, name))
         if name not in self._changes:
             return TensorSpec(name, spec.shape, spec.dtype, spec.scheme, spec.stored_as)
-        coded = spec.scheme is not None or spec.stored_as is not None
-        return TensorSpec(
-            name, spec.shape, self._floats_as or (DType(self.config.dtype) if coded else spec.dtype)
-        )
+        if self._floats_as is not None:
+            return TensorSpec(name, spec.shape, self._floats_as)
+        # The dtype of a quantized tensor is not that of its weights.
+        is_quantized = spec.scheme is not None or spec.stored_as is not None
+        if is_quantized:
+            return TensorSpec(name, spec.shape, DType(self.config.dtype))
+        return TensorSpec(name, spec.shape, spec.dtype)
 
     def load(
         self, name: str, part: TensorSlice | None = None
     ) -> torch.Tensor | qtensor.QuantTensor:
-        """Return one tensor, or a part of it, in floats if an adapter changes it."""
+        """Read one tensor, or a part of it, and merge what adapters change; then in floats."""
         changes = self._changes.get(name)
         if changes is None:
             return self._base.load(resolve_stored_name(self._base, name), part)
         if part is not None and part.axis == 1:
+            # The norms of DoRA's rows need all columns.
             return part.of(self._merge_rows(name, changes, None)).contiguous()
         return self._merge_rows(name, changes, part)
 
     def _merge_rows(self, name: str, changes: Changes, part: TensorSlice | None) -> torch.Tensor:
+        """Merge all updates into some rows of a tensor, and round the sum to the tensor's type."""
         spec = self.info(name)
         rows = _indices(spec.shape[0], part)
         base = self._before(name, changes, part)
-        updates = [_Product(one, rows) for one in changes.updates]
-        added = [_read_rows(one, rows) * one.scaling for one in changes.added]
+        products = [_Product(update, rows) for update in changes.updates]
+        added_rows: list[torch.Tensor] = []
+        for vector in changes.added:
+            added_rows.append(_read_rows(vector, rows) * vector.scaling)
         merged = torch.empty((len(rows), *spec.shape[1:]), dtype=spec.dtype.torch)
-        for start, stop in qtensor.row_chunks(len(rows), merged[0].numel() if len(rows) else 1):
+        row_size = merged[0].numel() if len(rows) else 1
+        # Only a chunk of the weight is in float32 at a time, and it is rounded once, after all
+        # updates.
+        for start, stop in qtensor.row_chunks(len(rows), row_size):
             chunk = qtensor.float_rows(base, start, stop)
-            for update in updates:
-                chunk = update.apply_to(
-                    chunk, start, stop, self._embedding_norms(name, changes, update)
-                )
-            for one in added:
-                chunk = chunk + one[start:stop]
+            for product in products:
+                norms = self._embedding_norms(name, changes, product)
+                chunk = product.apply_to(chunk, start, stop, norms)
+            for values in added_rows:
+                chunk = chunk + values[start:stop]
             merged[start:stop] = chunk
         return merged
 
     def _before(
         self, name: str, changes: Changes, part: TensorSlice | None
     ) -> torch.Tensor | qtensor.QuantTensor:
-        """Return a tensor before updates: the base's, or the one that replaces it."""
-        if (new := changes.replacement) is not None:
+        """Read a tensor before updates: the base's, or the one that replaces it."""
+        new = changes.replacement
+        if new is not None:
+            # A tensor that needs no other order of rows is read in part, and in its own type.
             if new.place.shape == new.adapter.shape(new.key) and new.place.head_order is None:
                 return new.adapter.load(new.key, part)
             return _read_rows(new, _indices(self.info(name).shape[0], part))
@@ -132,16 +142,19 @@ class MergedCheckpoint(CheckpointView):
     def _embedding_norms(
         self, name: str, changes: Changes, product: _Product
     ) -> torch.Tensor | None:
-        """Return the norms of the columns of an embedding with its update, over all tokens, which
+        """Compute the norms of the columns of an embedding with its update, over all tokens, which
         DoRA divides by; None for other weights.
         """
         if product.magnitude is None or not product.is_embedding:
             return None
+        # An embedding is read in parts, and each part needs the norms over all of its rows.
         if name not in self._column_norms:
             rows, columns = self.info(name).shape
             base = self._before(name, changes, None)
+            # DoRA is refused along with other updates of a tensor.
             (update,) = changes.updates
             complete = _Product(update, torch.arange(rows))
+            # In float32, a sum over all tokens would have ten times the error for 4000 tokens.
             squares = torch.zeros(columns, dtype=torch.float64)
             for start, stop in qtensor.row_chunks(rows, columns):
                 total = qtensor.float_rows(base, start, stop) + complete.delta(start, stop)
@@ -158,57 +171,64 @@ class _Product:
         module = update.module
         down = adapter.read(module.down)
         up = adapter.read(module.up)
-        left, self._right_factor = (down.t(), up.t()) if update.swapped else (up, down)
-        chosen = _disk_rows(update.place)[rows]
-        self._left_factor = left[chosen]
+        if update.swapped:
+            # (B @ A)^T = A^T @ B^T, of which rows can be computed alone.
+            all_left_rows = down.t()
+            self._right_factor = up.t()
+        else:
+            all_left_rows = up
+            self._right_factor = down
+        disk_rows = _disk_rows(update.place)[rows]
+        self._left_factor = all_left_rows[disk_rows]
         self._scaling = update.scaling
         self.is_embedding = module.is_embedding
-        if module.magnitude is None:
-            self.magnitude = None
-        else:
-            self.magnitude = adapter.read(module.magnitude)
-        if self.magnitude is not None and not self.is_embedding:
-            self.magnitude = self.magnitude[chosen]
+        self.magnitude: torch.Tensor | None = None
+        if module.magnitude is not None:
+            magnitude = adapter.read(module.magnitude)
+            # A linear has a magnitude per row, an embedding one per column.
+            self.magnitude = magnitude if self.is_embedding else magnitude[disk_rows]
 
     def delta(self, start: int, stop: int) -> torch.Tensor:
-        """Return what is added to some of the rows."""
+        """Compute what is added to some of the rows."""
         return (self._left_factor[start:stop] @ self._right_factor) * self._scaling
 
     def apply_to(
         self, chunk: torch.Tensor, start: int, stop: int, norms: torch.Tensor | None
     ) -> torch.Tensor:
-        """Some of the rows with the update; `norms` are those of columns, see
-        `_embedding_norms`.
+        """Add the update to some of the rows, and scale them for DoRA; `norms` are those of
+        columns, see `_embedding_norms`.
         """
         total = chunk + self.delta(start, stop)
         if self.magnitude is None:
             return total
         if norms is not None:
             return total * (self.magnitude / norms)
+        # The paper's norms of columns are those of rows here, as a row has one output's weights.
         scale: torch.Tensor = self.magnitude[start:stop] / torch.linalg.norm(total, dim=1)
         return total * scale.unsqueeze(1)
 
 
 def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
-    """Return the indices of rows in a part."""
-    every = torch.arange(count)
+    """List the indices of rows in a part."""
+    indices = torch.arange(count)
     if part is None:
-        return every
-    return part.of(every)
+        return indices
+    return part.of(indices)
 
 
 def _disk_rows(place: Place) -> torch.Tensor:
-    """Return the row on disk of each row of a canonical tensor."""
+    """Find the row on disk of each row of a canonical tensor."""
     shape = place.shape
     first = place.first
     step = place.step
     order = place.head_order
     rows = torch.arange(shape[0])
     if order is not None:
+        # Families pair rotary rows differently, so a head's rows can have another order on disk.
         rows = rows.reshape(-1, len(order))[:, list(order)].reshape(-1)
     return first + step * rows
 
 
 def _read_rows(vector: Vector, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a canonical tensor from an adapter's."""
+    """Read some rows of a canonical tensor from an adapter's."""
     return vector.adapter.read(vector.key)[_disk_rows(vector.place)[rows]]

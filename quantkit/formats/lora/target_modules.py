@@ -32,6 +32,7 @@ class TargetModules:
                 does not combine.
         """
         self._targets = _read_names(settings, "target_modules", match_time)
+        # PEFT's word for every linear but the head; no pattern, although it is one string.
         if settings.values.get("target_modules") == _ALL_LINEAR:
             self._targets = None
         self._excluded = _read_names(settings, "exclude_modules", match_time)
@@ -40,8 +41,9 @@ class TargetModules:
         self._layer_patterns = _read_layer_patterns(settings, match_time)
         self.listed = self._targets if isinstance(self._targets, list) else None
         self.is_partial = bool(self._excluded) or self._layers is not None
+        has_one_expression = isinstance(settings.values.get("target_modules"), str)
         for key in ("layers_to_transform", "layers_pattern"):
-            if settings.has(key) and isinstance(settings.values.get("target_modules"), str):
+            if settings.has(key) and has_one_expression:
                 raise CheckpointError(
                     f"'{key}' is combined with one expression for 'target_modules', which PEFT"
                     " refuses",
@@ -51,9 +53,10 @@ class TargetModules:
                 )
 
     def find_exclusion(self, module: str) -> str | None:
-        """Return the setting by which an adapter leaves a module as it is; None if it changes
+        """Find the setting by which an adapter leaves a module as it is; None if it changes
         the module.
         """
+        # The order is PEFT's, so that the setting named in an error is the one that decides there.
         if self._excluded is not None and _matches(self._excluded, module):
             return "exclude_modules"
         if any(pattern.match(module) for pattern in self._saved):
@@ -68,13 +71,18 @@ class TargetModules:
         return "layers_to_transform"
 
     def _find_layer(self, module: str) -> int | None:
+        """Read the number of a module's layer from its name; the first pattern that matches
+        decides.
+        """
         for pattern in self._layer_patterns:
-            if (match := pattern.match(module)) is not None:
+            match = pattern.match(module)
+            if match is not None:
                 return int(match["index"])
         return None
 
 
 def _matches(names: list[str] | Pattern, module: str) -> bool:
+    # PEFT compares a list with the end of a name, and an expression with all of it.
     if isinstance(names, Pattern):
         return names.fullmatch(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -83,6 +91,7 @@ def _matches(names: list[str] | Pattern, module: str) -> bool:
 def _read_names(settings: Settings, key: str, match_time: MatchTime) -> list[str] | Pattern | None:
     """Read the last parts of names, or one pattern of whole names; None if there are none."""
     value = settings.values.get(key)
+    # An empty list excludes nothing. As targets it selects nothing, while None stands for any.
     if value is None or (key == "exclude_modules" and not value):
         return None
     if isinstance(value, str):
@@ -98,20 +107,20 @@ def _read_saved(settings: Settings, match_time: MatchTime) -> list[Pattern]:
     else:
         names = []
     # An unescaped name matches itself, and everything inside it.
-    result: list[Pattern] = []
+    prefix = r"(^|.*\.)"
+    suffix = r"($|\..*)"
+    patterns: list[Pattern] = []
     for name in names:
-        result.append(
-            Pattern(
-                name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)"
-            )
-        )
-    return result
+        pattern = Pattern(name, key=f"'{key}'", match_time=match_time, prefix=prefix, suffix=suffix)
+        patterns.append(pattern)
+    return patterns
 
 
 def _read_layers(settings: Settings) -> set[int] | None:
     """Read the numbers of the layers that are changed; None for all layers."""
     key = "layers_to_transform"
     value = settings.values.get(key)
+    # PEFT changes all layers if the list is empty, but only layer 0 if the value is 0.
     if value is None or value == []:
         return None
     if not isinstance(value, list):
@@ -129,6 +138,7 @@ def _read_layer_patterns(settings: Settings, match_time: MatchTime) -> list[Patt
         names = [value]
     else:
         names = settings.strings(key)
+    # The prefix is lazy so that the first number counts: a later one can be that of an expert.
     layer_patterns: list[Pattern] = []
     for name in names:
         layer_patterns.append(

@@ -21,11 +21,13 @@ from quantkit.files.gguf_types import GGUF, STEM, split_stem
 MANIFEST = "quantkit.json"
 SPACE_MARGIN = 16 << 20
 """Bytes of the disk that an output leaves free."""
-_HERE = -100  # AT_FDCWD
+# Python has no names for AT_FDCWD and RENAME_NOREPLACE, which `renameat2` takes.
+_HERE = -100
 _NO_REPLACE = 1
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 # Opening a pipe must not block.
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+# What the system says of a link, a file or a folder in place of the other, a socket or a device.
 _NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 
@@ -39,14 +41,17 @@ def manifest_path(model: Path) -> Path:
     """
     if model.suffix != GGUF or model.is_dir():
         return model / MANIFEST
-    own = _file_manifest(model)
-    inside = model.with_name(MANIFEST)
-    of_folder = own.name == f"{STEM}{GGUF}.{MANIFEST}" and inside.is_file() and not own.is_file()
-    return inside if of_folder else own
+    beside_file = _file_manifest(model)
+    in_folder = model.with_name(MANIFEST)
+    # A folder that holds a GGUF model gives its file this name, and has one manifest for all files.
+    has_name_in_folder = beside_file.name == f"{STEM}{GGUF}.{MANIFEST}"
+    if has_name_in_folder and in_folder.is_file() and not beside_file.is_file():
+        return in_folder
+    return beside_file
 
 
 def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
-    """Return the files of an output in the order in which they are renamed, the one that readers
+    """List the files of an output in the order in which they are renamed, the one that readers
     open last; None for a folder.
 
     Args:
@@ -58,8 +63,10 @@ def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
 
 
 def _file_manifest(file: Path) -> Path:
+    """Name the manifest beside a model's file; all parts of a model share one."""
     stem = split_stem(file.name)
-    return file.with_name(f"{file.name if stem is None else stem + GGUF}.{MANIFEST}")
+    model_name = file.name if stem is None else stem + GGUF
+    return file.with_name(f"{model_name}.{MANIFEST}")
 
 
 @contextlib.contextmanager
@@ -72,7 +79,7 @@ def destination_errors(path: Path) -> Iterator[None]:
 
 
 def destination_error(error: OSError, path: Path) -> DestinationError:
-    """Return the typed form of a failed write."""
+    """Convert a failed write into its typed form."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(
             "the disk is full", path=path, hint="free some space and repeat it with `resume=True`"
@@ -99,7 +106,7 @@ def scratch_errors(folder: Path) -> Iterator[None]:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a name is in use, even by a broken link; an `OSError` if the system cannot
+    """Tell whether a name is in use, even by a broken link; an `OSError` if the system cannot
     say.
     """
     try:
@@ -116,15 +123,18 @@ def rename_new(old: Path, new: Path) -> None:
         FileExistsError: if the new name is in use.
         OSError: if the system refuses.
     """
-    # Some systems and file systems lack it.
+    # Python's own renames replace files and empty folders.
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if (
-        rename is not None
-        and rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0
-    ):
-        return
-    if (rename is not None and ctypes.get_errno() == errno.EEXIST) or is_there(new):
+    name_is_used = False
+    if rename is not None:
+        status = rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE)
+        if status == 0:
+            return
+        name_is_used = ctypes.get_errno() == errno.EEXIST
+    if name_is_used or is_there(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    # Some systems and file systems lack `renameat2`. There, a name that appears in between can be
+    # replaced.
     old.rename(new)
 
 
@@ -159,18 +169,26 @@ def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARG
     than needed and spare bytes together.
     """
     with destination_errors(folder):
-        existing = next(
-            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
-        )
-        disk = shutil.disk_usage(existing)
-    if disk.total == 0:  # such as /proc
+        disk = shutil.disk_usage(_find_existing_folder(folder))
+    # A file system such as /proc.
+    if disk.total == 0:
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     if disk.free < needed_bytes + spare_bytes:
-        found = f"{size_text(disk.free)} free"
-        expected = size_text(needed_bytes + spare_bytes)
         raise NoSpaceError(
-            "too little space on the disk", path=folder.parent, found=found, expected=expected
+            "too little space on the disk",
+            path=folder.parent,
+            found=f"{size_text(disk.free)} free",
+            expected=size_text(needed_bytes + spare_bytes),
         )
+
+
+def _find_existing_folder(folder: Path) -> Path:
+    """Find the innermost folder on a path that exists; the root always does."""
+    absolute = folder.absolute()
+    for parent in (absolute, *absolute.parents):
+        if parent.is_dir():
+            return parent
+    return Path(absolute.anchor)
 
 
 def sync_folder(path: Path) -> None:
@@ -193,9 +211,10 @@ class OwnFolder:
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
-        """
+        """Open the folder, which must be a real one of this user.
+
         Args:
-            made: whether this process has just created it; some file systems report another owner
+            is_new: whether this process has just created it; some file systems report another owner
                 then.
 
         Raises:
@@ -221,6 +240,7 @@ class OwnFolder:
         for name in names:
             path = self.path / name
             with destination_errors(path):
+                # That of an interrupted run; opening it refuses anything but a folder.
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, dir_fd=self._handle)
                 try:
@@ -231,37 +251,43 @@ class OwnFolder:
                     raise
 
     def names(self) -> list[str]:
-        """Return the names in it and its folders, sorted; an unknown folder is a name, whatever it
+        """List the names in it and its folders, sorted; an unknown folder is a name, whatever it
         contains.
         """
+        names: list[str] = []
         with destination_errors(self.path):
-            found = [name for name in os.listdir(self._handle) if name not in self._folders]
-            inside = []
+            for name in os.listdir(self._handle):
+                if name not in self._folders:
+                    names.append(name)
             for folder, handle in self._folders.items():
                 for name in os.listdir(handle):
-                    inside.append(f"{folder}/{name}")
-        return sorted(found + inside)
+                    names.append(f"{folder}/{name}")
+        return sorted(names)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        handle, own = self._place(name)
+        """Look up the size of a file in bytes."""
+        handle, file_name = self._place(name)
         with destination_errors(self.path / name):
-            return self._require_own_file(
-                name, os.stat(own, dir_fd=handle, follow_symlinks=False)
-            ).st_size
+            status = os.stat(file_name, dir_fd=handle, follow_symlinks=False)
+            return self._require_own_file(name, status).st_size
 
     def open(self, name: str, *, create: bool = True, buffering: int = -1) -> BinaryIO:
         """Open a file to read and write it from the beginning; its content stays. Without `create`,
         a missing file is a `ResumeError`.
         """
         path = self.path / name
-        folder, own = self._place(name)
+        folder, file_name = self._place(name)
+        flags = _FILE
+        if create:
+            flags |= os.O_CREAT
         try:
-            handle = os.open(own, _FILE | (os.O_CREAT if create else 0), 0o666, dir_fd=folder)
+            handle = os.open(file_name, flags, 0o666, dir_fd=folder)
         except OSError as error:
-            if error.errno in _NO_FILE or (error.errno == errno.ENOENT and not create):
+            is_missing = error.errno == errno.ENOENT and not create
+            if error.errno in _NO_FILE or is_missing:
                 raise not_ours(path) from error
             raise destination_error(error, path) from error
+        # The check is of the open file, since the name may lead to another one by then.
         try:
             self._require_own_file(name, os.fstat(handle))
         except ResumeError:
@@ -272,6 +298,7 @@ class OwnFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write a file and wait until it is on disk."""
         with destination_errors(self.path / name), self.open(name) as file:
+            # Not with `O_TRUNC`, which would empty a file before its owner is checked.
             file.truncate(0)
             file.write(content)
             file.flush()
@@ -279,28 +306,28 @@ class OwnFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, a link, or a folder with its content."""
-        handle, own = self._place(name)
+        handle, file_name = self._place(name)
         with destination_errors(self.path / name):
-            if stat.S_ISDIR(os.stat(own, dir_fd=handle, follow_symlinks=False).st_mode):
-                shutil.rmtree(own, dir_fd=handle)
+            status = os.stat(file_name, dir_fd=handle, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(file_name, dir_fd=handle)
             else:
-                os.unlink(own, dir_fd=handle)
+                os.unlink(file_name, dir_fd=handle)
 
     def is_at(self, path: Path) -> bool:
-        """Return whether a path, which is no link itself, leads to this folder, which still has its
-        folders.
+        """Tell whether a path leads to this folder, with its folders still in it, and none of them
+        by a link.
         """
-        places = {
-            path: self._handle,
-            **{path / name: handle for name, handle in self._folders.items()},
-        }
+        handles = {path: self._handle}
+        for name, handle in self._folders.items():
+            handles[path / name] = handle
         try:
-            return all(
-                os.path.samestat(place.lstat(), os.fstat(handle))
-                for place, handle in places.items()
-            )
+            for folder, handle in handles.items():
+                if not os.path.samestat(folder.lstat(), os.fstat(handle)):
+                    return False
         except OSError:
             return False
+        return True
 
     def sync(self) -> None:
         """Wait until the names in it are on disk."""
@@ -311,31 +338,34 @@ class OwnFolder:
     def close(self) -> None:
         """Close the descriptors; it may be called more than once."""
         while self._folders:
-            os.close(self._folders.popitem()[1])
+            _, handle = self._folders.popitem()
+            os.close(handle)
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
     def _place(self, name: str) -> tuple[int, str]:
-        """Return the descriptor of the folder that has a file, and the file's name there."""
-        folder, _, own = name.rpartition("/")
-        if Path(own).name != own or folder not in {"", *self._folders}:
+        """Find the descriptor of the folder that has a file, and the file's name there."""
+        folder, _, file_name = name.rpartition("/")
+        # Other folders are not of this output, and an empty name is the folder itself.
+        if Path(file_name).name != file_name or folder not in {"", *self._folders}:
             raise not_ours(self.path / name)
-        return self._folders.get(folder, self._handle), own
+        return self._folders.get(folder, self._handle), file_name
 
     def _require_own_file(self, name: str, status: os.stat_result) -> os.stat_result:
+        # A second hard link would let a write change a file elsewhere.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != self._owner:
             raise not_ours(self.path / name)
         return status
 
 
 def not_ours(path: Path) -> ResumeError:
-    """Return the error for something in a partial folder that no run of quantkit leaves."""
+    """Build the error for something in a partial folder that no run of quantkit leaves."""
     hint = "remove the partial folder and start anew"
     return ResumeError("is not what the interrupted run left", path=path, hint=hint)
 
 
 def in_the_way(path: Path) -> ResumeError:
-    """Return the error for something else at the path of a partial folder."""
+    """Build the error for something else at the path of a partial folder."""
     hint = "choose another destination"
     return ResumeError("is in the way, and no interrupted run of quantkit", path=path, hint=hint)

@@ -27,6 +27,7 @@ from quantkit.formats.output.destination import (
 NAME = ".quantkit-journal.jsonl"
 WRITER = ".quantkit-writer"
 """The file with the process and the machine that locked the journal last."""
+# A damaged file must not fill the memory with one line or name.
 _MAX_LINE = 1 << 26
 _MAX_NAME = 300
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -43,47 +44,55 @@ class Journal:
     """
 
     def __init__(self, folder: OwnFolder) -> None:
-        """
+        """Open and lock the journal, and read its lines.
+
         Raises:
             BeingWrittenError: if a job has it open.
             ResumeError: if a line is damaged.
             DestinationError: if it cannot be opened or locked.
         """
-        self._path, self._file, self._check = folder.path / NAME, folder.open(NAME), ""
+        self._path = folder.path / NAME
+        self._file = folder.open(NAME)
+        self._check = ""
         self.entries: list[dict[str, Any]] = []
         try:
             if not _try_lock(self._file, self._path):
                 raise in_use(_who_writes(folder))
+            # A file of its own, since a lock does not tell whose it is, least of all on another
+            # machine.
             folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
             with destination_errors(self._path):
-                self._file.truncate(self._read())
+                complete_bytes = self._read()
+                self._file.truncate(complete_bytes)
                 self._file.seek(0, os.SEEK_END)
+        # The lock would remain until the file is collected.
         except BaseException:
             self.close()
             raise
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line and wait until it is on disk."""
+        # The check is of the JSON that a reader gets: tuples become lists, and keys strings.
         text = json.dumps(entry)
         self._check = _compute_check(self._check, text)
+        checked_entry = {**json.loads(text), "check": self._check}
         with destination_errors(self._path):
-            self._file.write(
-                json.dumps({**json.loads(text), "check": self._check}).encode() + b"\n"
-            )
+            self._file.write(json.dumps(checked_entry).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         self.entries.append(json.loads(text))
 
     def close(self) -> None:
         """Close and unlock it."""
-        # The rest of a line for which the disk had no space.
+        # Closing writes the rest of a line for which the disk had no space, and fails again.
         with contextlib.suppress(OSError):
             self._file.close()
 
     def _read(self) -> int:
-        """Read all complete lines; their size in bytes."""
+        """Read all complete lines, and add up their size in bytes."""
         end = 0
-        while (line := self._file.readline(_MAX_LINE)).endswith(b"\n"):
+        line = self._file.readline(_MAX_LINE)
+        while line.endswith(b"\n"):
             try:
                 entry = json.loads(line)
                 check = entry.pop("check")
@@ -94,34 +103,38 @@ class Journal:
                 raise not_ours(self._path)
             self.entries.append(entry)
             end += len(line)
+            line = self._file.readline(_MAX_LINE)
+        # An interruption can leave part of a line, but no run writes one of this length.
         if len(line) == _MAX_LINE:
             raise not_ours(self._path)
         return end
 
 
 def fingerprint_in(folder: Path) -> dict[str, Any]:
-    """Return the inputs and options with which a folder's journal begins, without locking it; empty
+    """Read the inputs and options with which a folder's journal begins, without locking it; empty
     if there are none.
     """
     try:
         with (folder / NAME).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
         check = entry.pop("check")
-        result = entry["fingerprint"]
-        if check == _compute_check("", json.dumps(entry)) and isinstance(result, dict):
-            return result
+        fingerprint = entry["fingerprint"]
+        is_intact = check == _compute_check("", json.dumps(entry))
+        if is_intact and isinstance(fingerprint, dict):
+            return fingerprint
         return {}
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
         return {}
 
 
 def being_written(folder: OwnFolder) -> str | None:
-    """Return a sentence on the job that writes to a folder; None if none does.
+    """Describe the job that writes to a folder in a sentence; None if none does.
 
     Raises:
         ResumeError: if the folder has no journal.
         DestinationError: if the system cannot say.
     """
+    # Closing the file releases the lock.
     with folder.open(NAME, create=False) as file:
         if _try_lock(file, folder.path / NAME):
             return None
@@ -129,34 +142,42 @@ def being_written(folder: OwnFolder) -> str | None:
 
 
 def in_use(problem: str) -> BeingWrittenError:
-    """Return the error for a folder to which a job writes, from the sentence of `being_written`."""
+    """Build the error for a folder to which a job writes, from the sentence of `being_written`."""
     return BeingWrittenError(problem, hint="wait until it is done, or choose another destination")
 
 
 def _who_writes(folder: OwnFolder) -> str:
+    """Describe the process that locked the journal, as far as the file of the writer tells."""
     problem = f"another quantkit process is writing to {folder.path}"
     try:
         with folder.open(WRITER, create=False) as file:
             number, machine = file.read(_MAX_NAME).decode().split(" ", 1)
             pid = int(number)
+    # The process that has the lock may not have written the file yet.
     except (OSError, QuantkitError, ValueError):
         return problem
-    here = os.uname().nodename
-    if (pid, machine) == (os.getpid(), here):
+    this_machine = os.uname().nodename
+    if (pid, machine) == (os.getpid(), this_machine):
         return f"this process is writing to {folder.path} already, in another call"
-    if machine != here:
+    # The process id tells nothing about processes of this machine then.
+    if machine != this_machine:
+        # The file may be damaged, and its content is printed on a terminal.
         if machine.isprintable():
             return f"{problem} (pid {pid} on {machine})"
         return problem
+    # `os.kill` takes 0 and negative numbers for groups of processes.
     if pid > 0 and _runs(pid):
         return f"{problem} (pid {pid})"
     return problem
 
 
 def _runs(pid: int) -> bool:
+    """Look for a process with this number, of any user."""
     try:
+        # Signal 0 only checks that the process exists.
         os.kill(pid, 0)
-    except PermissionError:  # another user's
+    # Another user's process.
+    except PermissionError:
         return True
     except (OSError, OverflowError):
         return False
@@ -207,26 +228,27 @@ class SafePoint:
             AttributeError, TypeError, ValueError: if it has another form, or names other tensors or
                 files.
         """
-        result = cls(**value)
-        valid = (
-            all(
-                type(count) is int and count >= 0
-                for count in (result.tensors, *result.files.values())
-            )
-            and result.tensors <= len(planned)
-            and set(result.files) == set(result.sha256) <= set(files)
-            and all(
-                isinstance(digest, str) and _SHA256.fullmatch(digest)
-                for digest in result.sha256.values()
-            )
-            and all(
-                name in planned and isinstance(record, dict)
-                for name, record in result.records.items()
-            )
-        )
-        if not valid:
+        point = cls(**value)
+        if not point._is_valid(planned, files):
             raise ValueError("not a safe point")
-        return result
+        return point
+
+    def _is_valid(self, planned: Collection[str], files: Collection[str]) -> bool:
+        for count in (self.tensors, *self.files.values()):
+            # A boolean is an instance of `int`.
+            if type(count) is not int or count < 0:
+                return False
+        if self.tensors > len(planned):
+            return False
+        if not set(self.files) == set(self.sha256) <= set(files):
+            return False
+        for digest in self.sha256.values():
+            if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+                return False
+        for name, record in self.records.items():
+            if name not in planned or not isinstance(record, dict):
+                return False
+        return True
 
 
 def _compute_check(before: str, text: str) -> str:

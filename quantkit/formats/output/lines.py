@@ -26,6 +26,7 @@ NAME = "lines.jsonl"
 """
 _ORDERED = "ordered.jsonl"
 _MIN_SPACE = 64 << 10
+# The check is appended to the object as its last key, in place of the closing brace.
 _SEAL = b', "check": "%b"}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
@@ -51,7 +52,7 @@ class ResumableLines:
         likely_bytes: int,
         resume: bool,
     ) -> None:
-        """See `Staging`.
+        """Create the partial folder, or open that of an interrupted run, as `Staging` does.
 
         Args:
             sizes: the number of lines of each group.
@@ -69,8 +70,10 @@ class ResumableLines:
             undo.callback(self._staging.close)
             self._file = undo.enter_context(self._staging.folder.open(NAME))
             with destination_errors(self._staging.path / NAME):
-                self._file.truncate(self._read())
+                complete_bytes = self._read()
+                self._file.truncate(complete_bytes)
                 self._file.seek(0, os.SEEK_END)
+            # From here on `__exit__` closes both.
             undo.pop_all()
 
     @property
@@ -86,9 +89,10 @@ class ResumableLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # By `commit`, which has removed the partial folder.
         if self._file.closed:
             return
-        # The rest of a line for which the disk had no space.
+        # Closing writes the rest of a line for which the disk had no space, and fails again.
         with contextlib.suppress(OSError):
             self._file.close()
         if not self._starts:
@@ -100,6 +104,7 @@ class ResumableLines:
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add a group of lines of that number; a `DestinationError` if a write failed."""
+        # A line that cannot be encoded must not leave part of its group in the file.
         content = b"".join(_add_seal(encode_line(line)) for line in lines)
         with destination_errors(self._staging.path / NAME):
             start = self._file.tell()
@@ -117,11 +122,13 @@ class ResumableLines:
         assert self.done == set(range(len(self._sizes)))
         folder = self._staging.folder
         with destination_errors(self._staging.path / _ORDERED), folder.open(_ORDERED) as ordered:
+            # An interrupted `commit` may have left one.
             ordered.truncate(0)
             for number in range(len(self._sizes)):
                 self._file.seek(self._starts[number])
                 for _ in range(self._sizes[number]):
-                    ordered.write(self._remove_seal(self._file.readline()))
+                    sealed_line = self._file.readline()
+                    ordered.write(self._remove_seal(sealed_line))
             ordered.flush()
             os.fsync(ordered.fileno())
         self._staging.require_in_place()
@@ -130,7 +137,7 @@ class ResumableLines:
         self._staging.discard()
 
     def _read(self) -> int:
-        """Find the groups so far; their size in bytes.
+        """Find the groups so far, and add up their size in bytes.
 
         An interruption may leave part of a group after them.
         """
@@ -139,18 +146,20 @@ class ResumableLines:
         while number is not None:
             if number in self._starts or not 0 <= number < len(self._sizes):
                 raise not_ours(self._staging.path / NAME)
-            following = [self._line() for _ in range(self._sizes[number] - 1)]
-            if None in following:
+            # All lines of the group are read first: an incomplete group is no damage.
+            later_numbers = [self._line() for _ in range(self._sizes[number] - 1)]
+            if None in later_numbers:
                 break
-            if any(one != number for one in following):
-                raise not_ours(self._staging.path / NAME)
+            for later_number in later_numbers:
+                if later_number != number:
+                    raise not_ours(self._staging.path / NAME)
             self._starts[number] = start
             start = self._file.tell()
             number = self._line()
         return start
 
     def _line(self) -> int | None:
-        """Return the number of the next line's group; None if no complete line follows."""
+        """Read the number of the next line's group; None if no complete line follows."""
         line = self._file.readline()
         if not line.endswith(b"\n"):
             return None
@@ -158,12 +167,13 @@ class ResumableLines:
             number = self._number_of(json.loads(self._remove_seal(line)))
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise not_ours(self._staging.path / NAME) from error
+        # No group has the number -1, so the caller refuses the line.
         if type(number) is int:
             return number
         return -1
 
     def _remove_seal(self, line: bytes) -> bytes:
-        """Return a line without its check."""
+        """Verify a line's check, and remove it."""
         plain = line[:-_SEAL_BYTES] + b"}\n"
         if line != _add_seal(plain):
             raise not_ours(self._staging.path / NAME)
@@ -171,15 +181,16 @@ class ResumableLines:
 
 
 def _add_seal(line: bytes) -> bytes:
-    """Return a line with a JSON object that is not empty, with its sha256."""
+    """Add the sha256 of a line to its JSON object, which must not be empty."""
+    # Without the closing brace and the line end, which the seal has too.
     return line[:-2] + _SEAL % hashlib.sha256(line).hexdigest().encode()
 
 
 def encode_line(value: Mapping[str, Any]) -> bytes:
-    """Return one line of JSON in UTF-8; NaN and Inf become null."""
+    """Encode one line of JSON in UTF-8; NaN and Inf become null."""
     plain = finite(value)
     try:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:
-        # Half of a surrogate pair.
+        # UTF-8 has no half of a surrogate pair, which a JSON escape can hold.
         return json.dumps(plain, allow_nan=False).encode() + b"\n"

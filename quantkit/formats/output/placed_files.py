@@ -32,7 +32,7 @@ class PlacedFiles:
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """The final folder, and the names of the files in the order of the renames."""
+        """Take the final folder, and the names of the files in the order of the renames."""
         self._folder = folder
         self._names = names
         self.complete = False
@@ -49,20 +49,24 @@ class PlacedFiles:
             DestinationError: if a name is in use by now, or the system refuses.
         """
         identities = {name: _identity(partial.path / name) for name in self._names}
+        # Before the first rename, as the next run finds the files of a killed one by this entry.
         record({ENTRY: identities})
-        *others, last = self._names
+        *earlier_names, last = self._names
         try:
-            for name in others:
+            for name in earlier_names:
                 place_output(partial.path / name, self._folder / name)
+            # The other names must be on disk before the one that makes the output exist.
             with destination_errors(self._folder):
                 sync_folder(self._folder)
             place_output(partial.path / last, self._folder / last)
             self.complete = True
         except BaseException:
+            # An interruption can come between the last rename and the next line.
             self.complete = _identity(self._folder / last) == identities[last]
             if not self.complete:
                 self.take_back(partial, [{ENTRY: identities}])
             raise
+        # The output exists, so nothing may fail any more.
         with contextlib.suppress(OSError):
             sync_folder(self._folder)
 
@@ -85,11 +89,11 @@ class PlacedFiles:
 
 
 def _identity(path: Path) -> list[int] | None:
-    """Properties of a file that a rename keeps; None if there is no file."""
+    """Read the properties of a file that a rename keeps; None if there is no file."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    if stat.S_ISREG(found.st_mode):
-        return [found.st_ino, found.st_size, found.st_mtime_ns]
+    if stat.S_ISREG(status.st_mode):
+        return [status.st_ino, status.st_size, status.st_mtime_ns]
     return None

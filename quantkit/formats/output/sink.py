@@ -74,15 +74,14 @@ class Sink:
                 progress("check of what is there", index, len(sizes), "files")
                 self._files[name] = self._open(name, size)
                 self._hashes[name] = self._files[name].hash(folder.path / name)
-            if changed := [
-                name for name, digest in self.hashes().items() if digest != hashes[name]
-            ]:
-                raise not_ours(folder.path / changed[0])
+            for name, digest in self.hashes().items():
+                if digest != hashes[name]:
+                    raise not_ours(folder.path / name)
+            # A queue each, so that writing and hashing overlap.
             for title, step in (("write", self._write), ("hash", self._hash)):
                 chunks: _Queue = queue.SimpleQueue()
-                name = f"quantkit-{title}"
                 thread = threading.Thread(
-                    target=self._work, args=(chunks, step), name=name, daemon=True
+                    target=self._work, args=(chunks, step), name=f"quantkit-{title}", daemon=True
                 )
                 thread.start()
                 self._workers.append((chunks, thread))
@@ -94,9 +93,10 @@ class Sink:
         """Queue bytes for the end of a file; they must not change until they are written."""
         size = len(data)
         with self._changed:
-            while (
-                self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES
-            ):
+            # Data above the limit goes alone, once nothing else waits.
+            while self._failure is None and self._waiting:
+                if self._waiting + size <= IN_FLIGHT_BYTES:
+                    break
                 self._changed.wait()
             self._raise_failure()
             self._waiting += size
@@ -106,28 +106,30 @@ class Sink:
             chunks.put(chunk)
 
     def sync(self) -> dict[str, int]:
-        """Wait until everything is on disk; the sizes of the files."""
+        """Wait until everything is on disk, and report the sizes of the files."""
         with self._changed:
             while self._failure is None and self._waiting:
                 self._changed.wait()
             self._raise_failure()
+        # Both threads are idle now, so the files can be used here.
         for name, file in self._files.items():
             with destination_errors(self._folder.path / name):
                 file.flush()
         return dict(self._sizes)
 
     def hashes(self) -> dict[str, str]:
-        """Return the sha256 of each file, in hexadecimal; call it when synced."""
+        """Report the sha256 of each file in hexadecimal; call it when synced."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def close(self) -> dict[str, str]:
-        """Stop the threads and close the files; the sha256 of each, in hexadecimal."""
+        """Stop the threads, close the files, and report the sha256 of each in hexadecimal."""
         self.abandon()
         self._raise_failure()
         return self.hashes()
 
     def abandon(self) -> None:
         """Stop the threads and close the files, whatever has failed."""
+        # The end of a queue comes after all chunks in it, which are written first.
         for chunks, thread in self._workers:
             chunks.put(None)
             thread.join()
@@ -135,8 +137,11 @@ class Sink:
             file.close()
 
     def _open(self, name: str, size: int) -> _GrowingFile:
+        """Open a file of a given size; one that should have bytes must exist."""
         with destination_errors(self._folder.path / name):
-            return _GrowingFile(self._folder.open(name, create=not size, buffering=0), size)
+            # Without a buffer in Python, `fsync` is enough to make all data durable.
+            file = self._folder.open(name, create=not size, buffering=0)
+            return _GrowingFile(file, size)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -153,6 +158,7 @@ class Sink:
                     step(chunk)
             except BaseException as error:
                 self._failure = error
+            # Also after a failure, or `append` and `sync` would wait for ever.
             with self._changed:
                 chunk.users -= 1
                 if chunk.users == 0:
@@ -162,6 +168,7 @@ class Sink:
                     self._changed.notify_all()
 
     def _write(self, chunk: _Chunk) -> None:
+        # Only this thread adds files while the threads run.
         if chunk.name not in self._files:
             self._files[chunk.name] = self._open(chunk.name, 0)
         with destination_errors(self._folder.path / chunk.name):
@@ -178,12 +185,13 @@ class _GrowingFile:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
+        # Bytes after the last safe point have no sha256. That a file is too short shows in `hash`.
         if file.seek(0, os.SEEK_END) > size:
             file.truncate(size)
         self._position = self._flushed = size
 
     def hash(self, path: Path) -> Any:
-        """Return the sha256 so far; a `ResumeError` if the file is shorter than it should be."""
+        """Compute the sha256 so far; a `ResumeError` if the file is shorter than it should be."""
         with destination_errors(path):
             self._file.seek(0)
             digest = hashlib.sha256()
@@ -194,8 +202,10 @@ class _GrowingFile:
         return digest
 
     def write(self, data: Data) -> None:
+        """Write data at the end, and flush it each time that `_FLUSH_BYTES` have come together."""
         self._file.seek(self._position)
         for piece in _pieces(data):
+            # An unbuffered file may write fewer bytes than it gets.
             done = 0
             while done < len(piece):
                 done += self._file.write(piece[done:])
@@ -206,15 +216,19 @@ class _GrowingFile:
     def flush(self) -> None:
         """Wait until the data is on disk, and drop it from the page cache."""
         os.fsync(self._file.fileno())
+        # macOS lacks it.
         if hasattr(os, "posix_fadvise"):
+            # Only pages that are on disk can be dropped, so this follows `fsync`.
             os.posix_fadvise(self._file.fileno(), 0, self._position, os.POSIX_FADV_DONTNEED)
         self._flushed = self._position
 
     def close(self) -> None:
+        # What must be on disk is synced before; an error here would hide the one that ends the job.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def _pieces(data: Data) -> list[memoryview]:
+    """Split data into pieces without copying it."""
     view = memoryview(data)
     return [view[start : start + _PIECE] for start in range(0, len(view), _PIECE)]

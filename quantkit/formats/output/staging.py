@@ -96,21 +96,24 @@ class Staging:
             self._placed = PlacedFiles(dst.parent, files)
         require_output_absent(dst, files, self.path)
         require_room_to_build(self.path, resume=resume)
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as cleanup:
             self.folder = self._open_folder(needed_bytes, spare_bytes)
-            held.callback(self.folder.close)
+            cleanup.callback(self.folder.close)
             self._journal = Journal(self.folder)
-            held.callback(self._journal.close)
+            cleanup.callback(self._journal.close)
             self._sweep()
+            # The journal has the fingerprint as JSON reads it, with lists in place of tuples.
             entries = self._entries_of(json.loads(json.dumps(fingerprint)))
             self.entries = [entry for entry in entries if ENTRY not in entry]
             self.folder.add_folders(folders)
             if self._placed is not None:
+                # Files of the interrupted run are moved back first, as they would count as present.
                 self._placed.take_back(self.folder, entries)
                 self._placed.require_absent()
-            written = sum(self.folder.size(name) for name in self.folder.names())
-            require_space(self.path, needed_bytes - written, spare_bytes)
-            self._exit_stack = held.pop_all()
+            # A resumed run needs space only for what is not written yet.
+            written_bytes = sum(self.folder.size(name) for name in self.folder.names())
+            require_space(self.path, needed_bytes - written_bytes, spare_bytes)
+            self._exit_stack = cleanup.pop_all()
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one line to the journal and wait until it is on disk."""
@@ -130,14 +133,17 @@ class Staging:
             ResumeError: if something in it is no plain file.
         """
         self._sweep()
+        # The file of the writer would be part of the model. The journal's lock stays.
         if WRITER in self.folder.names():
             self.folder.remove(WRITER)
         self._require_only(files)
+        # The rename must not be on disk before the names in the folder.
         self.folder.sync()
         if self._placed is not None:
             try:
                 self._placed.place(self.folder, self.record)
             finally:
+                # All files can be in place although the call was interrupted.
                 if self._placed.complete:
                     self.discard()
             return
@@ -156,12 +162,14 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the partial folder."""
+        # Something else at the path is not this run's to remove.
         if self.folder.is_at(self.path):
             # It does not follow links.
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def _open_folder(self, needed_bytes: int, spare_bytes: int) -> OwnFolder:
+        """Open the partial folder of an interrupted run, or create one if there is space."""
         with destination_errors(self.path):
             if is_there(self.path):
                 return OwnFolder(self.path)
@@ -177,25 +185,34 @@ class Staging:
                 self.folder.remove(name)
 
     def _require_only(self, files: Collection[str]) -> None:
+        """Check that the partial folder, still at its path, has these plain files and the journal
+        only.
+        """
         names = self.folder.names()
         for name in names:
+            # Raises an error for anything but a plain file of this user.
             self.folder.size(name)
-        if strange := sorted({*names} - {*files, JOURNAL}):
-            problem = "is not part of the output, which is complete"
-            again = "repeat it with `resume=True`"
+        strange_names = sorted({*names} - {*files, JOURNAL})
+        if strange_names:
             raise DestinationError(
-                problem, path=self.path / strange[0], hint=f"move it away and {again}"
+                "is not part of the output, which is complete",
+                path=self.path / strange_names[0],
+                hint="move it away and repeat it with `resume=True`",
             )
-        if gone := sorted({*files} - {*names}):
-            raise DestinationError("has gone since it was written", path=self.path / gone[0])
+        missing_names = sorted({*files} - {*names})
+        if missing_names:
+            missing_path = self.path / missing_names[0]
+            raise DestinationError("has gone since it was written", path=missing_path)
         self.require_in_place()
 
     def _entries_of(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the entries of the journal after this fingerprint, with which it must begin."""
+        """Compare the journal's fingerprint with this one, which begins a new journal, and select
+        the entries after it.
+        """
         if not self._journal.entries:
             self.record({"fingerprint": fingerprint})
             return []
-        first, *rest = self._journal.entries
+        first, *later_entries = self._journal.entries
         before = first.get("fingerprint")
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
@@ -206,25 +223,30 @@ class Staging:
             raise ResumeError(
                 problem, path=self.path, found=f"changed {', '.join(changed_keys)}", hint=hint
             )
-        return rest
+        return later_entries
 
 
 def find_changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the keys in which two fingerprints differ; those that only one has, only if there is
+    """Find the keys in which two fingerprints differ; those that only one has, only if there is
     no other difference.
     """
-    changed = []
+    changed_keys: list[str] = []
     for key in sorted({*before} & {*now}):
-        one = before[key]
-        other = now[key]
-        if one != other:
-            nested = isinstance(one, dict) and isinstance(other, dict)
-            changed.append(f"{key} ({', '.join(find_changed_keys(one, other))})" if nested else key)
-    return changed or sorted({*before} ^ {*now})
+        old_value = before[key]
+        new_value = now[key]
+        if old_value == new_value:
+            continue
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            inner_keys = find_changed_keys(old_value, new_value)
+            changed_keys.append(f"{key} ({', '.join(inner_keys)})")
+        else:
+            changed_keys.append(key)
+    return changed_keys or sorted({*before} ^ {*now})
 
 
 def require_name(dst: Path) -> None:
-    """
+    """Check that a destination can be the name of a new output.
+
     Raises:
         RequestError: if a destination cannot be the name of a new output: it is empty, ``..``, a
             name on a hub, or the name of an unfinished output or of a part of a model, or ends in
@@ -241,13 +263,15 @@ def require_name(dst: Path) -> None:
     if dst.name.endswith(PARTIAL):
         problem = f"names that end in {PARTIAL} are for unfinished outputs"
         raise RequestError(problem, found=dst, hint="choose another destination")
-    if dst.suffix != GGUF == dst.suffix.lower():
+    # Another spelling would make a folder of a model that is meant to be a file.
+    if dst.suffix != GGUF and dst.suffix.lower() == GGUF:
         raise RequestError(
             "names of GGUF files end in small letters",
             found=dst.name,
             hint=f"write {dst.stem}{GGUF}",
         )
-    if (stem := split_stem(dst.name)) is not None:
+    stem = split_stem(dst.name)
+    if stem is not None:
         problem = "the destination is the name of a part of a model"
         hint = f"name the whole: {stem}{GGUF}"
         raise RequestError(problem, found=dst.name, hint=hint)
@@ -255,7 +279,9 @@ def require_name(dst: Path) -> None:
 
 def require_new_names(source: Path, dst: Path) -> None:
     """Raise a `RequestError` if a destination, or its partial folder, is the source."""
-    if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
+    # Links are followed, as one of the names may be a link to the other.
+    new_paths = (os.path.realpath(dst), os.path.realpath(partial_folder(dst)))
+    if os.path.realpath(source) in new_paths:
         raise RequestError("source and destination are the same folder", found=dst)
 
 
@@ -282,17 +308,20 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
             return
     with contextlib.closing(OwnFolder(partial)) as folder:
         names = [name for name in folder.names() if not name.startswith(SCRATCH)]
-        if names and JOURNAL not in names:
-            raise in_the_way(partial)
-        if names and (problem := being_written(folder)):
-            raise in_use(problem)
+        # A run that was killed before it made its journal leaves an empty folder.
+        if names:
+            if JOURNAL not in names:
+                raise in_the_way(partial)
+            problem = being_written(folder)
+            if problem:
+                raise in_use(problem)
     if not resume:
         hint = "add `resume=True` to go on with it, or remove it"
         raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
 
 
 def read_interrupted_fingerprint(dst: Path) -> dict[str, Any]:
-    """Return the inputs and options of the interrupted run of an output; empty if there is none."""
+    """Read the inputs and options of the interrupted run of an output; empty if there is none."""
     return fingerprint_in(partial_folder(dst))
 
 
@@ -304,22 +333,23 @@ def require_finished(model: Path, manifest: str) -> None:
         folder = model.parent
     else:
         folder = model
+    # An output can have folders with models of their own.
     if folder.parent.name.endswith(PARTIAL) and os.path.isfile(folder.parent / JOURNAL):
         folder = folder.parent
-    renamed = not folder.name.endswith(PARTIAL) and os.path.isfile(folder / manifest)
-    if renamed or not os.path.isfile(folder / JOURNAL):
+    # A run that is killed between the rename and its last line leaves the journal in the output.
+    is_finished = not folder.name.endswith(PARTIAL) and os.path.isfile(folder / manifest)
+    if is_finished or not os.path.isfile(folder / JOURNAL):
         return
     writer = None
     # It may be another user's folder.
-    refused = contextlib.suppress(DestinationError, ResumeError)
-    with refused, contextlib.closing(OwnFolder(folder)) as held:
-        writer = being_written(held)
+    ignored_errors = contextlib.suppress(DestinationError, ResumeError)
+    with ignored_errors, contextlib.closing(OwnFolder(folder)) as unfinished_folder:
+        writer = being_written(unfinished_folder)
     if writer:
         raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
     job = fingerprint_in(folder).get("job")
-    problem = (
-        f"is not a model yet but what an unfinished run{f' of {job}' if job in _JOBS else ''} left"
-    )
+    job_words = f" of {job}" if job in _JOBS else ""
+    problem = f"is not a model yet but what an unfinished run{job_words} left"
     hint = "add `resume=True` to the command that began it"
     if job == "quantize":
         hint += ", and `accept_quality_loss=True` if it ended with a failed check of quality"
@@ -334,20 +364,22 @@ def mark_kept(error: BaseException, partial: Path) -> None:
 
 
 def kept(error: BaseException | None) -> str | None:
-    """Return the note of `mark_kept` on an error or its cause, unless a partial output that it
+    """Find the note of `mark_kept` on an error or its cause, unless a partial output that it
     names no longer exists.
     """
     while error is not None:
         for note in getattr(error, "__notes__", ()):
-            if note == _NOTHING or (
-                note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists()
-            ):
+            if note == _NOTHING:
                 return str(note)
+            # A later step may have removed the partial output.
+            if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
+                return str(note)
+        # Errors are raised anew in another type on their way to the user.
         error = error.__cause__ or error.__context__
     return None
 
 
 def partial_folder(dst: Path) -> Path:
-    """Return the folder in which an output is built; a `RequestError` as from `require_name`."""
+    """Name the folder in which an output is built; a `RequestError` as from `require_name`."""
     require_name(dst)
     return dst.with_name(dst.name + PARTIAL)
