@@ -67,6 +67,11 @@ def _disks_are_not_waited_for() -> Iterator[None]:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What these say about the terminal and pytest of the caller must not reach the commands that tests
+# run.
+for _name in ("PYTEST_ADDOPTS", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
+    os.environ.pop(_name, None)
+
 # On matrices as small as these, threads cost more than they bring; also in the processes that tests
 # start.
 torch.set_num_threads(1)

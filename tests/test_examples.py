@@ -71,6 +71,7 @@ def test_a_choice_by_log_probabilities(demo_model: Path) -> None:
     assert best == f"best: {max(scores, key=lambda one: scores[one]).strip()}"
 
 
+@pytest.mark.slow
 def test_transformers_says_what_quantkit_says(int4: Path) -> None:
     model, tokenizer = quantkit.load(int4, dtype="fp32", backend="reference")
     own = "".join(quantkit.stream(model, tokenizer, "My fellow citizens", max_new_tokens=30))

@@ -109,6 +109,7 @@ MIXES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_note_names_experts_that_transformers_does_not_load(mix: str, tmp_path: Path) -> None:
     """transformers 5.23 loads experts of several schemes without an error, and wrong; floats

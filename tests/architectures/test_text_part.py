@@ -211,6 +211,7 @@ def _read(raw: dict[str, Any]) -> ModelConfig:
 CASES = dict(_configs())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("whole", _WHOLES)
 def test_what_a_config_leaves_out_is_transformers_default(whole: str, tmp_path: Path) -> None:
     """Equal to what is read of a config that states all that transformers makes of it."""

@@ -193,6 +193,7 @@ def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> Non
     assert all(0 < one[INT8] < one[G32] for one in found)
 
 
+@pytest.mark.slow
 def test_the_size_is_what_was_requested(made: quantkit.QuantizeResult) -> None:
     allocation = made.allocation
     assert allocation is not None

@@ -269,6 +269,7 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     assert not made.quality.fallbacks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("expert", [0, NEVER])
 @pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
 def test_nan_in_an_expert_is_refused_by_name(
@@ -288,6 +289,7 @@ def test_nan_in_an_expert_is_refused_by_name(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_disk_and_resumed_runs_give_equal_bytes(
     made: quantkit.QuantizeResult, model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -349,6 +351,7 @@ def test_a_store_holds_what_was_reckoned(
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
 
 
+@pytest.mark.slow
 def test_two_processes_decide_the_same_way_and_make_what_one_makes(
     model: Path, text: Path, tmp_path: Path
 ) -> None:

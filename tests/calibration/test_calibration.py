@@ -174,6 +174,7 @@ def test_every_architecture_can_be_calibrated(
     )
 
 
+@pytest.mark.slow
 def test_two_runs_and_a_resumed_one_give_equal_bytes(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_two_runs_and_a_resumed_one_give_equal_bytes(
     assert len(solved) == 3 * 4  # block 0 was on disk
 
 
+@pytest.mark.slow
 def test_activations_on_disk_change_nothing(demo_model: Path, text: Path, tmp_path: Path) -> None:
     made = []
 
@@ -214,6 +216,7 @@ def test_activations_on_disk_change_nothing(demo_model: Path, text: Path, tmp_pa
     assert max(made) > 1
 
 
+@pytest.mark.slow
 def test_full_disk_under_the_activations_is_reported_and_resumable(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(
     }
 
 
+@pytest.mark.slow
 def test_no_more_shards_are_read_than_the_samples_need(answers: Answers) -> None:
     text = "\n\n".join(["Much the same. " * 500] * 700)[: 4 * 2**20]
     assert (

@@ -171,6 +171,7 @@ def damaged(demo_model: Path, tmp_path: Path) -> Callable[[str], Path]:
     return damage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "module", ["input_layernorm", "self_attn.q_proj", "post_attention_layernorm", "mlp.down_proj"]
 )

@@ -393,6 +393,7 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
     assert terminal.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_processes_share_a_conversation(demo_model: Path) -> None:
     command = [
         "chat",

@@ -395,6 +395,7 @@ def test_a_resumed_gptq_run_reports_apart_what_was_there(demo_model: Path, tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_of_a_group_the_first_process_reports(demo_model: Path, tmp_path: Path) -> None:
     command = "from quantkit.cli.main import main; main()"
     given = ["quantize", demo_model, tmp_path / "out", *GPTQ, "--calibration", EXCERPT]

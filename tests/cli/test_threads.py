@@ -62,6 +62,7 @@ def test_a_number_out_of_range_is_refused(name: str, capfd: Capture) -> None:
     assert err.startswith("quantkit: error: --threads is out of range (found 0, expected 1 to ")
 
 
+@pytest.mark.slow
 def test_a_model_records_the_number_and_is_not_accepted_with_another(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

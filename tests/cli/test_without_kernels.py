@@ -121,6 +121,7 @@ def test_rounding_to_int4_says_that_it_is_slower(
     )
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_names_the_remedy(
     without_kernels: None, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -34,6 +34,7 @@ def _reported(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert --dtype fp32", "quantize --scheme int8"])
 def test_one_works_and_the_other_exits_as_it_does(
     command: str, demo_model: Path, tmp_path: Path, capfd: Capture

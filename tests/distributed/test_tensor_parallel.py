@@ -142,6 +142,7 @@ def test_the_tokens_are_those_of_one_process(shared: Findings, alone: dict[str, 
             assert text
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_batch_are_those_of_one_process(
     shared: Findings, alone: dict[str, Decoder]
 ) -> None:

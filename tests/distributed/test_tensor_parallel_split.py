@@ -212,6 +212,7 @@ def _dense(value: Tensor | QuantTensor) -> Tensor:
     return value if isinstance(value, Tensor) else value.dequantize()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "int4-g32-asym"])
 def test_the_slices_are_the_checkpoint(scheme: str | None, size: int, tmp_path: Path) -> None:

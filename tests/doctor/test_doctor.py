@@ -591,6 +591,7 @@ def _names(found: quantkit.Diagnosis) -> set[str]:
     return {finding.rule.name for finding in found.findings}
 
 
+@pytest.mark.sampled(54)
 @pytest.mark.parametrize("case", CASES, ids=_named)
 def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(
     case: Case, tmp_path: Path
@@ -900,6 +901,7 @@ SOUND = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", SOUND)
 def test_families_as_transformers_and_quantkit_write_them_have_nothing(
     case: str, tmp_path: Path

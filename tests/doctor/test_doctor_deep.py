@@ -103,6 +103,7 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_shows_in_what_a_model_predicts(name: str, sound: Path, tmp_path: Path) -> None:
     damage, rule, words = DAMAGES[name]

@@ -75,6 +75,7 @@ def test_a_known_family_has_the_same_figures_both_ways(demo_model: Path, tmp_pat
         assert len(list(kept.iterdir())) == count
 
 
+@pytest.mark.slow
 def test_states_of_the_reference_are_kept(hybrid: Path, hybrid_int4: Path, tmp_path: Path) -> None:
     given = {"against": hybrid, "texts": TEXT, "window": 64}
     usual = quantkit.evaluate(hybrid_int4, **given)

@@ -90,6 +90,7 @@ def test_tables_for_papers_and_programs_have_stdout_alone(
     assert err.startswith("model,text,")
 
 
+@pytest.mark.slow
 def test_a_misspelt_task_is_reported_as_such_before_anything_else(
     tmp_path: Path, capfd: Capture
 ) -> None:

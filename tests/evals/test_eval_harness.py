@@ -120,6 +120,7 @@ def test_word_perplexity_is_the_harness_s_to_four_digits(
         assert found.metrics["bits_per_byte,none"] == pytest.approx(alone.bits_per_byte, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trequests_with_choices_give_the_same(ours: Any, theirs: Any, data: Path) -> None:
     scores = []
     for lm in (ours, theirs):

@@ -117,6 +117,7 @@ def test_the_page_is_whole_and_loads_nothing(found: Evaluation) -> None:
     assert str(policy).startswith("default-src 'none';")
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
     page = found.to_html()
     read = _Read(page)

@@ -61,6 +61,7 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[str, Path]) -> None:
     assert [row.name for row in found.rows] == ["bf16", "int8", "int4-g64"]
     assert found.reference == "bf16"

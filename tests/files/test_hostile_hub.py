@@ -268,6 +268,7 @@ def test_a_sound_answer_is_taken(runs: dict[str, Run]) -> None:
     assert f"snapshots/{COMMIT}/params.json" in run.inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_is_refused(runs: dict[str, Run], name: str) -> None:
     """In one line that says what is wrong, and nothing is written outside the folders of models
@@ -281,6 +282,7 @@ def test_a_hostile_answer_is_refused(runs: dict[str, Run], name: str) -> None:
     assert not any("evil" in path or OTHER in path for path in run.inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["params.json", "tokenizer.model"])
 def test_content_with_another_hash_is_removed(file: str, tmp_path: Path) -> None:
     """What comes has the size that was announced, and is named for the hash that was announced."""

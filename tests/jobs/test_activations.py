@@ -75,6 +75,7 @@ def test_the_config_states_what_readers_round(
     assert torch.isfinite(oracle.logits(theirs, oracle.random_tokens(9))).all()
 
 
+@pytest.mark.slow
 def test_scales_of_int4_stay_positive_where_readers_round_its_inputs(
     demo_model: Path, tmp_path: Path
 ) -> None:

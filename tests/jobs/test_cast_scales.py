@@ -115,6 +115,7 @@ CAST = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scheme", "dtype", "to"), CAST, ids=str)
 def test_codes_and_zero_points_stay_bit_for_bit(
     scheme: str, dtype: str, to: str, floats: Path, tmp_path: Path

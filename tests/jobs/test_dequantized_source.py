@@ -76,6 +76,7 @@ def source(request: pytest.FixtureRequest, floats: Path, blocks: Path, tmp_path:
     return quantkit.quantize(floats, tmp_path / "quantized", scheme, **target, **UNCHECKED).path
 
 
+@pytest.mark.sampled(2)
 def test_it_is_quantized_as_if_it_was_dequantized_first(source: Path, tmp_path: Path) -> None:
     quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
     expected = quantkit.quantize(tmp_path / "floats", tmp_path / "expected", "int8", **UNCHECKED)

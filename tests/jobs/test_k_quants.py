@@ -136,6 +136,7 @@ def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
     assert report.verdict is Verdict.WITHIN_BOUND, report.lines()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_scales_are_those_of_what_the_cache_of_transformers_holds(
     family: str, method: str, tmp_path: Path

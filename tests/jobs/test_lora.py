@@ -108,6 +108,7 @@ def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], ulps: f
         assert ((found[name].float() - value.float()).abs() <= ulps * spacing).all(), name
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_merged_model_equals_that_of_peft(kind: str, base: Path, tmp_path: Path) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter", **ADAPTERS[kind])
@@ -195,6 +196,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_with_other_names_or_rows_are_merged(kind: str, tmp_path: Path) -> None:
     head = {} if kind == "phi3" else {"head_dim": 16}
@@ -537,6 +539,7 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("damage", "kind", "message"), REFUSED)
 def test_what_is_not_merged_is_refused_by_name(
     damage: Callable[[Path], None],

@@ -82,6 +82,7 @@ def test_its_tensors_are_carried_and_a_note_lists_them(
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", mtp.KINDS)
 def test_compressed_tensors_ignores_all_its_linears(

@@ -130,6 +130,7 @@ def test_the_card_states_the_code_and_its_commands_run_it(
     assert quantkit.inspect(made.path).run_by == RUN_BY
 
 
+@pytest.mark.slow
 def test_verify_and_evaluate_run_it(
     src: Path, made: quantkit.QuantizeResult, capfd: Capture
 ) -> None:

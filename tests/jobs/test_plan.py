@@ -334,6 +334,7 @@ def test_a_group_that_limits_memory_holds_fewer_activations_and_is_named(
     assert not any("is available" in line for line in wide.lines())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "embedding", "int8"),
     [

@@ -543,6 +543,7 @@ def test_who_may_not_write_is_refused_in_one_line(
     assert hub.puts == []
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("part", "answer", "kind", "problem"),
     [

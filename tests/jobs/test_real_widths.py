@@ -73,6 +73,7 @@ def int8(
     return quantize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_gate_measures_what_transformers_computes(
     name: str, real_shape: Callable[[str], Path], int8: Callable[[str], quantkit.QuantizeResult]

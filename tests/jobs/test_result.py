@@ -91,6 +91,7 @@ def test_each_process_of_a_group_gets_the_result_of_the_first(
     assert second.stdout == first.stdout
 
 
+@pytest.mark.slow
 def test_where_the_first_process_fails_the_others_exit_as_it_does(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -309,6 +309,7 @@ def test_a_second_writer_is_locked_out(
             quantkit.convert(demo_model, tmp_path / "out", resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_a_disk_that_fills_up_leaves_a_resumable_run(
     job: str,

@@ -164,6 +164,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not partial(dst).exists()
 
 
+@pytest.mark.slow
 def test_a_layer_that_only_some_formats_have_is_solved_again(
     source: Path,
     alone: dict[str, dict[str, dict[str, bytes]]],
@@ -335,6 +336,7 @@ def _no_loss(schemes: Any) -> Any:
     return Bound(0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["link", "file", "strange", "folder"])
 def test_nothing_else_gets_into_the_folders_of_formats(
     change: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -166,6 +166,7 @@ NONFINITE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", NONFINITE)
 @pytest.mark.parametrize("scheme", ["int4-g64", "int8"])
 def test_scales_that_are_no_numbers_are_not_carried(
@@ -476,6 +477,7 @@ def test_models_are_quantized_into_any_format(
     assert all(one.rounding_kl is None for one in made.quality.texts)  # it is its own baseline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "scheme"), [("gptq", "int4-g64-asym"), ("gguf", "int4-g64")], ids=str
 )

@@ -114,6 +114,7 @@ def test_gptq_leaves_it_rounded_and_all_that_reads_the_result_reads_it(
     )
 
 
+@pytest.mark.slow
 def test_a_head_is_solved_last_whatever_its_name(
     made: Made, tiny_model: Tiny, tmp_path: Path
 ) -> None:

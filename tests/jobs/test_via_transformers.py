@@ -104,6 +104,7 @@ def test_transformers_loads_the_result_and_it_loses_less_than_rounding(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_quantized_stays_bit_for_bit_and_what_ran_it_is_recorded(
     kind: str, tiny_model: Tiny, made: Made
@@ -210,6 +211,7 @@ def test_an_expert_that_gets_no_token_is_solved_for_all(
     assert errors[0] < errors[1]
 
 
+@pytest.mark.slow
 def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:

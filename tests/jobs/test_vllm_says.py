@@ -22,6 +22,7 @@ def kept(*patterns: str) -> Recipe:
     return Recipe(INT4).keeping(patterns)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("to", "recipe", "rule"),
     [

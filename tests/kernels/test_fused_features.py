@@ -137,6 +137,7 @@ def _logits(
 STEPS = [5, 1, 1, 20, 1, 1, 3, 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
     model, tokens = _model(**FEATURES[name]), oracle.random_tokens(33, batch=2)

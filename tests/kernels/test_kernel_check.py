@@ -151,6 +151,7 @@ def _require_no_fault(backend: Backend) -> None:
         )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
 @pytest.mark.parametrize(
     "size", [check.SMALL, *check.ON_GPUS], ids=["small", "gpu", "gpu, whole units"]

@@ -57,6 +57,7 @@ def _require_product(
     assert (found.double() - exact).norm() < tolerance * size.sum().sqrt()
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])

@@ -107,6 +107,7 @@ def _loaded(installed: Path, **environment: str) -> str:
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_kernels_that_come_with_quantkit_need_no_compiler_and_no_cache(installed: Path) -> None:
     assert _loaded(installed) == f"{HERE[0]}, included; {HERE[0]}, included; right"
@@ -116,6 +117,7 @@ def test_kernels_that_come_with_quantkit_need_no_compiler_and_no_cache(installed
     )
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.skipif(HERE == ["portable"], reason="there is no other library")
 def test_a_library_that_is_damaged_or_another_is_not_loaded(
@@ -134,6 +136,7 @@ def test_a_library_that_is_damaged_or_another_is_not_loaded(
     assert f"these are other kernels (found portable, expected {HERE[0]})" in _loaded(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_a_damaged_library_in_the_cache_is_compiled_again(
     installed: Path, on_path: dict[str, str]
@@ -189,6 +192,7 @@ def test_copies_of_kernels_are_the_same() -> None:
     assert copy.deepcopy(kernels) is pickle.loads(pickle.dumps(kernels)) is kernels
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_kernels_that_did_not_come_with_quantkit_are_compiled(
     installed: Path, on_path: dict[str, str]

@@ -524,6 +524,7 @@ def test_a_compiler_stores_into_the_cache_without_copying_it(
     assert [kernel.kwargs["tensors_to_clone"] for kernel in _kernels_in(graph)] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_compiler_sees_five_launches_a_block_and_no_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -575,6 +576,7 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
     }  # which adds 1 at the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
 def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(

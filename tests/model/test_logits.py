@@ -197,6 +197,7 @@ def test_compiled_steps_of_many_sequences_give_the_eager_logits(
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_bench_times_more_sequences_than_few_rows(folders: dict[str, Path]) -> None:
     options = {"runs": 1, "backend": "cpu-exact", "compiled": False, "device": "cpu"}
     assert bench(folders["float-int8"], prompt_lengths=(16,), batches=(16,), **options)

@@ -85,6 +85,7 @@ def _generated(theirs: Any, prompt: list[int], count: int) -> list[int]:
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sequences_next_to_each_other_are_as_with_transformers(

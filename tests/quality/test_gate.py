@@ -153,6 +153,7 @@ def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     assert len(calls) > 6
 
 
+@pytest.mark.slow
 def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_certificate_is_in_the_manifest_and_the_model_card(
     assert [line for line in inspected.lines() if "KL by position, float cache" in line]
 
 
+@pytest.mark.slow
 def test_a_certificate_stops_what_is_broken_far_on(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

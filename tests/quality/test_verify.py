@@ -228,6 +228,7 @@ def test_a_script_may_require_equality(source: Path, tmp_path: Path, capfd: Capt
     assert "--strict" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
@@ -315,6 +316,7 @@ def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Ca
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -41,6 +41,7 @@ def _by_transformers(folder: Path, ids: list[int], **options: Any) -> list[int]:
     return list(found[0, len(ids) :].tolist())
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
     for folder in (hybrid, hybrid_int4):
         model, tokenizer = load_by_transformers(folder)
@@ -53,6 +54,7 @@ def test_tokens_are_those_of_transformers(hybrid: Path, hybrid_int4: Path) -> No
         assert other[0] != expected[0]
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_by_seed(hybrid: Path) -> None:
     model, tokenizer = load_by_transformers(hybrid)
     drawn = [

@@ -116,6 +116,7 @@ def test_logits_outlive_the_memory_of_a_recorded_step(
     assert torch.equal(first, before)
 
 
+@pytest.mark.slow
 def test_an_engine_forgets_the_prompt_before(quantized: Path) -> None:
     model = _without_end(quantized)
     prompts = oracle.random_tokens(80)

@@ -171,6 +171,7 @@ def test_an_end_token_ends_a_prompt_and_the_others_go_on(
 # Stop strings
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_found_wherever_tokens_begin(model: Decoder, tokenizer: Tokenizer) -> None:
     """Every part of the text, most of which begin or end within tokens."""
     (whole,) = _texts(

@@ -93,6 +93,7 @@ def _require_bits(
     return scheduler.num_reused_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "cached"),
     [
@@ -125,6 +126,7 @@ def test_a_prompt_that_shares_a_beginning_has_its_own_bits(
     assert reused > 60 * CHUNK / 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_prompts_one_after_the_other_have_their_own_bits(
     seed: int, folders: Path, monkeypatch: pytest.MonkeyPatch

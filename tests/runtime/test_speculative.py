@@ -53,6 +53,7 @@ def models(folders: dict[str, Path]) -> dict[str, Decoder]:
     return {name: load_model(folder, dtype=torch.float32) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_tokens", [1, 3, 8])
 @pytest.mark.parametrize(
     ("name", "draft"), [("fp32", "int4-g32"), ("int8", "fp32"), ("int4-g32", "random")]
@@ -100,6 +101,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("draft", ["int4-g32", "random", None])
 def test_many_sequences_have_the_text_that_each_has_alone(
@@ -188,7 +190,7 @@ def test_a_draft_of_a_padded_vocabulary_serves(models: dict[str, Decoder], tmp_p
 
 
 def test_a_draft_model_reads_again_what_replaced_its_proposals(models: dict[str, Decoder]) -> None:
-    """Also if steps without it came in between, after which the text is longer than what it read."""
+    """Also if steps without it came in between, after which the text is longer."""
     model = models["fp32"]
     proposals = []
     for times in (2, 1):
@@ -282,6 +284,7 @@ def test_a_step_that_waited_for_something_else_counts_little() -> None:
     assert seconds < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("draft", [None, "int4-g32"])
 def test_tokens_are_drawn_with_the_probabilities_of_the_model(
@@ -339,6 +342,7 @@ def test_long_prompts_are_read_in_chunks(
     assert sum(len(slots) == 240 for slots in steps) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_seed_gives_the_same_text_without_proposals(models: dict[str, Decoder]) -> None:
     options: dict[str, Any] = {

@@ -61,6 +61,7 @@ def test_texts_at_once_are_those_alone(client: OpenAI, expected: list[quantkit.C
     assert {one.usage.completion_tokens for one in answers} == {24}
 
 
+@pytest.mark.slow
 def test_pieces_are_the_whole(client: OpenAI, expected: list[quantkit.Completion]) -> None:
     pieces = list(
         client.completions.create(
@@ -339,6 +340,7 @@ def test_running_requests_end_before_the_server_does(model: Path) -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

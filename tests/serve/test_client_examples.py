@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 
+import pytest
 import yaml
 from paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 def test_the_client_of_openai_runs(address: str) -> None:
     command = [sys.executable, str(EXAMPLES / "openai_client.py"), f"{address}/v1"]
     environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}

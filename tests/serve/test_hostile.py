@@ -229,6 +229,7 @@ def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
     assert threads == [True, False]
 
 
+@pytest.mark.slow
 def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Path) -> None:
     """After the grace time, here half a second."""
     program = (
@@ -276,6 +277,7 @@ def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Pa
             process.kill()
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_the_time_limit_ends_with_an_error(model: Path) -> None:
     given = {"prompt": "War", "max_tokens": 4000, "logit_bias": {"2": -100}}
     with started(model, "--time-limit", "0.3", "--context", "4096") as (_, address):

@@ -21,6 +21,7 @@ from quantkit.serve.page import routes
 FOLDER = Path(routes.__file__).parent
 
 
+@pytest.mark.slow
 def test_the_files_of_the_page_are_served_and_no_others(address: str) -> None:
     for path, (name, kind) in routes.FILES.items():
         status, headers, content = _get(address, path)

@@ -107,6 +107,7 @@ def test_a_chat_is_the_template_and_the_greedy_text(served: Served) -> None:
     assert "".join(parts) == content
 
 
+@pytest.mark.slow
 def test_a_completion_begins_as_the_tokenizer_begins(served: Served) -> None:
     prompt = "Once  upon a <p>time</p>,\n\n"
     ids = served.tokenizer(prompt)["input_ids"]

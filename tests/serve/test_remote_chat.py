@@ -280,6 +280,7 @@ def _silent() -> Reply:
     return Reply(parts=parts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reply", "kept"), [(_endless, 3), (_silent, 0)])
 def test_an_answer_that_is_stopped_ends_the_request(reply: Callable[[], Reply], kept: int) -> None:
     with fake_api(lambda body: reply()) as api:

@@ -251,6 +251,7 @@ def test_silent_clients_keep_no_one_out(address: str) -> None:
         assert read_to_end(clients[0]) == b""
 
 
+@pytest.mark.slow
 def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) -> None:
     """There are more of them than the server takes at a time, which are 18 here."""
     log = tmp_path / "requests.jsonl"

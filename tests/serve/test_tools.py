@@ -135,6 +135,7 @@ class Weather(BaseModel):
     hours: list[int] = Field(max_length=1)
 
 
+@pytest.mark.slow
 def test_the_client_parses_its_own_functions(clients: dict[str, OpenAI]) -> None:
     given: dict[str, Any] = {
         **GIVEN,
@@ -156,6 +157,7 @@ def test_the_client_parses_its_own_functions(clients: dict[str, OpenAI]) -> None
     assert same.function.parsed_arguments == call.function.parsed_arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["hermes", "mistral", "mistral_args"])
 def test_several_calls_have_their_places_and_identifiers(
     family: str, clients: dict[str, OpenAI]
@@ -178,6 +180,7 @@ def test_a_call_that_is_cut_off_stays_content(clients: dict[str, OpenAI]) -> Non
     assert streamed(clients["hermes"], **given)[0] == found.message.content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_need_the_answer_is_that_without_restriction(
     family: str, clients: dict[str, OpenAI]

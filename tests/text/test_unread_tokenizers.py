@@ -75,6 +75,7 @@ def _run_advised_command(error: UnsupportedError) -> None:
     subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_advised_command_makes_the_tokenizer_that_transformers_has(tmp_path: Path) -> None:
     _write_vocab_and_merges(tmp_path)
     reference = AutoTokenizer.from_pretrained(str(tmp_path))

@@ -94,6 +94,7 @@ def test_it_is_closer_on_another_text_and_has_the_same_codes(
         assert (int4 / name).read_bytes() == (refined / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_manifest_lists_the_curve_and_each_changed_tensor(refined: Path, int4: Path) -> None:
     made = json.loads((refined / "quantkit.json").read_text())
     stated = made["refined"]
@@ -243,6 +244,7 @@ def mlx(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_offsets_of_mlx_are_trained_with_their_scales(
     floats: Path, mlx: Path, tmp_path: Path
 ) -> None:

@@ -272,6 +272,7 @@ def test_images_mean_the_same_to_the_result(
         assert 0 < image < 2 * text + 2 * math.hypot(error, 2 * text_error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
 def test_a_processor_makes_prompts_for_the_result(
     kind: str, tiny_image_text_model: Tiny, tmp_path: Path

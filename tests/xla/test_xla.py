@@ -94,6 +94,7 @@ def test_logits_are_those_of_torch(name: str, cases: dict[str, Any]) -> None:
     assert case["generated"] == [True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_pads_a_prompt_is_never_seen(name: str, cases: dict[str, Any]) -> None:
     assert cases[name]["padding"] == [True, True]

@@ -38,6 +38,7 @@ def test_eight_prompts_at_once_are_continued_as_by_torch(name: str, cases: dict[
     assert "length" in [reason for _, reason in case["found"]][4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "int4-g32", "qwen3"])
 def test_a_batch_ends_with_its_longest_text(name: str, cases: dict[str, Any]) -> None:
     """Of 24 tokens asked for, and chunks of ten."""

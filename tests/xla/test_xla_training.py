@@ -89,6 +89,7 @@ def test_a_mesh_trains_as_torch_does(case: str, mesh: str, found: dict[str, Any]
     assert own["apart"] < 1e-4
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_as_transformers_trains_them(found: dict[str, Any]) -> None:
     expected, own = found["floats"]["transformers"], found["floats"]["mesh"]
     assert len(own) == 20

@@ -55,6 +55,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle.save(oracle.make("llama"), tmp_path_factory.mktemp("floats") / "source")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bits", "zero", "above", "only"),
     [
