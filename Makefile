@@ -33,14 +33,14 @@ test-kernels: .venv/installed-test
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/check_style.py
+	$(BIN)/python scripts/release/check_style.py
 	rm -rf .venv/wheel build
 	$(BIN)/pip install --quiet --no-deps --target .venv/wheel .
 	cd .venv/wheel && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p quantkit
 
 # All packages for users, in dist/: the source archive and the wheels.
 wheels: .venv/installed-wheels
-	$(BIN)/python scripts/build_wheels.py
+	$(BIN)/python scripts/release/build_wheels.py
 
 # Pins the newest packages of the tests, for all Pythons and platforms, except those whose version the build of torch
 # selects, and so TORCH.

@@ -1,7 +1,7 @@
 """Tile configs: which kernel multiplies a weight of some shape on a GPU, in tiles of which size.
 
 Measured configs lie in ``triton_configs.json``, by GPU, scheme, shape [O, I] and number of tokens;
-`scripts/tune_triton.py` writes them. For all else there is `default_config`.
+`scripts/measure/tune_triton.py` writes them. For all else there is `default_config`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runner of `scripts/real_models.py`: what it keeps, what it runs again, and that a failure
+"""The runner of `scripts/peers/real_models.py`: what it keeps, what it runs again, and that a failure
 cannot pass.
 """
 

@@ -1,4 +1,4 @@
-"""The measures of `scripts/check_style.py`, and that it fails when one gets worse."""
+"""The measures of `scripts/release/check_style.py`, and that it fails when one gets worse."""
 
 from __future__ import annotations
 

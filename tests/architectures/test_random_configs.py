@@ -21,7 +21,7 @@ def test_every_family_that_runs_is_drawn() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CONFIGS, 20))
 def test_no_config_means_something_else_to_transformers(first: int, tmp_path: Path) -> None:
-    """As ``python scripts/compare_configs.py --configs 100 --seed 21``."""
+    """As ``python scripts/release/compare_configs.py --configs 100 --seed 21``."""
     outcomes = [
         compare(draw(SEED, number), tmp_path / str(number)) for number in range(first, first + 20)
     ]

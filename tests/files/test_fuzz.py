@@ -39,7 +39,14 @@ pytestmark = pytest.mark.processes
 @pytest.mark.slow
 def test_no_damaged_input_breaks_the_rule() -> None:
     """1,200 inputs, thirty of them whole runs; ``--only NUMBER`` repeats one."""
-    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--inputs", "1200", "--seed", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/release/fuzz.py"),
+        "--inputs",
+        "1200",
+        "--seed",
+        "0",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith("1200 inputs, 30 of them whole runs")

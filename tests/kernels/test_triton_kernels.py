@@ -643,7 +643,7 @@ def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])
 def test_the_scripts_say_what_they_do_without_a_gpu(script: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
+    command = [sys.executable, str(ROOT / "scripts/measure" / f"{script}.py"), "--help"]
     assert "GPU at hand" in " ".join(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     )

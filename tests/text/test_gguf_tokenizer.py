@@ -1,6 +1,6 @@
 """Tokenizers in and out of GGUF's metadata.
 
-What llama.cpp makes of them: scripts/peer_gguf_tokenizer.py.
+What llama.cpp makes of them: scripts/peers/peer_gguf_tokenizer.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM finds in settings for its own modules, and the names that quantkit adds so that it
 finds the right thing.
 
-The expected names are those that vLLM 0.32 has, as `scripts/peer_vllm_modules.py` saw them.
+The expected names are those that vLLM 0.32 has, as `scripts/peers/peer_vllm_modules.py` saw them.
 """
 
 from __future__ import annotations

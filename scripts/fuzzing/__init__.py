@@ -1,3 +1,0 @@
-"""What `scripts/fuzz.py` is made of: base models, mutations, the independent reading, trials,
-workers.
-"""

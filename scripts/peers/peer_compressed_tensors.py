@@ -1,0 +1,131 @@
+"""Make compressed-tensors folders with llm-compressor, one of each form, and say what the weights
+mean to their owner.
+
+    python scripts/peers/peer_compressed_tensors.py MODEL OUT [--kinds W4A16 W8A8]
+
+Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
+folder. OUT/KIND becomes a folder of each kind, OUT/KIND.floats.safetensors the weights that
+compressed-tensors decompresses from it, by their names: what `compare_with_owner.py` holds
+quantkit's reading against. Its log goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+with contextlib.redirect_stdout(sys.stderr):  # it logs to what is stdout at its import
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+G32 = {"num_bits": 4, "strategy": "group", "group_size": 32}
+ROWS = {"num_bits": 8, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+STATIC = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str | None]] = {
+    "W4A16": ({**G32, "symmetric": True}, None, None),
+    "W4A16_ASYM": ({**G32, "symmetric": False}, None, None),
+    "W8A16": ({**ROWS, "symmetric": True}, None, None),
+    "W8A16_ASYM": ({**ROWS, "symmetric": False}, None, None),
+    "W8A16_TENSOR": ({"num_bits": 8, "strategy": "tensor", "symmetric": True}, None, None),
+    "W8A8": ({**ROWS, "symmetric": True}, TOKENS, None),
+    "W8A8_ASYM": ({**ROWS, "symmetric": False}, TOKENS, None),
+    "W8A8_STATIC": ({**ROWS, "symmetric": True}, STATIC, None),
+    "W4A8": ({**G32, "symmetric": True}, TOKENS, None),
+    "W4A16_STATIC_ORDER": ({**G32, "symmetric": True}, None, "static"),
+    "W4A16_WEIGHT_ORDER": ({**G32, "symmetric": True}, None, "weight"),
+}
+"""Weights, activations, and the order in which GPTQ goes through columns; others are rounded."""
+
+
+def make(model: Path, kind: str, out: Path) -> None:
+    weights, activations, order = KINDS[kind]
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(type="int", **weights),
+        input_activations=None
+        if activations is None
+        else QuantizationArgs(type="int", **activations),
+    )
+    groups = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
+    recipe = (
+        QuantizationModifier(**groups) if order is None else GPTQModifier(**groups, actorder=order)
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, loaded.config.vocab_size, (8, 64), generator=generator)
+    # It insists on a tokenizer, and has no use for one where the samples are tokens already.
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token=""))
+    )
+    samples = DataLoader([{"input_ids": sample} for sample in tokens])
+    oneshot(
+        model=loaded,
+        tokenizer=tokenizer,
+        dataset=samples,
+        recipe=recipe,
+        num_calibration_samples=len(tokens),
+    )
+    loaded.save_pretrained(out, save_compressed=True)
+
+
+def floats(folder: Path) -> dict[str, torch.Tensor]:
+    """What compressed-tensors itself decompresses."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (group,) = settings["config_groups"].values()
+    scheme = QuantizationScheme(**{key: value for key, value in group.items() if key != "format"})
+    compressor = BaseCompressor.get_value_from_registry(group.get("format") or settings["format"])
+    stored = load_file(folder / "model.safetensors")
+    found = {}
+    for module in [
+        name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")
+    ]:
+        own = {
+            name.removeprefix(f"{module}."): stored[name]
+            for name in stored
+            if name.startswith(f"{module}.")
+        }
+        found[f"{module}.weight"] = compressor.decompress(own, scheme)["weight"].contiguous()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
+    options = parser.parse_args()
+    for kind in options.kinds:
+        folder = options.out / kind
+        with contextlib.redirect_stdout(sys.stderr):
+            make(options.model, kind, folder)
+            means = floats(folder)
+        save_file(means, options.out / f"{kind}.floats.safetensors")
+        print(json.dumps({"kind": kind, "weights": len(means)}), flush=True)
+    print(
+        json.dumps(
+            {
+                name: version(name)
+                for name in ("llmcompressor", "compressed-tensors", "transformers")
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
