@@ -166,10 +166,10 @@ def __getattr__(name: str) -> Any:
     """Import torch only when something is used."""
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    home = _JOBS.get(name) or _TYPES.get(name)
-    if home is None:
+    module = _JOBS.get(name) or _TYPES.get(name)
+    if module is None:
         raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The errors users see: one line each, with a stable exit code per kind."""
+"""Define the errors users see: one line each, with a stable exit code per kind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quantkit.base.messages import Message, Option
 
+# For temporary files that are made from a file of the user, who does not know their names.
 _sources: dict[Path, Path] = {}
 
 
@@ -62,12 +63,16 @@ class QuantkitError(Exception):
             parts.insert(0, f"{self.path}: ")
         facts: list[str | Option] = []
         for label, value in (("found", found), ("expected", expected)):
-            if value is not None:
-                if isinstance(value, (str, Option)):
-                    value = value
-                else:
-                    value = str(value)
-                facts += [", " if facts else "", f"{label} ", value]
+            if value is None:
+                continue
+            if facts:
+                facts.append(", ")
+            facts.append(f"{label} ")
+            # Messages and options stay as they are, so that a front end can spell the options.
+            if isinstance(value, (str, Option)):
+                facts.append(value)
+            else:
+                facts.append(str(value))
         if facts:
             parts += [" (", *facts, ")"]
         if hint:
@@ -76,19 +81,20 @@ class QuantkitError(Exception):
         super().__init__(self.message)
 
     def restate(self, **changes: Any) -> Self:
-        """Return the same error with some of its parts changed, by the names of the attributes."""
+        """Copy the error with some of its parts changed, by the names of the attributes."""
         names = ("problem", "path", "found", "expected", "hint", "argument")
         parts = {name: getattr(self, name) for name in names}
+        # The constructors of some kinds take other arguments; a copy keeps their attributes.
         restated = copy.copy(self)
         QuantkitError.__init__(restated, **(parts | changes))
         return restated
 
 
 def _to_source_path(path: Path) -> Path:
-    made = next((one for one in (path, *path.parents) if one in _sources), None)
-    if made is None:
-        return path
-    return _sources[made] / path.relative_to(made)
+    for folder in (path, *path.parents):
+        if folder in _sources:
+            return _sources[folder] / path.relative_to(folder)
+    return path
 
 
 class RequestError(QuantkitError):
@@ -192,6 +198,7 @@ class GroupError(QuantkitError):
     exit_code = 9
 
 
+# The old name still works at run time; type checkers do not know it.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -1,5 +1,4 @@
-"""Checks of the arguments of public functions, before anything is done: Python itself checks no
-types.
+"""Check the arguments of public functions before any work begins: Python itself checks no types.
 
 A string from JSON or from an environment variable must not count as a boolean or a number. Each
 function raises `RequestError`, which names the argument.
@@ -21,7 +20,7 @@ from quantkit.errors import RequestError
 
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
-    """Return the error for an argument of the wrong type."""
+    """Build the error for an argument of the wrong type."""
     problem = f"`{name}` is of the wrong type"
     return RequestError(
         problem, found=format_value(value), expected=expected, hint=hint, argument=name
@@ -38,7 +37,7 @@ def require_flags(**flags: object) -> None:
 def require_instance(
     name: str, value: object, kinds: type | tuple[type, ...], expected: str
 ) -> None:
-    """Require an instance of a class; the error shows the type of what was found."""
+    """Require an instance of a class; the error shows the type of the value, not the value."""
     if not isinstance(value, kinds):
         problem = f"`{name}` is of the wrong type"
         raise RequestError(problem, found=type(value).__name__, expected=expected, argument=name)
@@ -51,29 +50,29 @@ def require_tokenizer(tokenizer: object) -> None:
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Return an integer, also numpy's, but not a boolean; of at least `minimum`, if there is
-    one.
-    """
-    result = None
+    """Convert an integer, also numpy's, to `int`; refuse booleans and integers below `minimum`."""
+    integer = None
     if hasattr(value, "__index__") and not _is_boolean(value):
-        # Arrays have the method whatever they hold.
+        # Every array has `__index__`, and raises unless it holds a single integer.
         with suppress(TypeError):
-            result = operator.index(value)
-    if result is None:
+            integer = operator.index(value)
+    if integer is None:
         raise wrong_type(name, value, "an integer")
-    if minimum is not None and result < minimum:
+    if minimum is not None and integer < minimum:
         raise RequestError(
-            f"`{name}` must be at least {minimum}", found=format_value(result), argument=name
+            f"`{name}` must be at least {minimum}", found=format_value(integer), argument=name
         )
-    return result
+    return integer
 
 
 def as_number(name: str, value: object) -> float:
-    """Return an integer or a float, but not a boolean."""
+    """Convert an integer or a float to `float`; refuse booleans."""
+    # `bool` is a subclass of `int`, so it counts as a `Real`.
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong_type(name, value, "a number")
     try:
         return float(value)
+    # Python's integers have no upper limit, and floats end at 1.8e308.
     except OverflowError as error:
         raise RequestError(
             f"`{name}` is out of range", found=format_value(value), argument=name
@@ -81,11 +80,12 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_seed(name: str, value: object) -> int:
-    """Return an integer that torch's generators accept: one of 64 bits."""
-    result = as_integer(name, value)
-    if not -(2**63) <= result < 2**64:
-        raise RequestError(f"{name} does not fit 64 bits", found=result, argument=name)
-    return result
+    """Convert a seed to `int` and require that torch's generators accept it."""
+    seed = as_integer(name, value)
+    # torch reads a seed as a signed or as an unsigned integer of 64 bits.
+    if not -(2**63) <= seed < 2**64:
+        raise RequestError(f"{name} does not fit 64 bits", found=seed, argument=name)
+    return seed
 
 
 def as_string(name: str, value: object) -> str:
@@ -95,42 +95,47 @@ def as_string(name: str, value: object) -> str:
 
 
 def as_strings(name: str, value: object) -> list[str]:
-    """Return one string or several."""
+    """Convert one string, or a collection of them, to a list."""
+    # A string is itself a collection of strings.
     if isinstance(value, str):
         return [value]
-    return [as_string(name, one) for one in _several(name, value, "a string")]
+    items = _several(name, value, "a string")
+    return [as_string(name, item) for item in items]
 
 
 def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
-    """Return a path; an empty string, which would mean the current folder, and one too long for a
-    path are refused.
+    """Convert a string or path-like object to a `Path`; refuse an empty one, which would mean the
+    current folder, and one that is too long for the system.
     """
     if isinstance(value, str | os.PathLike):
-        found = os.fspath(value)
+        text = os.fspath(value)
     else:
-        found = None
-    if not isinstance(found, str):
+        text = None
+    # `os.fspath` may also return bytes.
+    if not isinstance(text, str):
         raise wrong_type(name, value, "a path", hint=hint)
-    if not found:
+    if not text:
         raise RequestError(f"`{name}` is empty", expected="a path")
     try:
-        os.lstat(found)
+        os.lstat(text)
     except OSError as error:
+        # A path that does not exist is valid here: it may name an output.
         if error.errno == errno.ENAMETOOLONG:
             raise RequestError(
                 f"`{name}` is too long for a path",
-                found=format_value(found),
+                found=format_value(text),
                 expected="a path",
                 hint=hint,
             ) from error
-    return Path(found)
+    return Path(text)
 
 
 def as_paths(name: str, value: object, *, hint: str | None = None) -> list[Path]:
-    """Return one path or several."""
+    """Convert one path, or a collection of them, to a list."""
     if isinstance(value, str | os.PathLike):
         return [as_path(name, value, hint=hint)]
-    return [as_path(name, one, hint=hint) for one in _several(name, value, "a path")]
+    items = _several(name, value, "a path")
+    return [as_path(name, item, hint=hint) for item in items]
 
 
 def _several(name: str, value: object, kind: str) -> Iterable[object]:
@@ -140,8 +145,8 @@ def _several(name: str, value: object, kind: str) -> Iterable[object]:
 
 
 def token_rows(value: object) -> list[list[int]]:
-    """Token ids in a list or array, [T] or [B, T], as B rows. Raises `TypeError` for anything else,
-    and for a collection without an order.
+    """Convert token ids in a list or array, [T] or [B, T], to B rows. Raises `TypeError` for
+    anything else, and for a collection without an order.
     """
     if hasattr(value, "tolist"):
         listed = value.tolist()
@@ -149,26 +154,29 @@ def token_rows(value: object) -> list[list[int]]:
         listed = value
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise TypeError("not a list")
-    if listed and all(isinstance(one, list | tuple) for one in listed):
+    if listed and all(isinstance(item, list | tuple) for item in listed):
         rows = listed
     else:
         rows = [listed]
-    if any(_is_boolean(one) for row in rows for one in row):
-        raise TypeError("booleans")
-    result: list[list[int]] = []
     for row in rows:
-        result.append([operator.index(one) for one in row])
-    return result
+        # `operator.index` would read True as token 1.
+        if any(_is_boolean(token) for token in row):
+            raise TypeError("booleans")
+    token_ids: list[list[int]] = []
+    for row in rows:
+        token_ids.append([operator.index(token) for token in row])
+    return token_ids
 
 
 def _is_boolean(value: object) -> bool:
+    # Booleans of numpy, torch and JAX are recognized by their dtype, without an import of these.
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def is_several(value: object) -> TypeGuard[Iterable[object]]:
-    """Return whether a value is a collection of values: bytes are numbers, and of a mapping only
-    the keys would be used.
+    """Return whether a value is a collection of arguments. Bytes would give numbers, and a mapping
+    only its keys, so neither counts.
     """
     several = isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
-    # An array without dimensions has `__iter__` too.
+    # An array without dimensions has `__iter__` too, which raises.
     return several and getattr(value, "ndim", 1) > 0

@@ -1,6 +1,4 @@
-"""JSON from files, read strictly: a value has the requested type and range, or the file is
-refused.
-"""
+"""Read JSON from files strictly: refuse a value of another type or range than requested."""
 
 from __future__ import annotations
 
@@ -16,12 +14,14 @@ from quantkit.errors import CheckpointError
 
 # The largest tokenizers published take some 30 MB, the largest indices 10.
 MAX_BYTES = 64 * 2**20
-MAX_DEPTH = 64  # of nested lists and objects
+# Of nested lists and objects.
+MAX_DEPTH = 64
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 """The first bytes of what git checks out in place of a large file that it has not downloaded."""
 LINES_OF_ARRAY = "jq -c '.[]' makes lines of it"
 """The hint for an array where a file needs JSON lines."""
 _SHOWN = 60
+# Control characters, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -38,13 +38,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str, path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON,
+    """Parse the JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON,
     too deep, or not an object.
     """
     if not text.strip():
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
     try:
         value = json.loads(text)
+    # Python's parser recurses, so it cannot read lists nested thousands deep.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
@@ -71,16 +72,17 @@ def read_settings(path: Path) -> dict[str, Any]:
     again. Raises `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does
     not have, and for numbers that are infinite as floats.
     """
-    value = read_json(path)
-    for key, one in value.items():
-        if any(isinstance(inner, float) and not math.isfinite(inner) for inner in within(one)):
-            raise CheckpointError(
-                f"'{key}' holds a number that is not finite",
-                path=path,
-                found=format_value(one),
-                expected="JSON's numbers",
-            )
-    return value
+    settings = read_json(path)
+    for key, setting in settings.items():
+        for value in within(setting):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CheckpointError(
+                    f"'{key}' holds a number that is not finite",
+                    path=path,
+                    found=format_value(setting),
+                    expected="JSON's numbers",
+                )
+    return settings
 
 
 def require_plain_file(path: Path) -> None:
@@ -129,16 +131,17 @@ class Settings:
         return self.values.get(key) is not None
 
     def need(self, key: str, hint: str | None = None) -> Any:
-        """Return the value of a key that must exist, of any type."""
+        """Read the value of a key that must exist, of any type."""
         if not self.has(key):
-            within = f"{self.name} " if self.name else ""
-            raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
+            owner = f"{self.name} " if self.name else ""
+            raise CheckpointError(f"{owner}lacks the key '{key}'", path=self.path, hint=hint)
         return self.values[key]
 
     def integer(self, key: str, low: int, high: int) -> int:
-        """Return an integer; floats, strings and booleans are refused."""
+        """Read an integer from `low` to `high`; floats, strings and booleans are refused."""
         value = self.need(key)
         expected = f"an integer from {low} to {high}"
+        # `isinstance` would accept true and false.
         if type(value) is not int:
             self.wrong_type(key, expected)
         if not low <= value <= high:
@@ -146,17 +149,18 @@ class Settings:
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
-        """Return an integer or a float."""
+        """Read an integer or a float from `low` to `high`."""
         value = self.need(key)
         expected = f"a number from {low:g} to {high:g}"
         if type(value) not in (int, float):
             self.wrong_type(key, expected)
-        if not low <= value <= high:  # NaN is not
+        # Python reads NaN from JSON; this comparison is false for it.
+        if not low <= value <= high:
             self._out_of_range(key, expected)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean; `default` if the key is absent."""
+        """Read a boolean; `default` if the key is absent."""
         if not self.has(key):
             return default
         value = self.values[key]
@@ -171,23 +175,25 @@ class Settings:
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings."""
-        value = self.need(key)
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        """Read a list of strings."""
+        values = self.need(key)
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             self.wrong_type(key, "a list of strings")
-        return value
+        return values
 
     def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
-        """Return a list of numbers."""
-        value = self.need(key)
-        if not isinstance(value, list) or not all(type(one) in (int, float) for one in value):
+        """Read a list of integers and floats, each from `low` to `high`."""
+        values = self.need(key)
+        if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
             self.wrong_type(key, "a list of numbers")
-        if not all(low <= one <= high for one in value):
+        if not all(low <= value <= high for value in values):
             self._out_of_range(key, f"numbers from {low:g} to {high:g}")
-        return tuple(float(one) for one in value)
+        return tuple(float(value) for value in values)
 
     def integers(self, key: str, low: int, high: int) -> list[int]:
-        """Return a list of integers; floats, strings and booleans are refused."""
+        """Read a list of integers, each from `low` to `high`; floats, strings and booleans are
+        refused.
+        """
         values = self.need(key)
         if not isinstance(values, list) or not all(type(value) is int for value in values):
             self.wrong_type(key, "a list of integers")
@@ -196,17 +202,17 @@ class Settings:
         return values
 
     def objects(self, key: str) -> list[Settings]:
-        """Return a list of objects; empty if the key is absent."""
-        value = self.values.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        """Read a list of objects; empty if the key is absent."""
+        items = self.values.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             self.wrong_type(key, "a list of objects")
         objects: list[Settings] = []
-        for index, one in enumerate(value):
-            objects.append(Settings(one, self.path, f"{self._full(key)}[{index}]"))
+        for index, item in enumerate(items):
+            objects.append(Settings(item, self.path, f"{self._full(key)}[{index}]"))
         return objects
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids: one, a list of them, or none."""
+        """Read token ids: a single one, a list of them, or none if the key is absent."""
         value = self.values.get(key)
         if value is None:
             ids = []
@@ -214,12 +220,12 @@ class Settings:
             ids = value
         else:
             ids = [value]
-        if not all(type(one) is int and one >= 0 for one in ids):
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             self.wrong_type(key, "a token id, or a list of them")
         return tuple(ids)
 
     def inside(self, key: str) -> Settings:
-        """Return an object within this one."""
+        """Read an object within this one."""
         value = self.need(key)
         if not isinstance(value, dict):
             self.wrong_type(key, "an object")
@@ -248,9 +254,9 @@ class Settings:
 
 
 def format_value(value: object) -> str:
-    """Return a value as messages show it: as Python spells it, and short."""
+    """Format a value for messages: as Python spells it, and short."""
+    # Python refuses to spell integers of more than a few thousand digits.
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
-        # Which Python may refuse to spell.
         return "a huge number"
     text = repr(value)
     if len(text) <= _SHOWN:
@@ -259,58 +265,81 @@ def format_value(value: object) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a string without control characters, which could drive a terminal: they are spelled,
-    such as ``\\x1b``, except those in `keep`. Halves of surrogate pairs, which cannot be encoded,
-    are spelled too.
+    """Spell control characters, which could drive a terminal, such as ``\\x1b``, except those in
+    `keep`; also halves of surrogate pairs, which cannot be encoded.
     """
-    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+    def spell(match: re.Match[str]) -> str:
+        character = match[0]
+        if character in keep:
+            return character
+        # Without the quotation marks of `ascii`.
+        return ascii(character)[1:-1]
+
+    return _CONTROL.sub(spell, text)
 
 
 def finite(value: object) -> Any:
-    """Plain values for JSON: NaN and infinite numbers become None, tuples become lists."""
+    """Convert a value to what JSON can hold: NaN and infinite numbers become None, tuples become
+    lists.
+    """
     if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def shortest(value: Any) -> Any:
-    """Return a number that was stored as float32 as the shortest decimal that rounds to it;
-    anything else is unchanged.
+    """Replace a number that was stored as float32 by the shortest decimal that rounds to it; leave
+    any other value unchanged.
     """
     if isinstance(value, list):
-        return [shortest(one) for one in value]
+        return [shortest(item) for item in value]
     if not isinstance(value, float):
         return value
     try:
         stored = struct.pack("<f", value)
     except OverflowError:
         return value
+    # The number is a float64, not a float32.
     if struct.unpack("<f", stored)[0] != value:
-        return value  # a float64
-    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((decimal for decimal in decimals if struct.pack("<f", decimal) == stored), value)
+        return value
+    # Nine significant digits identify every float32.
+    for digits in range(1, 10):
+        decimal = float(f"{value:.{digits}g}")
+        if struct.pack("<f", decimal) == stored:
+            return decimal
+    return value
 
 
 def within(value: object) -> list[object]:
-    """Return a value and, for lists and objects, everything inside."""
-    result = [value]
-    for one in result:
-        if isinstance(one, dict | list):
-            result.extend(one.values() if isinstance(one, dict) else one)
-    return result
+    """Collect a value and, for lists and objects, everything inside."""
+    values = [value]
+    # The loop also visits what it appends. Recursion would fail on deep nesting.
+    for item in values:
+        if isinstance(item, dict):
+            values.extend(item.values())
+        elif isinstance(item, list):
+            values.extend(item)
+    return values
 
 
 def depth(value: object) -> int:
-    """Return how deep lists and objects are nested."""
-    deep = 0
-    level = [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        deep += 1
-        level = [
-            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return deep
+    """Count the levels of nested lists and objects."""
+    levels = 0
+    items = [value]
+    # Level by level, as recursion would fail on the deep nesting that this is to find.
+    while True:
+        containers = [item for item in items if isinstance(item, dict | list)]
+        if not containers:
+            return levels
+        levels += 1
+        items = []
+        for container in containers:
+            if isinstance(container, dict):
+                items.extend(container.values())
+            else:
+                items.extend(container)

@@ -1,6 +1,4 @@
-"""Memory: sizes in words, the memory of this process and machine, and the settings of glibc's
-allocator.
-"""
+"""Measure the memory of this process and machine, format sizes, and set glibc's allocator."""
 
 from __future__ import annotations
 
@@ -14,6 +12,8 @@ from pathlib import Path
 from quantkit.base.cgroups import memory_limits, read_numbers
 from quantkit.errors import RequestError
 
+# PyTorch on CPU and GPU, PyTorch for a tensor beyond 63 bits, and XLA. Only the text distinguishes
+# these from other `RuntimeError`s.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "out of memory",
@@ -21,30 +21,33 @@ _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
 )
 
-# of glibc's mallopt
+# Parameters of glibc's mallopt, from malloc.h.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes with its unit."""
+    """Format a number of bytes in GB, MB or kB, with three digits."""
     for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if count >= 0.9995 * size:  # with three digits, a thousand of the next unit
+        # From here on, three digits would round to 1000 of the smaller unit.
+        if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count / 1000:.3g} kB"
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; its peak on systems that report no more."""
+    """Read the resident memory of this process; its peak on systems that report no more."""
     status = Path("/proc/self/statm")
     if status.exists():
+        # The second number is the resident memory, in pages.
         return int(status.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's resident memory, since `reset_peak` if that succeeded."""
+    """Read the peak of this process's resident memory, since `reset_peak` if that succeeded."""
     status = read_numbers(Path("/proc/self/status"))
+    # `reset_peak` resets VmHWM, but not ru_maxrss. Linux counts both in kB.
     peak = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(peak * 1024, resident_bytes())
 
@@ -52,6 +55,7 @@ def peak_bytes() -> int:
 def reset_peak() -> bool:
     """Reset `peak_bytes`; False if the system cannot."""
     try:
+        # 5 sets VmHWM to the present resident memory (proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
@@ -59,27 +63,34 @@ def reset_peak() -> bool:
 
 
 def machine_bytes() -> int:
-    """Return the machine's memory."""
+    """Read the size of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def total_bytes() -> int:
-    """Return the memory that this process could use at best: the machine's, or the limit of a
+    """Determine the memory that this process could use at best: the machine's, or the limit of a
     control group.
     """
-    return min([machine_bytes(), *(group.limit for group in memory_limits())])
+    limits = [machine_bytes()]
+    for group in memory_limits():
+        limits.append(group.limit)
+    return min(limits)
 
 
 def available_bytes() -> int:
-    """Return the memory that is available without swapping, on the machine and within the limits of
-    the control groups.
+    """Determine the memory that is available without swapping, on the machine and within the limits
+    of the control groups.
     """
     meminfo = read_numbers(Path("/proc/meminfo"))
+    # Unlike MemFree, this includes file cache that the system frees when memory is short.
     if "MemAvailable" in meminfo:
-        free = meminfo["MemAvailable"] * 1024
+        available = [meminfo["MemAvailable"] * 1024]
     else:
-        free = machine_bytes()
-    return max(0, min([free, *(group.limit - group.used for group in memory_limits())]))
+        available = [machine_bytes()]
+    for group in memory_limits():
+        available.append(group.limit - group.used)
+    # A group may use more than its "high" limit.
+    return max(0, min(available))
 
 
 @contextmanager
@@ -90,31 +101,32 @@ def enough_memory(path: Path | None) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(
-            sign in str(error) for sign in _OUT_OF_MEMORY
-        ):
-            raise
+        if isinstance(error, RuntimeError):
+            message = str(error)
+            if not any(sign in message for sign in _OUT_OF_MEMORY):
+                raise
         raise RequestError(
             "does not fit in memory", path=path, hint="request fewer tokens or texts at once"
         ) from error
 
 
 def malloc_trim() -> None:
-    """Return free memory of the allocator's heap to the system."""
+    """Give free memory of the allocator's heap back to the system."""
     _call("malloc_trim", 0)
 
 
 def set_mmap_threshold(size: int) -> None:
-    """From now on, allocate each buffer of at least `size` bytes by mmap, so that freeing it
+    """Make glibc allocate each further buffer of at least `size` bytes by mmap, so that freeing it
     returns its pages.
-
-    By default, glibc soon serves buffers up to 32 MB from its heap, where freed ones leave holes.
     """
+    # By default, glibc raises the threshold as buffers are freed, up to 32 MB. Then it serves
+    # larger buffers from its heap, where freed ones leave holes.
     _call("mallopt", _MMAP_THRESHOLD, size)
     _call("mallopt", _TRIM_THRESHOLD, 8 * size)
 
 
 def _call(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None)
+    # Only glibc has these functions: not musl, and not macOS.
     if hasattr(libc, name):
         getattr(libc, name)(*arguments)

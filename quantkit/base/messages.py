@@ -60,19 +60,30 @@ class Message(str):
                 flat.extend(part.parts)
             else:
                 flat.append(part)
+        # A string is immutable, so its text is set here and not in `__init__`.
         message = super().__new__(cls, "".join(map(str, flat)))
         message.parts = tuple(flat)
         return message
 
     def render(self, spell: Callable[[Option], str]) -> str:
-        """Return the text with each option spelled by a front end."""
-        return "".join(spell(part) if isinstance(part, Option) else part for part in self.parts)
+        """Spell each option as a front end does, and join the parts to a text."""
+        texts: list[str] = []
+        for part in self.parts:
+            if isinstance(part, Option):
+                texts.append(spell(part))
+            else:
+                texts.append(part)
+        return "".join(texts)
 
     def join_lines(self) -> Message:
-        """Return the message in one line: each run of whitespace becomes a space."""
+        """Put the message in one line: each run of whitespace becomes a space."""
         parts: list[str | Option] = []
         for part in self.parts:
-            parts.append(part if isinstance(part, Option) else re.sub(r"\s+", " ", part))
+            if isinstance(part, Option):
+                parts.append(part)
+            else:
+                parts.append(re.sub(r"\s+", " ", part))
+        # Whitespace at the ends of inner parts separates them from options.
         if parts and isinstance(parts[0], str):
             parts[0] = parts[0].lstrip()
         if parts and isinstance(parts[-1], str):

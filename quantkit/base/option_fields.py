@@ -1,5 +1,5 @@
-"""Options of a job, each declared once: a field of a frozen dataclass, with what the command
-line needs to know.
+"""Declare each option of a job once: as a field of a frozen dataclass, with what the command line
+needs to know.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ COLUMN_HELP = (
     "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
 )
 """Of the text that samples are drawn from, and of what holds it in a dataset."""
+# The key of an `OptionInfo` in the metadata of a dataclass's field.
 _KEY = "option"
 
 
@@ -43,11 +44,11 @@ class OptionInfo:
     """How the command line offers an option.
 
     Attributes:
-        section: the title in the help under which it stands.
+        section: the title in the help under which it is listed.
         help: one line for the help; None for an option that several commands share under this name.
         kind: the type of its value, or the name of one of the command line's own types.
-        metavar: what stands for the value in the help.
-        choices: the values, where these are all.
+        metavar: the placeholder for the value in the help.
+        choices: all possible values; empty if there are others.
         changes_result: whether another value may give another model.
     """
 
@@ -69,7 +70,7 @@ def option(
     choices: tuple[str, ...] = (),
     changes_result: bool = True,
 ) -> Any:
-    """Return a field of a job's options; see `OptionInfo`."""
+    """Declare a field of a job's options; see `OptionInfo`."""
     info = OptionInfo(section, help, kind, metavar, choices, changes_result)
     return field(default=default, metadata={_KEY: info})
 
@@ -78,31 +79,41 @@ def require_valid(options: Any) -> None:
     """Raise a `RequestError` for a field of booleans with another value, and for an unknown
     value of `if_exists`.
     """
-    require_flags(
-        **{one.name: getattr(options, one.name) for one in fields(options) if one.type == "bool"}
-    )
-    if (found := as_string("if_exists", options.if_exists)) not in get_args(IfExists):
+    flags: dict[str, object] = {}
+    for option_field in fields(options):
+        # Types are strings, as annotations are not evaluated in the modules that declare options.
+        if option_field.type == "bool":
+            flags[option_field.name] = getattr(options, option_field.name)
+    require_flags(**flags)
+    if_exists = as_string("if_exists", options.if_exists)
+    choices = get_args(IfExists)
+    if if_exists not in choices:
         raise RequestError(
-            "unknown value of `if_exists`", found=found, expected=" or ".join(get_args(IfExists))
+            "unknown value of `if_exists`", found=if_exists, expected=" or ".join(choices)
         )
 
 
 def find_option_fields(options: type) -> dict[str, OptionInfo]:
-    """Return the fields that are options of the command line, by name, in order."""
-    return {one.name: one.metadata[_KEY] for one in fields(options) if _KEY in one.metadata}
+    """Find the fields that are options of the command line, by name, in order."""
+    infos: dict[str, OptionInfo] = {}
+    for option_field in fields(options):
+        # Other fields can be passed from Python only.
+        if _KEY in option_field.metadata:
+            infos[option_field.name] = option_field.metadata[_KEY]
+    return infos
 
 
 def command_words(values: Mapping[str, object]) -> list[str]:
-    """Return the words with which the command line gets options, by name; None and False leave
-    one out.
-    """
+    """Spell options, by name, as words of a command line; None and False leave an option out."""
     words = list[str]()
     for name, value in values.items():
         option = "--" + name.replace("_", "-")
         if value is True:
             words.append(option)
         elif isinstance(value, list | tuple):
-            words += [word for one in value for word in (option, one)]
+            # An option that takes several values is repeated.
+            for item in value:
+                words += [option, item]
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words
@@ -122,9 +133,11 @@ def accept_fields_of(
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             return job(options(*args, **kwargs))
 
-        own = inspect.signature(job)
+        job_signature = inspect.signature(job)
         signature = inspect.signature(options)
-        call.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
+        # `inspect` and `help` show this in place of the signature of `job`, one object of options.
+        call.__signature__ = signature.replace(return_annotation=job_signature.return_annotation)  # type: ignore[attr-defined]
+        # The job's docstring describes further arguments; those of the fields come first.
         call.__doc__ = (inspect.getdoc(job) or "").replace(
             "Args:\n", f"Args:\n{_collect_field_docs(options)}\n", 1
         )
@@ -134,12 +147,11 @@ def accept_fields_of(
 
 
 def _collect_field_docs(options: Any) -> str:
-    """Return what the docstrings of a class of options and its bases say of their fields."""
-    documented = []
+    """Collect the descriptions of fields in the docstrings of a class of options and its bases."""
+    descriptions: list[str] = []
+    # In the order of the arguments: fields of a base precede those of a class derived from it.
     for base in reversed(options.__mro__):
-        documented.append(inspect.cleandoc(base.__doc__ or ""))
-    return "\n".join(
-        text.partition("Attributes:\n")[2].rstrip()
-        for text in documented
-        if "Attributes:\n" in text
-    )
+        text = inspect.cleandoc(base.__doc__ or "")
+        if "Attributes:\n" in text:
+            descriptions.append(text.partition("Attributes:\n")[2].rstrip())
+    return "\n".join(descriptions)

@@ -20,20 +20,20 @@ from quantkit.errors import CheckpointError
 
 MAX_SECONDS = 2.0
 """What all patterns of one file may take to match, together."""
-_MAX_LENGTH = (
-    # Some trainers write all module names into one pattern of a few thousand letters.
-    10_000
-)
+# Some trainers write all module names into one pattern of a few thousand letters.
+_MAX_LENGTH = 10_000
 # `regex` expands counted repetitions when it compiles a pattern.
 _MAX_REPETITIONS = 1000
-# of groups; `re` needs a level of Python's stack for each, of which libraries set the limit
+# Of groups; `re` recurses for each, and libraries may change the limit of Python's stack.
 _MAX_DEPTH = 100
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+# Repetitions and alternatives, between which a match backtracks.
 _BRANCHES = re.compile(r"[*+?{|]")
 _READ_DIFFERENTLY = re.compile(
     # `[[:alpha:]]`: a class of POSIX.
     r"\[\^?\]?(?:\\.|[^]\\])*\[:"
-    r"|(?<!\\)(?<!\\N)\{[^}]*[deis][^}]*\}"  # `x{e<=1}`: an approximate match
+    # `x{e<=1}`: an approximate match.
+    r"|(?<!\\)(?<!\\N)\{[^}]*[deis][^}]*\}"
 )
 
 
@@ -97,7 +97,7 @@ class Pattern:
         """
         self._key = key
         self._match_time = match_time
-        whole = f"{prefix}{expression}{suffix}"
+        full_expression = f"{prefix}{expression}{suffix}"
         _require_moderate_size(expression, key=key, path=match_time.path)
         # Without repetitions and alternatives, `re` takes linear time, and an eighth of what
         # `regex` takes. Adapters may have a name for each module, which are compared with the names
@@ -105,10 +105,12 @@ class Pattern:
         self._is_fast = _BRANCHES.search(expression) is None
         try:
             with match_time.spend(key), warnings.catch_warnings():
+                # Of syntax that will change; whoever runs the job did not write the pattern.
                 warnings.simplefilter("ignore")
-                self._pattern: Any = re.compile(whole)
+                # Also if `regex` matches it: a pattern that is invalid in `re` is refused.
+                self._pattern: Any = re.compile(full_expression)
                 if not self._is_fast:
-                    self._pattern = regex.compile(whole)
+                    self._pattern = regex.compile(full_expression)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
             problem = f"a pattern of {key} is invalid: {error}"
             raise CheckpointError(
@@ -140,9 +142,11 @@ class Pattern:
 
 
 def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
+    # The product: nested repetitions multiply when `regex` expands them.
     repetitions = 1
-    for counts in _COUNTS.findall(expression):
-        repetitions *= max(1, *(int(count[:9] or 1) for count in counts))
+    for minimum, maximum in _COUNTS.findall(expression):
+        # Nine digits exceed the limit already, and keep the product cheap.
+        repetitions *= max(1, int(minimum[:9] or 1), int(maximum[:9] or 1))
     depth = 0
     deepest = 0
     # Escaped parentheses count too, which only makes the limit stricter.

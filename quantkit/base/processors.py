@@ -1,4 +1,4 @@
-"""The processors that this process may use, and the number of threads that compute on them."""
+"""Find the processors that this process may use, and set the number of threads on them."""
 
 from __future__ import annotations
 
@@ -41,25 +41,27 @@ _FEATURES = frozenset(
         "asimddp",
     }
 )
-# getauxval's key, and bits of its value (Linux, asm/hwcap.h)
+# getauxval's key, and bits of its value (Linux, asm/hwcap.h).
 _HWCAP = 16
 _HWCAPS = {"asimd": 1, "asimddp": 20}
 
 
 def logical_processors() -> list[int]:
-    """Return the numbers of the processors on which the system lets this process run."""
+    """List the numbers of the processors on which the system lets this process run."""
+    # macOS has no affinity of processes to processors.
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def physical_cores(topology: Path = _TOPOLOGY) -> int:
-    """Return the number of cores that have these processors: hyper-threads of a core count once, if
-    the system lists them.
+    """Count the cores that have these processors: hyper-threads of a core count once, if the system
+    lists them.
     """
     cores = set()
     for number in logical_processors():
         try:
+            # All hyper-threads of a core have the same list.
             cores.add((topology / f"cpu{number}" / "topology" / "thread_siblings_list").read_text())
         except OSError:
             cores.add(str(number))
@@ -67,7 +69,7 @@ def physical_cores(topology: Path = _TOPOLOGY) -> int:
 
 
 def quota_threads() -> int | None:
-    """Return the number of threads that a CPU quota allows, if there are more cores; None
+    """Compute the number of threads that a CPU quota allows, if there are more cores; None
     otherwise.
     """
     quota = cpu_quota()
@@ -77,15 +79,16 @@ def quota_threads() -> int | None:
 
 
 def validate_threads(count: object) -> int:
-    """Return a number of threads. Raises `RequestError` unless it is an integer from 1 to 256, or
-    to the number of processors if that is more.
+    """Convert a number of threads to `int`. Raises `RequestError` unless it is an integer from 1 to
+    256, or to the number of processors if that is more.
     """
     limit = max(_MAX_THREADS, os.cpu_count() or 1)
-    if not 1 <= (result := as_integer("threads", count)) <= limit:
+    thread_count = as_integer("threads", count)
+    if not 1 <= thread_count <= limit:
         raise RequestError(
-            "`threads` is out of range", found=format_value(result), expected=f"1 to {limit}"
+            "`threads` is out of range", found=format_value(thread_count), expected=f"1 to {limit}"
         )
-    return result
+    return thread_count
 
 
 def set_threads(count: int | None) -> None:
@@ -100,35 +103,39 @@ def set_threads(count: int | None) -> None:
         os.environ.update(
             OMP_NUM_THREADS=str(count), MKL_NUM_THREADS=str(count), MKL_DYNAMIC="FALSE"
         )
+        # torch reads the variables only when it is imported.
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(count)
-    elif (limit := quota_threads()) is not None and "MKL_NUM_THREADS" not in os.environ:
+        return
+    limit = quota_threads()
+    if limit is not None and "MKL_NUM_THREADS" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", str(limit))
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the name of the processor, as far as the system reports it."""
+    """Find the name of the processor, as far as the system reports it."""
     return _value(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """Return what the processor and the system offer of the instruction sets that kernels use or
-    could use, as Linux names them; empty where it is not known.
+    """Find which instruction sets that kernels use or could use are available on this processor and
+    system, by Linux's names; empty if it is not known.
     """
     arm = platform.machine() in ("aarch64", "arm64")
     if sys.platform == "darwin":
-        # every Apple processor for macOS on ARM
+        # Every Apple processor for macOS on ARM has these.
         if arm:
             return frozenset({"asimd", "asimddp"})
         return frozenset()
     if arm:
-        bits = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
-        return frozenset(name for name, bit in _HWCAPS.items() if bits >> bit & 1)
+        # /proc/cpuinfo on ARM names these features, but not in a line "flags".
+        hwcap = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
+        return frozenset(name for name, bit in _HWCAPS.items() if hwcap >> bit & 1)
     return frozenset(_value(cpuinfo, "flags").split()) & _FEATURES
 
 
 def _value(cpuinfo: Path, key: str) -> str:
-    """Return the value of a line of the first processor; empty if there is no such line."""
+    """Read the value of a line of the first processor; empty if there is no such line."""
     try:
         text = cpuinfo.read_text()
     except OSError:

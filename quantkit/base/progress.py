@@ -1,4 +1,4 @@
-"""How jobs report progress, without knowing who displays it."""
+"""Report the progress of jobs, without knowing who displays it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Silent:
         pass
 
     def __repr__(self) -> str:
-        return "silent"  # as signatures show the default
+        # Signatures in the help show defaults by their `repr`.
+        return "silent"
 
 
 silent: Progress = _Silent()
@@ -34,8 +35,8 @@ silent: Progress = _Silent()
 
 
 def skip_repeated_reports(progress: Progress | None) -> Progress:
-    """Return a callback that skips a report equal to the one before; `silent` for None. Raises
-    `RequestError` if it is not callable.
+    """Wrap a callback so that a report equal to the one before is skipped; `silent` for None.
+    Raises `RequestError` if it is not callable.
     """
     if progress is None or progress is silent:
         return silent
@@ -45,10 +46,11 @@ def skip_repeated_reports(progress: Progress | None) -> Progress:
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
         nonlocal last
-        now = (phase, done, total, unit)
-        if now != last:
-            last = now
-            progress(*now)
+        current = (phase, done, total, unit)
+        if current != last:
+            # Before the call, which may raise or report itself.
+            last = current
+            progress(*current)
 
     return report
 
@@ -73,8 +75,8 @@ def in_phase(progress: Progress, name: str) -> Progress:
 
 
 class Stretches:
-    """Divides the progress of a job into stretches that follow each other, of given lengths in
-    units of the whole.
+    """Divides the progress of a job into consecutive stretches, whose lengths are in units of the
+    job.
     """
 
     def __init__(self, progress: Progress, total: int) -> None:
@@ -95,6 +97,7 @@ class Stretches:
         self._start += length
 
         def report(phase: str, done: int, total: int, unit: str, /) -> None:
+            # A stretch with nothing to do is complete at its first report.
             if total:
                 passed = length * done // total
             else:

@@ -1,4 +1,4 @@
-"""The GGUF file: a strictly validated header, and the header to write.
+"""Read and strictly validate the header of a GGUF file, and build the header to write.
 
 The `gguf` package maps files into memory, so a truncated file kills the process, and checks few
 bounds. What ggml rejects is rejected here too: duplicate keys and tensors, arrays in arrays, data
@@ -29,13 +29,14 @@ from quantkit.files.source import (
 MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
-# of ggml, the name in bytes
+# Limits of ggml; the name's is in bytes.
 MAX_DIMS = 4
 MAX_NAME = 63
 _VERSIONS = (2, 3)
 # The largest published vocabularies take some 15 MB.
 _MAX_HEADER = 100_000_000
-_MAX_ITEMS = 1 << 23  # of all arrays together
+# Of all arrays together: a few bytes in a file become a Python object each.
+_MAX_ITEMS = 1 << 23
 _MAX_ALIGNMENT = 1 << 20
 _MAX_SIZE = (1 << 63) - 1
 _MAX_PARTS = 1 << 16
@@ -97,6 +98,7 @@ def read_header(path: Path) -> GgufHeader:
     tensor_count = cursor.read_number(_LENGTH)
     key_count = cursor.read_number(_LENGTH)
     metadata: dict[str, Any] = {}
+    # A key takes at least 13 bytes: the length of its name, its type, and a value of one byte.
     cursor.require(key_count, 13, f"{key_count} metadata keys")
     for _ in range(key_count):
         key = cursor.read_text("a metadata key")
@@ -106,25 +108,34 @@ def read_header(path: Path) -> GgufHeader:
             cursor.fail(f"the metadata key '{key:.80}' comes twice")
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if (
-        type(alignment) is not int
-        or not 0 < alignment <= _MAX_ALIGNMENT
-        or alignment & (alignment - 1)
-    ):
-        problem = "general.alignment is not a power of two"
-        found = format_value(alignment)
-        raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
+    if not _is_valid_alignment(alignment):
+        raise CheckpointError(
+            "general.alignment is not a power of two",
+            path=path,
+            found=format_value(alignment),
+            expected=f"such as {ALIGNMENT}",
+        )
+    # A tensor takes at least 24 bytes: the length of its name, its number of dimensions, its type
+    # and its offset.
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
-    listed = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
-    tensors = _resolve_offsets(listed, _align_up(cursor.position, alignment), alignment, cursor)
+    entries = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
+    data_start = _align_up(cursor.position, alignment)
+    tensors = _resolve_offsets(entries, data_start, alignment, cursor)
     return GgufHeader(source, alignment, metadata, tensors, _split(metadata, path))
+
+
+def _is_valid_alignment(alignment: Any) -> bool:
+    if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+        return False
+    # Only a power of two has a single bit.
+    return alignment & (alignment - 1) == 0
 
 
 def build_header(
     metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT
 ) -> bytes:
-    """Return the bytes before the data, padded so that it is aligned; each tensor's data must be
-    `padded` in turn.
+    """Build the bytes before the data, padded so that it is aligned; the data of each tensor must
+    be followed by its `padding`.
 
     Args:
         metadata: plain values: an int becomes a uint32 (an int32 in a list), a float a float32;
@@ -136,6 +147,7 @@ def build_header(
         ValueError: for a value that its type cannot hold.
     """
     metadata = dict(metadata)
+    # Readers assume 32 without this key.
     if alignment != ALIGNMENT:
         metadata["general.alignment"] = alignment
     header = bytearray(
@@ -154,18 +166,22 @@ def build_header(
                 f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected
             )
         if shape[-1] % kind.block:
-            problem = f"{kind} cannot hold tensor '{name}'"
-            found = f"rows of {shape[-1]}"
-            raise UnsupportedError(problem, found=found, expected=f"a multiple of {kind.block}")
+            raise UnsupportedError(
+                f"{kind} cannot hold tensor '{name}'",
+                found=f"rows of {shape[-1]}",
+                expected=f"a multiple of {kind.block}",
+            )
         header += _pack_text(name) + _WORD.pack(len(shape))
-        header += b"".join(_LENGTH.pack(size) for size in reversed(shape))
+        # ggml lists the size along a row first, and numpy last.
+        for size in reversed(shape):
+            header += _LENGTH.pack(size)
         header += _WORD.pack(kind.code) + _LENGTH.pack(position)
         position += _align_up(tensor.nbytes, alignment)
     return bytes(header + padding(len(header), alignment))
 
 
 def padding(count: int, alignment: int = ALIGNMENT) -> bytes:
-    """Return the padding after `count` bytes, up to the next multiple of the alignment."""
+    """Make the padding after `count` bytes, up to the next multiple of the alignment."""
     return bytes(-count % alignment)
 
 
@@ -183,54 +199,62 @@ class _Cursor:
         raise CheckpointError(f"has an invalid GGUF header: {problem}", path=self.source.path)
 
     def require(self, count: int, item_bytes: int, description: str) -> None:
-        """Check that the rest of the header has room for `count` items of at least `each` bytes."""
-        left = min(self.source.size, _MAX_HEADER) - self.position
-        if count * item_bytes > left:
-            found = f"{description} at byte {self.position} of {self.source.size}"
-            problem = "has an invalid GGUF header, or is truncated"
-            raise make_damaged_file_error(problem, self.source.path, found, f"at most {left} bytes")
+        """Check that the rest of the header has room for `count` items of at least `item_bytes`."""
+        remaining = min(self.source.size, _MAX_HEADER) - self.position
+        if count * item_bytes > remaining:
+            raise make_damaged_file_error(
+                "has an invalid GGUF header, or is truncated",
+                self.source.path,
+                f"{description} at byte {self.position} of {self.source.size}",
+                f"at most {remaining} bytes",
+            )
 
     def take(self, count: int, description: str) -> int:
-        """Advance by `count` bytes; the offset at which they begin in the current piece, which
-        has them all.
+        """Advance by `count` bytes, and return the offset at which they begin in the current piece,
+        which has them all.
         """
         if self.position + count > self._start + len(self._piece):
             self.require(count, 1, description)
+            # More than requested, as most values take a few bytes.
             length = min(max(count, _CHUNK), self.source.size - self.position)
-            self._start, self._piece = self.position, self.source.read(self.position, length)
-        place = self.position - self._start
+            self._piece = self.source.read(self.position, length)
+            self._start = self.position
+        offset = self.position - self._start
         self.position += count
-        return place
+        return offset
 
     def read_number(self, kind: struct.Struct, description: str = "a number") -> int:
-        place = self.take(kind.size, description)
-        number: int = kind.unpack_from(self._piece, place)[0]
+        offset = self.take(kind.size, description)
+        number: int = kind.unpack_from(self._piece, offset)[0]
         return number
 
     def read_text(self, description: str) -> str:
         length = self.read_number(_LENGTH, description)
-        place = self.take(length, f"{description} of {length} bytes")
+        offset = self.take(length, f"{description} of {length} bytes")
         try:
-            return self._piece[place : place + length].decode()
+            return self._piece[offset : offset + length].decode()
         except UnicodeDecodeError as error:
             self.fail(f"{description} is not UTF-8: {error.reason}")
 
     def value(self, key: str) -> Any:
-        what = f"the value of '{key:.80}'"
-        kind = self._read_type(what)
+        """Read the value of a key: its type, then the value; for an array also type and number of
+        its items.
+        """
+        description = f"the value of '{key:.80}'"
+        kind = self._read_type(description)
         if kind is not ValueType.ARRAY:
-            return self._read_values(kind, 1, what)[0]
-        kind = self._read_type(what)
-        count = self.read_number(_LENGTH, what)
+            return self._read_values(kind, 1, description)[0]
+        kind = self._read_type(description)
+        count = self.read_number(_LENGTH, description)
         self._items += count
         if kind is ValueType.ARRAY:
-            self.fail(f"{what} is an array of arrays")
+            self.fail(f"{description} is an array of arrays")
         if self._items > _MAX_ITEMS:
             self.fail(
-                f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS}"
+                f"{description} is an array of {count} items, and all arrays may have {_MAX_ITEMS}"
                 " together"
             )
-        return self._read_values(kind, count, what)
+        return self._read_values(kind, count, description)
 
     def _read_type(self, description: str) -> ValueType:
         code = self.read_number(_WORD, description)
@@ -241,12 +265,13 @@ class _Cursor:
 
     def _read_values(self, kind: ValueType, count: int, description: str) -> list[Any]:
         if kind is ValueType.STRING:
+            # Before the loop, so that a wrong count fails at once.
             self.require(count, _LENGTH.size, description)
             return [self.read_text(description) for _ in range(count)]
         letter = _NUMBERS[kind]
         size = count * struct.calcsize(f"<{letter}")
-        place = self.take(size, description)
-        values = list(struct.unpack_from(f"<{count}{letter}", self._piece, place))
+        offset = self.take(size, description)
+        values = list(struct.unpack_from(f"<{count}{letter}", self._piece, offset))
         if kind is not ValueType.BOOL:
             return values
         if max(values, default=0) > 1:
@@ -257,6 +282,7 @@ class _Cursor:
 def _require_known_version(cursor: _Cursor) -> None:
     version = cursor.read_number(_WORD, "the version")
     path = cursor.source.path
+    # A small number whose bytes are in reverse order has no lower bits.
     if version & 0xFFFF == 0 and version:
         hint = "gguf-convert-endian converts it"
         raise UnsupportedError(
@@ -271,21 +297,26 @@ def _require_known_version(cursor: _Cursor) -> None:
 
 
 def _read_tensor_entry(cursor: _Cursor) -> GgufTensor:
-    """Return a row of the table of tensors; its offset is from the start of the data."""
+    """Read a row of the table of tensors; its offset is from the start of the data."""
     name = cursor.read_text("a tensor's name")
     if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
         cursor.fail(f"a tensor is named {name!r:.80}")
     dims = cursor.read_number(_WORD)
     if not 1 <= dims <= MAX_DIMS:
         cursor.fail(f"tensor '{name}' has {dims} dimensions, not 1 to {MAX_DIMS}")
-    shape = tuple(reversed([cursor.read_number(_LENGTH) for _ in range(dims)]))
+    reversed_shape = [cursor.read_number(_LENGTH) for _ in range(dims)]
+    # ggml lists the size along a row first, and numpy last.
+    shape = tuple(reversed(reversed_shape))
     code = cursor.read_number(_WORD)
     offset = cursor.read_number(_LENGTH)
     if code not in _TYPES:
-        problem = f"tensor '{name}' has an unknown type"
-        found = f"ggml's type {code}"
-        raise UnsupportedError(problem, path=cursor.source.path, found=found)
+        raise UnsupportedError(
+            f"tensor '{name}' has an unknown type",
+            path=cursor.source.path,
+            found=f"ggml's type {code}",
+        )
     kind = _TYPES[code]
+    # No element takes more than 8 bytes, so the size in bytes fits 63 bits.
     if 0 in shape or math.prod(shape) > _MAX_SIZE // 8 or shape[-1] % kind.block:
         cursor.fail(f"tensor '{name}' of type {kind} has the sizes {list(shape)}")
     return GgufTensor(name, kind, shape, offset)
@@ -294,36 +325,41 @@ def _read_tensor_entry(cursor: _Cursor) -> GgufTensor:
 def _resolve_offsets(
     listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor
 ) -> dict[str, GgufTensor]:
-    """Return the tensors with offsets in the file, checked against its size."""
+    """Convert offsets from the start of the data to offsets in the file, and check them against its
+    size.
+    """
     path = cursor.source.path
     size = cursor.source.size
-    result: dict[str, GgufTensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     position = start
+    # A file without tensors may end right after its header.
     end = cursor.position
     for tensor in listed:
-        if tensor.name in result:
+        if tensor.name in tensors:
             cursor.fail(f"tensor '{tensor.name}' comes twice")
         require_adjacent(tensor.name, tensor.offset, position - start, path)
-        result[tensor.name] = replace(tensor, offset=position)
+        tensors[tensor.name] = replace(tensor, offset=position)
         end = position + tensor.nbytes
         position = _align_up(end, alignment)
+    # The padding after the last tensor may be missing.
     if size < end:
         raise make_damaged_file_error("is truncated", path, f"{size} bytes", end)
     if size > position:
         raise CheckpointError(
             "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=position
         )
-    return result
+    return tensors
 
 
 def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
-    """Return which part of a model a file is, by its metadata; None if it says nothing."""
+    """Read from the metadata which part of a model a file is; None if the keys are absent."""
     values: list[Any] = [metadata.get(key) for key in SPLIT_KEYS]
     if all(value is None for value in values):
         return None
     index, count, tensors = values
     integers = type(index) is type(count) is type(tensors) is int
     if not (integers and 0 <= index < count <= _MAX_PARTS and 0 <= tensors <= _MAX_SIZE):
+        # Some keys are absent, or their values contradict each other.
         problem = f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is"
         raise CheckpointError(problem, path=path, found=", ".join(map(format_value, values)))
     return Split(index, count, tensors)
@@ -339,12 +375,16 @@ def _pack_text(text: str) -> bytes:
 
 
 def _pack_typed_value(key: str, value: Any) -> bytes:
-    """Return the type and the value, as a file has them."""
-    kind, plain = (value.kind, value.value) if isinstance(value, Typed) else (None, value)
+    """Encode the type and the value of a key."""
+    kind: ValueType | None
+    if isinstance(value, Typed):
+        kind = value.kind
+        plain = value.value
+    else:
+        kind = None
+        plain = value
     if not isinstance(plain, (list, tuple)):
-        if kind is not None:
-            kind = kind
-        else:
+        if kind is None:
             kind = _kind_of(key, plain, ValueType.UINT32)
         return _WORD.pack(kind) + _pack_values(key, kind, [plain])
     if kind is None:

@@ -1,5 +1,5 @@
-"""The parts of a GGUF file: types of tensors, types of metadata values, files of a model that is
-split.
+"""Define the parts of a GGUF file: types of tensors, types of metadata values, files of a model
+that is split.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class GgmlType(StrEnum):
     Q1_0 = "Q1_0", 41, 128, 18
 
     def __new__(cls, name: str, code: int = 0, block: int = 1, block_bytes: int = 4) -> GgmlType:
+        # A member of a `StrEnum` is its name; the other numbers become attributes.
         member = str.__new__(cls, name)
         member._value_ = name
         member.code = code
@@ -117,7 +118,7 @@ class GgmlType(StrEnum):
         return member
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of `columns` elements."""
+        """Compute the bytes of a row of `columns` elements."""
         return columns // self.block * self.block_bytes
 
 
@@ -187,22 +188,24 @@ class Split:
     tensors: int
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata of such a file."""
+        """Build the metadata of such a file."""
+        # The types that llama.cpp's gguf-split writes.
         kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
         values = (self.index, self.count, self.tensors)
-        result: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True):
-            result[key] = Typed(kind, value)
-        return result
+            metadata[key] = Typed(kind, value)
+        return metadata
 
 
 def split_name(stem: str, index: int, count: int) -> str:
-    """Return the file of part number `index`, from 0, of a model that is split."""
+    """Build the file name of part number `index`, from 0, of a model that is split."""
+    # Names count parts from 1, metadata from 0.
     return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
 
 
 def split_stem(name: str) -> str | None:
-    """Return the common first part of the names of a model's parts; None if `name` is not the name
+    """Extract the common first part of the names of a model's parts; None if `name` is not the name
     of a part.
     """
     match = _SPLIT_NAME.fullmatch(name)
@@ -210,7 +213,7 @@ def split_stem(name: str) -> str | None:
 
 
 def split_count(name: str) -> int:
-    """Return the number of parts of a model, from the name of one; 1 for any other name."""
+    """Extract the number of parts of a model from the name of one; 1 for any other name."""
     match = _SPLIT_NAME.fullmatch(name)
     if match:
         return int(match["count"])

@@ -1,11 +1,11 @@
-"""Models on the Hugging Face hub, ``hf:owner/name``: the files that are needed are downloaded into
+"""Download the files that are needed of a model on the Hugging Face hub, ``hf:owner/name``, into
 the hub's cache.
 
-`hf_hub_download` does the work, file by file. What it does not do is done here: daemon threads,
+`hf_hub_download` does the work, file by file. This module adds what it does not do: daemon threads,
 since `snapshot_download` waits for its threads and so delays Ctrl-C; one limit of time that
 includes name resolution; a check of the disk's space before a download; the choice of one set of
 weights; and, in `hub_answers` and `hub_cache`, a check of what the hub answers and sends, which the
-library uses as it is.
+library uses unchecked.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"
 _NAME = re.compile(
     rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII
 )
+# The folder of a snapshot in the cache: models--OWNER--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
 """Time limit for an answer of the hub."""
@@ -87,14 +88,16 @@ class HubModel:
 
 
 def hub_model(path: str) -> HubModel | None:
-    """Return the model that a string names; None for a path.
+    """Parse the name of a model on the hub; None for a path.
 
     Raises:
         RequestError: if the string begins with ``hf:`` and is not such a name.
     """
+    # A file or folder of this name has priority.
     if not path.startswith(PREFIX) or os.path.exists(path):
         return None
     match = _NAME.fullmatch(path)
+    # A revision that ends in .gguf is a file name in the wrong place.
     if match is None or (match[3] or "").lower().endswith(".gguf"):
         raise RequestError(
             "is not the name of a model on the hub", found=format_value(path), expected=SPELLING
@@ -103,7 +106,8 @@ def hub_model(path: str) -> HubModel | None:
 
 
 def origin(path: Path) -> dict[str, str] | None:
-    """Return the name and the commit of a model in the hub's cache; None for any other path."""
+    """Read name and commit of a model from its path in the hub's cache; None for any other path."""
+    # Not resolved: files of a snapshot are links to blobs, whose paths have no commit.
     match = _SNAPSHOT.search(path.absolute().as_posix())
     if match is None:
         return None
@@ -111,10 +115,10 @@ def origin(path: Path) -> dict[str, str] | None:
 
 
 def download(model: HubModel) -> Path:
-    """Download the files of a model that are needed; its folder, or its GGUF file, in the hub's
-    cache.
+    """Download the files of a model that are needed, and return its folder, or its GGUF file, in
+    the hub's cache.
 
-    If the hub cannot be reached, a complete model in the cache is used.
+    If the hub cannot be reached, use a complete model in the cache.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or a download breaks off.
@@ -123,6 +127,7 @@ def download(model: HubModel) -> Path:
         NoSpaceError: if the disk of the cache has too little space.
         CheckpointError: if the hub's answer is invalid, or a file is not what the hub announced.
     """
+    # The library takes long to import, and models on this machine do not need it.
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -133,6 +138,7 @@ def download(model: HubModel) -> Path:
             )
             info = call_in_time(request, str(model), "model")
         except RequestError as error:
+            # A hub that answers decides: an unknown model or revision is an error, cached or not.
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
                 raise
             complete = CachedModel(model.name, model.file).complete(model.revision)
@@ -143,6 +149,7 @@ def download(model: HubModel) -> Path:
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; the cached model is used", model)
             return model_path
+        # The hub resolves a branch or a tag; a commit must come back unchanged.
         if COMMIT.fullmatch(model.revision or ""):
             expected = model.revision
         else:
@@ -158,26 +165,31 @@ def download(model: HubModel) -> Path:
             if not (cached.snapshot(commit) / file.name).is_file():
                 missing.append(file)
         _require_space(sum(file.size for file in missing), model)
+        # A missing file is hashed after its download, whatever the record says.
         _fetch(model, commit, files, cached.read_record(commit).difference(missing))
+    # After all downloads: a record names only files that were checked.
     cached.record(commit, files)
     return _choose_model_path(cached.snapshot(commit), model, [file.name for file in files])
 
 
 def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
-    """Return the files to download: configs, tokenizer, templates, licences, and one set of
+    """Select the files to download: configs, tokenizer, templates, licences, and one set of
     weights.
 
     Raises:
         RequestError: if the repository has no weights that quantkit reads, or several GGUF models.
     """
-    side_files = [
-        name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)
-    ]
+    side_files: list[str] = []
+    for name in names:
+        # An index belongs to a set of weights, of which only one is selected.
+        if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX):
+            side_files.append(name)
     # Files of GGUF models; the parts of a split model together.
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf"):
             models.setdefault(split_stem(name) or name, []).append(name)
+    # A GGUF file holds config and tokenizer, so no side files are needed.
     if model.file is not None:
         if model.file not in names:
             raise RequestError(
@@ -185,11 +197,12 @@ def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
             )
         return models[split_stem(model.file) or model.file]
     for kind in _WEIGHTS:
-        found = [name for name in names if kind.fullmatch(name)]
-        if not all(name.endswith(_INDEX) for name in found):
-            return sorted({*side_files, *found})
+        weights = [name for name in names if kind.fullmatch(name)]
+        # An index without weights does not count.
+        if not all(name.endswith(_INDEX) for name in weights):
+            return sorted({*side_files, *weights})
     if len(models) > 1:
-        first = min(found[0] for found in models.values())
+        first = min(parts[0] for parts in models.values())
         several = f"{len(models)}, such as {first}"
         expected = f"one of them: {replace(model, file=first)}"
         raise RequestError(
@@ -211,7 +224,7 @@ def call_in_time(request: Callable[[], _Answer], path: str, repository_kind: str
 
     Args:
         path: for errors.
-        what: kind of repository.
+        repository_kind: for errors, such as ``model``.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or is overloaded.
@@ -220,6 +233,7 @@ def call_in_time(request: Callable[[], _Answer], path: str, repository_kind: str
     """
     try:
         return result_in_time(request, SECONDS)
+    # Of the hub's library, its HTTP client, or Python, if an answer has an unexpected structure.
     except Exception as error:
         raise read_failure(error, path, repository_kind) from error
 
@@ -236,7 +250,8 @@ def _fetch(
 
     def fetch(file: HubFile) -> None:
         with validate_hub_answers(str(model), commit, file):
-            # by branch, which the cache then records
+            # By branch, not by commit: the library then records the branch's commit in the cache,
+            # where it is found without network.
             hf_hub_download(model.name, file.name, revision=model.revision)
         cached.require_announced(commit, file, file in checked)
 
@@ -244,31 +259,41 @@ def _fetch(
         run_in_threads([partial(fetch, file) for file in files], _NUM_THREADS)
     except QuantkitError:
         raise
-    except Exception as error:  # of the hub's library or the HTTP client
+    # Of the hub's library or the HTTP client.
+    except Exception as error:
         raise read_failure(error, str(model), "model") from error
 
 
 def _choose_model_path(folder: Path, model: HubModel, file_names: Sequence[str]) -> Path:
-    """Return the path to open: the folder of a snapshot, or a GGUF file in it."""
+    """Choose the path to open: the folder of a snapshot, or a GGUF file in it."""
     if model.file is not None:
         return folder / model.file
-    gguf = [name for name in file_names if name.lower().endswith(".gguf")]
-    if gguf:
-        return folder / gguf[0]
+    for name in file_names:
+        if name.lower().endswith(".gguf"):
+            return folder / name
     return folder
 
 
 def _require_space(size: int, model: HubModel) -> None:
     from quantkit.base.memory import size_text
 
+    if not size:
+        return
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
-    existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    if size and (free := shutil.disk_usage(existing).free) < size + _SPARE_BYTES:
-        problem = f"too little space on the disk of the hub's cache for {model}"
-        hint = "HF_HOME chooses another disk"
-        found = f"{size_text(free)} free"
-        expected = size_text(size + _SPARE_BYTES)
-        raise NoSpaceError(problem, path=cache, found=found, expected=expected, hint=hint)
+    # The cache may not exist before the first download.
+    existing = cache
+    while not existing.is_dir():
+        existing = existing.parent
+    needed = size + _SPARE_BYTES
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise NoSpaceError(
+            f"too little space on the disk of the hub's cache for {model}",
+            path=cache,
+            found=f"{size_text(free)} free",
+            expected=size_text(needed),
+            hint="HF_HOME chooses another disk",
+        )
 
 
 @contextmanager
@@ -281,6 +306,7 @@ def quietly() -> Iterator[None]:
         logger = logging.getLogger("huggingface_hub")
         undo.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
+        # Progress bars write control characters, which are of no use in a file.
         if not sys.stderr.isatty() and not utils.are_progress_bars_disabled():
             undo.callback(utils.enable_progress_bars)
             utils.disable_progress_bars()

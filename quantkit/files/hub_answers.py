@@ -1,9 +1,9 @@
-"""Checks of a hub's answers, before they become paths or files are opened.
+"""Check a hub's answers before they become paths or files are opened.
 
 `huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache
-without a check, and downloads without a limit. It makes these requests itself, and a request of
-ours before could get another answer, so its functions are wrapped while `validate_hub_answers`
-lasts.
+without a check, and downloads without a limit. It makes these requests itself, and an earlier
+request by quantkit could get another answer, so its functions are wrapped while
+`validate_hub_answers` runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from quantkit.errors import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# It becomes a file name in the cache, so it may not begin with a dot.
 _ETAG = re.compile(r"[\w+=~-][\w.+=~-]{0,199}", re.ASCII)
+# Backslashes separate folders on Windows; control characters could drive a terminal.
 _NO_FILE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_SIZE = 1 << 60
 _HINT = "try again; HF_ENDPOINT chooses the hub"
@@ -54,6 +56,7 @@ class _Expected:
 
 
 _ANY = _Expected()
+# Several threads download at the same time, each another file.
 _expected: ContextVar[_Expected] = ContextVar("_expected", default=_ANY)
 _lock = Lock()
 _users = 0
@@ -61,7 +64,7 @@ _replaced: dict[str, Any] = {}
 
 
 def validate_commit(commit: object, path: str | None, expected: str | None = None) -> str:
-    """Return a commit that is safe as part of a path.
+    """Require a commit that is safe as part of a path, and return it.
 
     Args:
         path: for errors.
@@ -78,37 +81,46 @@ def validate_commit(commit: object, path: str | None, expected: str | None = Non
 
 
 def files_by_name(info: Any, path: str) -> dict[str, Any]:
-    """Return the library's entries for the files of a repository, by name.
+    """Collect the library's entries for the files of a repository, by name.
 
     Raises:
         CheckpointError: if the answer lists no files, or a name that leads out of the folder.
     """
     if not isinstance(info.siblings, list):
         raise _make_answer_error("lists no files", path, info.siblings, "siblings")
-    for name in (sibling.rfilename for sibling in info.siblings):
+    siblings: dict[str, Any] = {}
+    for sibling in info.siblings:
+        name = sibling.rfilename
         if not is_file_name(name):
             raise _make_answer_error(
                 "lists a file whose name is none", path, name, "a path inside a folder"
             )
-    return {sibling.rfilename: sibling for sibling in info.siblings}
+        siblings[name] = sibling
+    return siblings
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether it is the path of a file in a repository."""
+    """Return whether a value is the path of a file in a repository."""
     return isinstance(name, str) and not _NO_FILE.search(name) and _is_relative(name)
 
 
 def parse_hub_file(sibling: Any, path: str) -> HubFile:
-    """Return the size and the hash that the hub announces for a file.
+    """Read the size and the hash that the hub announces for a file.
 
     Raises:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
     name = sibling.rfilename
     lfs = sibling.lfs
-    digest, kind, what = (
-        (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
-    )
+    if lfs is None:
+        digest = sibling.blob_id
+        # git names blobs as it names commits, by 40 digits.
+        digest_pattern = COMMIT
+        key = "blobId"
+    else:
+        digest = lfs.sha256
+        digest_pattern = _SHA256
+        key = "sha256"
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
         raise _make_answer_error(
             f"announces no size of {format_value(name)}", path, sibling.size, "a number of bytes"
@@ -117,9 +129,9 @@ def parse_hub_file(sibling: Any, path: str) -> HubFile:
         raise _make_answer_error(
             f"announces two sizes of {format_value(name)}", path, lfs.size, sibling.size
         )
-    if not isinstance(digest, str) or not kind.fullmatch(digest):
+    if not isinstance(digest, str) or not digest_pattern.fullmatch(digest):
         raise _make_answer_error(
-            f"announces no hash of {format_value(name)}", path, digest, f"a {what}"
+            f"announces no hash of {format_value(name)}", path, digest, f"a {key}"
         )
     return HubFile(name, sibling.size, digest)
 
@@ -138,6 +150,7 @@ def validate_hub_answers(
     from huggingface_hub import file_download
 
     token = _expected.set(_Expected(path, commit, file))
+    # The functions belong to the module, so the last thread that leaves restores them.
     with _lock:
         if _users == 0:
             _install(file_download)
@@ -162,30 +175,26 @@ def _install(file_download: Any) -> None:
     def get_validated_metadata(url: str, *arguments: Any, **options: Any) -> Any:
         expected = _expected.get()
         _, resolve, requested = unquote(urlsplit(url).path).partition("/resolve/")
-        # Its revision was the commit of an answer.
+        # The library may have made the address from the commit of an earlier answer.
         if resolve and not _is_relative(requested):
             raise _make_answer_error(
                 "leads to an address that is none of a file", expected.path, requested
             )
         try:
-            result = original(url, *arguments, **options)
+            metadata = original(url, *arguments, **options)
         except Exception as error:
             response = getattr(error, "response", None)
-            if (
-                response is not None
-                and (commit := response.headers.get("X-Repo-Commit")) is not None
-            ):
-                # The library records missing files.
-                validate_commit(commit, expected.path, expected.commit)
+            if response is not None:
+                commit = response.headers.get("X-Repo-Commit")
+                # The library records missing files, in a folder that it names by this commit.
+                if commit is not None:
+                    validate_commit(commit, expected.path, expected.commit)
             raise
-        # Without one the library downloads nothing.
-        if (result.commit_hash, expected.commit) != (
-            None,
-            None,
-        ):
-            validate_commit(result.commit_hash, expected.path, expected.commit)
+        # Without a commit the library downloads nothing.
+        if metadata.commit_hash is not None or expected.commit is not None:
+            validate_commit(metadata.commit_hash, expected.path, expected.commit)
         file = expected.file
-        etag = result.etag
+        etag = metadata.etag
         if file is None and etag is not None and not _ETAG.fullmatch(etag):
             raise _make_answer_error(
                 "has an ETag that is not the name of a file", expected.path, etag
@@ -197,16 +206,16 @@ def _install(file_download: Any) -> None:
                 etag,
                 file.digest,
             )
-        if file is not None and result.size not in (None, file.size):
+        if file is not None and metadata.size not in (None, file.size):
             raise _make_answer_error(
                 f"has the wrong size for {format_value(file.name)}",
                 expected.path,
-                result.size,
+                metadata.size,
                 file.size,
             )
-        # Storage must be requested through the hub itself, as the library sends the user's token
-        # there.
-        if (xet := getattr(result, "xet_file_data", None)) is not None:
+        # Older versions of the library do not know Xet storage.
+        xet = getattr(metadata, "xet_file_data", None)
+        if xet is not None:
             if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
                 raise _make_answer_error(
                     "names no hash for its storage",
@@ -214,16 +223,18 @@ def _install(file_download: Any) -> None:
                     xet.file_hash,
                     "64 hexadecimal digits",
                 )
+            # Storage must be requested through the hub itself, as the library sends the user's
+            # token there.
             route = urlsplit(str(xet.refresh_route))
-            own = urlsplit(url)
-            if (route.scheme, route.netloc) != (own.scheme, own.netloc):
+            hub_address = urlsplit(url)
+            if (route.scheme, route.netloc) != (hub_address.scheme, hub_address.netloc):
                 raise _make_answer_error(
                     "leads to another host for its storage",
                     expected.path,
                     xet.refresh_route,
-                    own.netloc,
+                    hub_address.netloc,
                 )
-        return result
+        return metadata
 
     file_download.get_hf_file_metadata = get_validated_metadata
     download = _replaced["http_get"] = file_download.http_get
@@ -235,7 +246,7 @@ def _install(file_download: Any) -> None:
         return download(url, temp_file, *arguments, **options)
 
     file_download.http_get = download_with_limit
-    # ETags that other programs keep unchecked.
+    # The library reads ETags from these files, which other programs write unchecked.
     if hasattr(file_download, "read_tree_cache"):
         _replaced["read_tree_cache"] = file_download.read_tree_cache
         file_download.read_tree_cache = lambda *_, **__: None
@@ -261,7 +272,9 @@ class _Limited:
 
 
 def _is_relative(name: str) -> bool:
-    """Return whether each part of a path in a repository is a name."""
+    """Return whether each part of a path in a repository is a name, and none leads to a parent or
+    to the root.
+    """
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name))
 
 

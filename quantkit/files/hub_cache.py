@@ -1,8 +1,8 @@
-"""Models in the cache of the hub's library, and a record of the files that were checked.
+"""Find models in the cache of the hub's library, and record the files that were checked.
 
-The library compares no hash with a file's content. Here a file is hashed once: after its download,
-or if it is in the cache without a record. The record, a file next to the snapshots, has sizes and
-hashes; later only sizes are compared.
+The library compares no hash with a file's content. This module hashes a file once: after its
+download, or if it is in the cache without a record. The record, a file next to the snapshots, has
+sizes and hashes; later only sizes are compared.
 """
 
 from __future__ import annotations
@@ -41,38 +41,42 @@ class CachedModel:
 
     def _record(self, commit: str) -> Path:
         if self.file is None:
-            one = ""
+            suffix = ""
         else:
-            one = f"-{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
-        return self.folder / "quantkit" / f"{commit}{one}.json"
+            # A hash, as the name of a file may contain slashes.
+            suffix = f"-{hashlib.sha256(self.file.encode()).hexdigest()[:16]}"
+        return self.folder / "quantkit" / f"{commit}{suffix}.json"
 
     def record(self, commit: str, files: Iterable[HubFile]) -> None:
         """Record the files that are complete and checked."""
         path = self._record(commit)
-        content = {file.name: {"size": file.size, "digest": file.digest} for file in files}
-        # Another user's cache: its files are checked again.
+        content: dict[str, dict[str, int | str]] = {}
+        for file in files:
+            content[file.name] = {"size": file.size, "digest": file.digest}
+        # A shared cache may be read-only for this user. Without a record, files are checked again.
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            # A new name: no link is followed.
+            # Under a new name, so that no link is followed.
             partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
             partial.write_text(json.dumps(content))
             os.replace(partial, path)
 
     def read_record(self, commit: str) -> set[HubFile]:
-        """Return the recorded files; none if the record is damaged."""
+        """Read the recorded files; none if there is no record, or a damaged one."""
         try:
             content = json.loads(self._record(commit).read_bytes())
-            result: set[HubFile] = set()
-            for name, one in content.items():
-                result.add(HubFile(name, int(one["size"]), str(one["digest"])))
-            return result
+            files: set[HubFile] = set()
+            for name, entry in content.items():
+                files.add(HubFile(name, int(entry["size"]), str(entry["digest"])))
+            return files
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return set()
 
     def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
-        """Return the snapshot of a revision and its files, if all recorded files, or all of the
+        """Find the snapshot of a revision and its files, if all recorded files, or all of the
         repository, are there.
         """
+        # The library stores the commit of each branch that it read in a file.
         branch = self.folder / "refs" / (revision or "main")
         try:
             if branch.is_file():
@@ -81,7 +85,8 @@ class CachedModel:
                 commit = str(revision)
         except (OSError, ValueError):
             return None
-        # Any program may have written it, unchecked, from a hub's answer.
+        # Any program may have written it, unchecked, from a hub's answer, and it becomes part of a
+        # path.
         if not COMMIT.fullmatch(commit):
             return None
         folder = self.snapshot(commit)
@@ -100,12 +105,13 @@ class CachedModel:
         return None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
-        """Return the files of a snapshot that the hub's library knows to be complete; none of any
+        """List the files of a snapshot that the hub's library knows to be complete; none of any
         other snapshot.
         """
         from huggingface_hub import errors, snapshot_download
 
-        # Without it, and before 1.0, any snapshot passes.
+        # Without this list of the repository's files, and before version 1.0, the library accepts
+        # any snapshot as complete.
         listed = self.folder / "trees" / f"{folder.name}.json"
         if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
             return set()
@@ -113,11 +119,11 @@ class CachedModel:
             snapshot_download(self.name, revision=revision, local_files_only=True)
         except Exception:
             return set()
-        result: set[str] = set()
+        names: set[str] = set()
         for path in folder.rglob("*"):
             if path.is_file():
-                result.add(path.relative_to(folder).as_posix())
-        return result
+                names.add(path.relative_to(folder).as_posix())
+        return names
 
     def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
         """Compare a file with what the hub announced; only its size if its content was `checked`
@@ -131,6 +137,7 @@ class CachedModel:
         source = SourceFile(path)
         if checked and source.size == file.size:
             return
+        # Two hexadecimal digits per byte: a longer hash than git's is the sha256 of a file in LFS.
         in_lfs = len(file.digest) == hashlib.sha256().digest_size * 2
         if in_lfs:
             digest = source.sha256()
@@ -138,24 +145,30 @@ class CachedModel:
             digest = source.git_blob_id()
         if (source.size, digest) == (file.size, file.digest):
             return
-        found = digest
+        difference = digest
         expected = file.digest
         if source.size != file.size:
-            found = f"{source.size} bytes"
+            difference = f"{source.size} bytes"
             expected = f"{file.size} bytes"
         if digest == file.digest:
+            # The content is right, so the hub announced a wrong size.
             hint = "try again"
         else:
             hint = self._remove(path, file)
         raise CheckpointError(
-            "is not what the hub announced", path=path, found=found, expected=expected, hint=hint
+            "is not what the hub announced",
+            path=path,
+            found=difference,
+            expected=expected,
+            hint=hint,
         )
 
     def _remove(self, path: Path, file: HubFile) -> str:
-        """Remove a blob whose name is not its hash; the hint for the user."""
+        """Remove a blob whose name is not its hash, and return the hint for the user."""
         blob = self.folder / "blobs" / file.digest
         real = path.resolve()
         with contextlib.suppress(OSError):
+            # A file of the snapshot may lead elsewhere: to another blob, or out of the cache.
             if blob.samefile(path):
                 blob.unlink()
         if real.exists():

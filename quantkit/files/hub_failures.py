@@ -1,4 +1,4 @@
-"""Errors of the hub's library, as users read them."""
+"""Translate errors of the hub's library into errors for users."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from quantkit.errors import (
     UnreachableError,
 )
 
-_RETRYABLE = (408, 429, *range(500, 600))  # HTTP statuses
+# HTTP statuses: request timeout, too many requests, and errors of the server.
+_RETRYABLE = (408, 429, *range(500, 600))
 _LOG_IN = "log in: hf auth login; or correct HF_TOKEN"
 
 
 def short(error: Exception) -> str:
-    """Return the message of a library's error, in one line."""
+    """Shorten the message of a library's error to one line."""
+    # Some exceptions have no message.
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
@@ -29,16 +31,18 @@ def read_failure(
     repository_kind: str = "model",
     hint: str = "try again, or pass a path",
 ) -> Exception:
-    """Return the typed form of an error of a request that reads.
+    """Translate an error of a request that reads into one of quantkit's.
 
     Args:
         path: the repository.
-        what: its kind.
+        repository_kind: such as ``model``.
         hint: what to do if the hub cannot be reached.
     """
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
+    # Python's own errors come from the structure of an answer. Subclasses of ValueError do not:
+    # the library derives its checks of names from it.
     if type(error) is ValueError or isinstance(
         error, LookupError | TypeError | AttributeError | RecursionError
     ):
@@ -48,6 +52,7 @@ def read_failure(
         return RequestError(
             "HF_HUB_OFFLINE forbids requests to the hub", path=path, hint="unset it, or pass a path"
         )
+    # Before its base class, `RepositoryNotFoundError`.
     if isinstance(error, errors.GatedRepoError):
         return RequestError(
             "access to it on the hub is restricted", path=path, hint="log in: hf auth login"
@@ -55,28 +60,33 @@ def read_failure(
     if isinstance(error, errors.RevisionNotFoundError):
         return RequestError("the hub knows no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        again = "check the spelling; for a private one, log in: hf auth login"
-        return RequestError(f"the hub knows no such {repository_kind}", path=path, hint=again)
+        # The hub does not tell strangers that a private repository exists.
+        return RequestError(
+            f"the hub knows no such {repository_kind}",
+            path=path,
+            hint="check the spelling; for a private one, log in: hf auth login",
+        )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NoSpaceError("the disk of the hub's cache is full", path=path)
+    # Errors of the network are OSErrors too, without a file name.
     if isinstance(error, OSError) and error.filename is not None:
         problem = f"the hub's cache cannot be written: {error.strerror}"
         return RequestError(problem, path=error.filename, hint="HF_HOME chooses another")
     status = _status(error)
     if status == 401:
         return RequestError("the hub does not accept the access token", path=path, hint=_LOG_IN)
-    kind = UnreachableError if status is None or status in _RETRYABLE else RequestError
     if status is None:
         reason = short(error)
     else:
         reason = f"status {status}"
-    return kind(
-        f"the hub cannot be reached for a {repository_kind}: {reason}", path=path, hint=hint
-    )
+    problem = f"the hub cannot be reached for a {repository_kind}: {reason}"
+    if status is None or status in _RETRYABLE:
+        return UnreachableError(problem, path=path, hint=hint)
+    return RequestError(problem, path=path, hint=hint)
 
 
 def write_failure(error: Exception, path: str, doing: str) -> Exception:
-    """Return the typed form of an error of a request that writes.
+    """Translate an error of a request that writes into one of quantkit's.
 
     Args:
         path: the repository.
@@ -85,7 +95,7 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
-    # Around errors of one file.
+    # The library wraps the error of a single file in a RuntimeError.
     while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, QuantkitError):
@@ -97,12 +107,13 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
         malformed = isinstance(
             error, ValueError | LookupError | TypeError | AttributeError | RecursionError
         )
+        # Some errors of HTTP clients are ValueErrors and OSErrors at once.
         if malformed and not isinstance(error, OSError):
             problem = f"cannot {doing}: the hub's answer cannot be read: {short(error)}"
             return CheckpointError(problem, path=path, hint="repeat the command")
         problem = f"cannot {doing}: the hub cannot be reached: {short(error)}"
         return UnreachableError(problem, path=path, hint="repeat the command")
-    said = f"status {status}, {_server_message(error)}"
+    response = f"status {status}, {_server_message(error)}"
     if status == 429:
         hint = "wait some minutes, and repeat the command"
         return UnreachableError(
@@ -110,21 +121,25 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
         )
     if status in _RETRYABLE:
         problem = f"cannot {doing}: the hub is overloaded or has failed"
-        return UnreachableError(problem, path=path, found=said, hint="repeat the command later")
+        return UnreachableError(problem, path=path, found=response, hint="repeat the command later")
+    # Precondition failed: the head of the branch is not the `parent_commit` of the request.
     if status == 412:
         problem = f"cannot {doing}: the repository has changed since it was read"
         return UnreachableError(problem, path=path, hint="repeat the command")
     if status == 409:
         hint = "choose another name, or use a token that may read it"
-        return RequestError(f"cannot {doing}: the name is in use", path=path, found=said, hint=hint)
+        problem = f"cannot {doing}: the name is in use"
+        return RequestError(problem, path=path, found=response, hint=hint)
     if status in (403, 404):
         hint = "use a token with write access to it: https://huggingface.co/settings/tokens"
-        return RequestError(f"the access token may not {doing}", path=path, found=said, hint=hint)
-    return RequestError(f"cannot {doing}: the hub refuses it", path=path, found=said)
+        problem = f"the access token may not {doing}"
+        return RequestError(problem, path=path, found=response, hint=hint)
+    return RequestError(f"cannot {doing}: the hub refuses it", path=path, found=response)
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status of the hub's answer; None if there was none."""
+    """Read the HTTP status of the hub's answer; None if there was no answer."""
+    # Not every error of the library has a response, and a response may be None.
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return status
@@ -132,7 +147,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _server_message(error: Exception) -> str:
-    """Return what the hub states as the reason, in one line."""
+    """Read the reason that the hub states, in one line."""
     message = getattr(error, "server_message", None)
     if isinstance(message, str) and message:
         return textwrap.shorten(message, 200, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""Sends the content of files to the hub, with the progress of all of them."""
+"""Send the content of files to the hub, and report the progress of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-# Longer than the hub's limits of rates last, which the library waits for.
+# Longer than the library waits when the hub limits the rate of requests.
 _STALLED_SECONDS = 600.0
 _NUM_THREADS = 4
 _LARGE = MEGABYTE
@@ -47,9 +47,11 @@ class Sent:
 
     def reach(self, name: str, position: int) -> None:
         """Record that a file was sent up to a position; a retry begins at 0 again."""
-        # Ends a request in another thread.
+        # The threads of requests cannot be stopped from outside; this error ends them at their next
+        # read.
         if self.ended.is_set():
             raise InterruptedError("the upload has ended")
+        # The maximum, so that progress never goes back.
         self._done[name] = max(self._done[name], min(position, self._sizes[name]))
 
     def complete(self, name: str) -> None:
@@ -77,14 +79,16 @@ class _CountedFile(io.FileIO):
 
 
 def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
-    """Return the library's form of a file, whose hash is known and whose reads are counted while it
-    is sent.
+    """Prepare a file for the library: its hash is known, and its reads are counted while it is
+    sent.
     """
     from huggingface_hub import CommitOperationAdd
 
     class Addition(CommitOperationAdd):
         @contextmanager
-        def as_file(self, with_tqdm: bool = False) -> Iterator[Any]:  # with it, the content is sent
+        def as_file(self, with_tqdm: bool = False) -> Iterator[Any]:
+            # The library requests a progress bar only where it sends the content, not where it
+            # hashes it.
             if with_tqdm and isinstance(self.path_or_fileobj, str):
                 with _CountedFile(self.path_or_fileobj, partial(sent.reach, file.name)) as counted:
                     yield counted
@@ -92,16 +96,21 @@ def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
                 with super().as_file() as plain:
                     yield plain
 
-    content = str(file.content.absolute()) if isinstance(file.content, Path) else file.content
+    content: str | bytes
+    if isinstance(file.content, Path):
+        content = str(file.content.absolute())
+    else:
+        content = file.content
     try:
-        result = Addition(file.name, content)
+        operation = Addition(file.name, content)
     except (OSError, ValueError) as error:
         file.require_unchanged()
         raise RequestError(
             "cannot be sent to the hub", path=file.name, found=short(error)
         ) from error
-    result.upload_info.sha256 = bytes.fromhex(file.sha256)
-    return result
+    # Without it, the library would read the file once more for its hash.
+    operation.upload_info.sha256 = bytes.fromhex(file.sha256)
+    return operation
 
 
 def send(
@@ -114,7 +123,7 @@ def send(
     """Send the content of files that the hub stores apart from git to a repository, and wait until
     it has them.
 
-    One request covers all files that probably are not stored apart; each other one has its own,
+    One request covers all files that git probably stores. Each other file has its own request,
     since for several the library uses threads for which Ctrl-C would wait.
 
     Raises:
@@ -127,30 +136,33 @@ def send(
     def upload(*requests: Sequence[str]) -> None:
         for names in requests:
             sent.current.name = names[0]
-            additions = [operations[name] for name in names]
+            additions = [operations[file_name] for file_name in names]
             api.preupload_lfs_files(
                 name, additions, revision=branch, num_threads=_NUM_THREADS, free_memory=False
             )
-            for one in names:
-                sent.complete(one)
+            for file_name in names:
+                sent.complete(file_name)
 
-    small = list[str]()
-    large = dict[str, list[list[str]]]()
-    for file in sorted(files, key=lambda one: -one.size):
+    small_files: list[str] = []
+    # By content; for each file, the names of its request.
+    large_files: dict[str, list[list[str]]] = {}
+    # Largest first, so that no long upload begins when all others have ended.
+    for file in sorted(files, key=lambda file: -file.size):
+        # A zero byte means that a file is not text, as in git.
         if file.size < _LARGE and b"\0" not in operations[file.name].upload_info.sample:
-            small.append(file.name)
+            small_files.append(file.name)
         else:
             # Files of the same content one after the other: the hub has it after the first.
-            large.setdefault(file.sha256, []).append([file.name])
+            large_files.setdefault(file.sha256, []).append([file.name])
     try:
         sent.report()
         # A token that may not write there fails before large files are sent.
-        if small:
-            run_in_threads([partial(upload, small)], 1, on_tick=sent.report)
-        run_in_threads(
-            [partial(upload, *same) for same in large.values()], _NUM_THREADS, on_tick=sent.report
-        )
+        if small_files:
+            run_in_threads([partial(upload, small_files)], 1, on_tick=sent.report)
+        uploads = [partial(upload, *requests) for requests in large_files.values()]
+        run_in_threads(uploads, _NUM_THREADS, on_tick=sent.report)
     except Exception as error:
+        # A changed file is the better explanation of whatever the hub answered.
         for file in files:
             file.require_unchanged()
         raise write_failure(error, PREFIX + name, "write to the repository") from error
@@ -182,11 +194,11 @@ def reporting_library(sent: Sent) -> Iterator[None]:
 
     with quietly(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        disabled = utils.are_progress_bars_disabled()
+        were_disabled = utils.are_progress_bars_disabled()
         if reporting is not None:
             original = reporting.XetUploadProgressReporter
             reporting.XetUploadProgressReporter = Reporter
-            # Without them nothing is reported.
+            # The library creates a reporter only if progress bars are enabled.
             utils.enable_progress_bars()
         else:
             utils.disable_progress_bars()
@@ -195,13 +207,17 @@ def reporting_library(sent: Sent) -> Iterator[None]:
         finally:
             if reporting is not None:
                 reporting.XetUploadProgressReporter = original
-            (utils.disable_progress_bars if disabled else utils.enable_progress_bars)()
+            if were_disabled:
+                utils.disable_progress_bars()
+            else:
+                utils.enable_progress_bars()
 
 
 def _xet_reporting() -> Any:
-    """Return the library's module with the display of uploads to Xet storage; None if it has none,
-    or hf_xet is not used.
+    """Find the library's module with the display of uploads to Xet storage; None if it has none, or
+    hf_xet is not used.
     """
+    # Both are private modules, which another version of the library may not have.
     try:
         from huggingface_hub.utils import _xet_progress_reporting as reporting
         from huggingface_hub.utils._runtime import is_xet_available

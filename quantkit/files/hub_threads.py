@@ -1,7 +1,7 @@
-"""Requests to the hub in daemon threads, with a time limit.
+"""Send requests to the hub in daemon threads, with a time limit.
 
-The library's thread pools are waited for at exit, which delays Ctrl-C, and its HTTP client waits
-without a limit.
+Python waits at exit for the library's thread pools, which delays Ctrl-C, and the library's HTTP
+client waits without a limit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
+# How soon the main thread notices an error or a signal.
 _TICK_SECONDS = 0.1
 
 
 def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Return the result of a function that runs in a thread, which covers name resolution too: the
-    client's time limit applies to each address. Raises what it raises, and `TimeoutError` if it
-    takes longer.
+    """Run a function in a thread and return its result. Raises the function's errors, and
+    `TimeoutError` if it takes longer.
     """
+    # The client's own time limit applies to each address, and not to name resolution.
     answer = Future[_Answer]()
 
     def run() -> None:
@@ -34,6 +35,7 @@ def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
     try:
         return answer.result(seconds)
     except TimeoutError as error:
+        # The function itself raised it.
         if answer.done():
             raise
         raise TimeoutError(f"no answer in {seconds:.0f} seconds") from error
@@ -45,17 +47,18 @@ def run_in_threads(
     *,
     on_tick: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run functions in several threads. The first error is raised, and no further one begins then.
+    """Run functions in several threads. Raises the first error, after which no further function
+    begins.
 
     Args:
-        on_tick: called in this thread whenever a function ends, and ten times a second; what it
-            raises ends the rest.
+        on_tick: called in this thread whenever a function ends, and ten times a second; after an
+            error that it raises, no further function begins either.
     """
     waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     ended = threading.Event()
-    for one in tasks:
-        waiting.put(one)
+    for waiting_task in tasks:
+        waiting.put(waiting_task)
 
     def run() -> None:
         while not ended.is_set():
@@ -72,19 +75,21 @@ def run_in_threads(
 
     for _ in range(min(num_threads, len(tasks))):
         threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
-    left = len(tasks)
+    unfinished = len(tasks)
     try:
-        while left:
+        while unfinished:
             try:
+                # With a time limit, so that `on_tick` runs while all requests wait.
                 error = answers.get(timeout=_TICK_SECONDS)
             except queue.Empty:
                 on_tick()
                 continue
             if error is not None:
                 raise error
-            left -= 1
+            unfinished -= 1
             on_tick()
     finally:
+        # Also after Ctrl-C. Daemon threads that still run do not delay the exit.
         ended.set()
 
 
@@ -95,10 +100,12 @@ class Stall:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._last, self._since = -1, time.monotonic()
+        # Below any value, so that the first one counts as growth.
+        self._last = -1
+        self._since = time.monotonic()
 
     def require_growth(self, value: int) -> None:
-        """Compare the number with the last one."""
+        """Compare the number with the last one; a `TimeoutError` if it has not grown for long."""
         now = time.monotonic()
         if value > self._last:
             self._last = value

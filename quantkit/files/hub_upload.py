@@ -1,9 +1,9 @@
-"""Uploads to a model's repository on the hub: all files become visible with one commit.
+"""Upload files to a model's repository on the hub: all become visible with one commit.
 
 `huggingface_hub` does the work: `preupload_lfs_files` sends the content of large files, which the
-hub then has even if the command is killed; `create_commit` names them all in one commit. What the
-library does not do is done here: threads that Ctrl-C does not wait for, time limits, the progress
-of all files, and a check of what the hub lists afterwards.
+hub then has even if the command is killed; `create_commit` names them all in one commit. This
+module adds what the library does not do: threads that Ctrl-C does not wait for, time limits, the
+progress of all files, and a check of what the hub lists afterwards.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quantkit.files.local_files import LocalFile
 
 _Answer = TypeVar("_Answer")
 _REQUEST_SECONDS = 60.0
+# Small files are part of the request that commits.
 _COMMIT_SECONDS = 600.0
 
 
@@ -60,6 +61,7 @@ def require_token(name: str) -> None:
     hint = "log in: hf auth login; or set HF_TOKEN"
     if not token:
         raise RequestError("there is no access token for the hub", path=PREFIX + name, hint=hint)
+    # It becomes part of an HTTP header.
     if not token.isascii() or not token.isprintable() or " " in token:
         raise RequestError(
             "the access token contains characters that none has", path=PREFIX + name, hint=hint
@@ -80,8 +82,8 @@ def require_repository_name(name: str) -> None:
 
 
 def read_repository(name: str, branch: str | None = None) -> Repository | None:
-    """Return what a model's repository holds; None if the hub knows none, or none that the token
-    may read.
+    """Read which files a model's repository has; None if the hub knows no such repository, or none
+    that the token may read.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds, or is overloaded.
@@ -96,6 +98,7 @@ def read_repository(name: str, branch: str | None = None) -> Repository | None:
     except errors.RepositoryNotFoundError:
         return None
     except errors.RevisionNotFoundError:
+        # A branch that is created begins with the files of the default one.
         repository = read_repository(name)
         if repository is None:
             return None
@@ -148,7 +151,8 @@ def validate_model_card(content: str, name: str) -> None:
         try:
             validate(content, repo_type="model")
         except ValueError as error:
-            if type(error) is not ValueError:  # of the answer
+            # A subclass of ValueError is an error of the answer, not of the card.
+            if type(error) is not ValueError:
                 raise
             return short(error)
         return None
@@ -172,10 +176,10 @@ def commit_files(
     message: str,
     progress: Progress,
 ) -> str:
-    """Send files and commit them; the commit's id.
+    """Send files and commit them, and return the commit's id.
 
-    Content that the hub has already is not sent again. Nothing is visible before the commit, which
-    fails if the branch has another head than `repository.commit`.
+    The library does not send content again that the hub has already. Nothing is visible before the
+    commit, which fails if the branch has another head than `repository.commit`.
 
     Raises:
         RequestError: if the token may not write there, or the hub refuses a file.
@@ -183,7 +187,7 @@ def commit_files(
             minutes. The same call continues.
         CheckpointError: if a file changes while it is sent, or the hub's answer is malformed.
     """
-    from huggingface_hub import CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     name = repository.name
     branch = repository.branch
@@ -191,23 +195,23 @@ def commit_files(
     operations = {file.name: addition(file, sent) for file in files}
     with reporting_library(sent):
         send(files, operations, name, branch, sent)
+        # The commit reads small files again.
         for file in files:
             file.require_unchanged()
-        ignored = []
-        for one, operation in operations.items():
+        for file_name, operation in operations.items():
+            # The library would leave the file out without an error.
             if getattr(operation, "_should_ignore", False):
-                ignored.append(one)
-        # The library would leave it out without an error.
-        if ignored:
-            problem = "the repository's .gitignore excludes a file"
-            hint = "remove it from .gitignore on the hub"
-            raise RequestError(problem, path=PREFIX + name, found=ignored[0], hint=hint)
-        changes = [
-            *operations.values(),
-            *(CommitOperationDelete(one, is_folder=False) for one in deleted),
-        ]
+                raise RequestError(
+                    "the repository's .gitignore excludes a file",
+                    path=PREFIX + name,
+                    found=file_name,
+                    hint="remove it from .gitignore on the hub",
+                )
+        changes: list[CommitOperationAdd | CommitOperationDelete] = [*operations.values()]
+        for file_name in deleted:
+            changes.append(CommitOperationDelete(file_name, is_folder=False))
         progress("commit", 0, 1, "commits")
-        made = _write(
+        commit = _write(
             partial(
                 HfApi().create_commit,
                 name,
@@ -221,47 +225,47 @@ def commit_files(
             _COMMIT_SECONDS,
         )
         progress("commit", 1, 1, "commits")
-    return validate_commit(made.oid, PREFIX + name)
+    return validate_commit(commit.oid, PREFIX + name)
 
 
 def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
-    """Compare what the hub lists at a commit with the files.
+    """Require that the hub lists the files, with their sizes and hashes, at a commit.
 
     Raises:
         CheckpointError: if a file is missing there, or has another size or hash.
         RequestError, UnreachableError: see `read_repository`.
     """
-    listed = _fetch_repository(name, commit, None).files
+    remote_files = _fetch_repository(name, commit, None).files
     for file in files:
-        found = listed.get(file.name)
-        if not file.equals(found):
-            if found is None:
-                what = "nothing"
-            else:
-                what = f"{found.size} bytes, {found.digest[:12]}"
-            expected = (
-                f"{file.size} bytes,"
-                f" {(file.sha256 if found is None else _select_digest(file, found))[:12]}"
-            )
-            raise CheckpointError(
-                f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}",
-                path=PREFIX + name,
-                found=what,
-                expected=expected,
-                hint="repeat the command",
-            )
+        remote_file = remote_files.get(file.name)
+        if file.equals(remote_file):
+            continue
+        if remote_file is None:
+            remote_content = "nothing"
+            digest = file.sha256
+        else:
+            remote_content = f"{remote_file.size} bytes, {remote_file.digest[:12]}"
+            digest = _select_digest(file, remote_file)
+        raise CheckpointError(
+            f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}",
+            path=PREFIX + name,
+            found=remote_content,
+            expected=f"{file.size} bytes, {digest[:12]}",
+            hint="repeat the command",
+        )
 
 
 def _select_digest(file: LocalFile, remote_file: HubFile) -> str:
+    # The hub lists the sha256 of a file in LFS, and git's blob id of any other.
     if len(remote_file.digest) == len(file.sha256):
         return file.sha256
     return file.blob_id
 
 
 def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Repository:
-    """Return the files at a revision.
+    """Fetch the list of files at a revision.
 
-    The library's errors for what is not there are raised as they are.
+    Raises the library's own errors for a repository or a revision that does not exist.
     """
     import huggingface_hub.utils
     from huggingface_hub import HfApi
@@ -274,22 +278,24 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
             info = result_in_time(request, SECONDS)
     except Exception as error:
         missing = isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
-        # Which is a kind of the first.
+        # `GatedRepoError` is a subclass of `RepositoryNotFoundError`, but such a repository exists.
         if missing and not isinstance(error, errors.GatedRepoError):
             raise
         raise read_failure(error, path, hint="repeat the command") from error
+    # The hub redirects requests for the old name of a renamed repository.
     if isinstance(info.id, str) and info.id != name:
         raise RequestError(
             "the repository has another name", path=path, found=info.id, hint=f"push to {info.id}"
         )
-    files = [parse_hub_file(file, path) for file in files_by_name(info, path).values()]
+    files: dict[str, HubFile] = {}
+    for sibling in files_by_name(info, path).values():
+        file = parse_hub_file(sibling, path)
+        files[file.name] = file
     if isinstance(info.private, bool):
         private = info.private
     else:
         private = None
-    return Repository(
-        name, branch, validate_commit(info.sha, path), private, {file.name: file for file in files}
-    )
+    return Repository(name, branch, validate_commit(info.sha, path), private, files)
 
 
 def _write(request: Callable[[], _Answer], name: str, doing: str, seconds: float) -> _Answer:

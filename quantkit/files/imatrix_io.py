@@ -1,5 +1,5 @@
-"""llama.cpp's importance matrices, the mean squares of each linear's inputs on a text: GGUF and the
-older ``.dat``.
+"""Read and write llama.cpp's importance matrices, the mean squares of each linear's inputs on a
+text: GGUF and the older ``.dat``.
 
 ``.dat``: an int32 count of entries; for each its name, an int32 number of chunks, and float32 mean
 squares times that number; then an int32 number of chunks of all text, and the name of the text.
@@ -26,6 +26,7 @@ _COUNTS = ".counts"
 _DATASETS = "imatrix.datasets"
 _CHUNKS = "imatrix.chunk_count"
 _CHUNK_SIZE = "imatrix.chunk_size"
+# In bytes. A longer name means that the file is something else.
 _MAX_NAME = 1 << 12
 _INT = struct.Struct("<i")
 _AGAIN = "make it again"
@@ -54,12 +55,14 @@ class ImportanceMatrix:
     chunk_size: int
 
     def to_gguf(self) -> bytes:
-        """Return the bytes of a GGUF file."""
-        tensors = []
-        data = []
+        """Encode the matrix as a GGUF file."""
+        tensors: list[GgufTensor] = []
+        data: list[bytes] = []
         for name, entry in sorted(self.entries.items()):
-            sums = entry.means * entry.counts.unsqueeze(1)
-            for suffix, value in ((_SUMS, sums), (_COUNTS, entry.counts.unsqueeze(1))):
+            # GGUF stores sums and numbers, so that llama.cpp can add matrices of several texts.
+            counts = entry.counts.unsqueeze(1)
+            sums = entry.means * counts
+            for suffix, value in ((_SUMS, sums), (_COUNTS, counts)):
                 tensors.append(GgufTensor(name + suffix, GgmlType.F32, tuple(value.shape)))
                 content = value.float().contiguous().numpy().tobytes()
                 data.append(content + padding(len(content)))
@@ -72,21 +75,23 @@ class ImportanceMatrix:
         return build_header(metadata, tensors) + b"".join(data)
 
     def to_dat(self) -> bytes:
-        """Return the bytes of a ``.dat`` file."""
-        found = [_INT.pack(len(self.entries))]
+        """Encode the matrix as a ``.dat`` file."""
+        parts = [_INT.pack(len(self.entries))]
+        # A GGUF file may lack the number of chunks, and with 0 all sums would become 0.
+        chunks = max(1, self.chunks)
         for name, entry in sorted(self.entries.items()):
-            values = (entry.means.float() * max(1, self.chunks)).contiguous().numpy()
-            found += [
-                _text(name),
-                _INT.pack(max(1, self.chunks)),
-                _INT.pack(values.size),
-                values.tobytes(),
-            ]
-        return b"".join([*found, _INT.pack(self.chunks), _text(self.text)])
+            values = (entry.means.float() * chunks).contiguous().numpy()
+            parts.append(_text(name))
+            parts.append(_INT.pack(chunks))
+            parts.append(_INT.pack(values.size))
+            parts.append(values.tobytes())
+        parts.append(_INT.pack(self.chunks))
+        parts.append(_text(self.text))
+        return b"".join(parts)
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """Return an importance matrix in a file of either form.
+    """Read an importance matrix from a file of either form.
 
     Raises:
         CheckpointError: if there is none, or it is damaged or holds NaN, Inf or negative numbers.
@@ -95,17 +100,17 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         if is_gguf:
-            result = _read_gguf(path)
+            matrix = _read_gguf(path)
         else:
-            result = _read_dat(path, path.read_bytes())
+            matrix = _read_dat(path, path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
-    for name, entry in result.entries.items():
+    for name, entry in matrix.entries.items():
         if not (entry.means.isfinite().all() and (entry.means >= 0).all()):
             raise CheckpointError(
                 f"entry '{name}' holds NaN, Inf or a negative mean square", path=path, hint=_AGAIN
             )
-    return result
+    return matrix
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
@@ -115,34 +120,43 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
         raise CheckpointError(
             "is no importance matrix", path=path, found=f"general.type {kind}", expected=KIND
         )
-    entries = {}
-    for name, tensor in header.tensors.items():
-        if not name.endswith(_SUMS):
+    entries: dict[str, Entry] = {}
+    for tensor_name, sums_tensor in header.tensors.items():
+        if not tensor_name.endswith(_SUMS):
             continue
-        own = name.removesuffix(_SUMS)
-        counted = header.tensors.get(own + _COUNTS)
-        if counted is None or tensor.type is not GgmlType.F32 or counted.type is not GgmlType.F32:
+        name = tensor_name.removesuffix(_SUMS)
+        counts_tensor = header.tensors.get(name + _COUNTS)
+        if (
+            counts_tensor is None
+            or sums_tensor.type is not GgmlType.F32
+            or counts_tensor.type is not GgmlType.F32
+        ):
             raise CheckpointError(
-                f"'{own}' has no counts, or not in float32", path=path, hint=_AGAIN
+                f"'{name}' has no counts, or not in float32", path=path, hint=_AGAIN
             )
-        sums, counts = (
-            _floats(header.source.read(one.offset, one.nbytes)) for one in (tensor, counted)
-        )
+        sums = _floats(header.source.read(sums_tensor.offset, sums_tensor.nbytes))
+        counts = _floats(header.source.read(counts_tensor.offset, counts_tensor.nbytes))
         if not counts.numel() or sums.numel() % counts.numel():
             raise CheckpointError(
-                f"the counts of '{own}' do not fit its sums", path=path, hint=_AGAIN
+                f"the counts of '{name}' do not fit its sums", path=path, hint=_AGAIN
             )
         sums = sums.view(counts.numel(), -1)
-        entries[own] = Entry(sums / counts.clamp(min=1).unsqueeze(1), counts)
+        # An expert that the router never chose has a count of 0, and sums of 0.
+        entries[name] = Entry(sums / counts.clamp(min=1).unsqueeze(1), counts)
     texts = header.metadata.get(_DATASETS)
     if isinstance(texts, list) and texts:
         text = str(texts[0])
     else:
         text = ""
-    chunks, size = (header.metadata.get(key) for key in (_CHUNKS, _CHUNK_SIZE))
-    return ImportanceMatrix(
-        entries, text, *(one if isinstance(one, int) else 0 for one in (chunks, size))
-    )
+    chunks = _integer_or_zero(header.metadata.get(_CHUNKS))
+    chunk_size = _integer_or_zero(header.metadata.get(_CHUNK_SIZE))
+    return ImportanceMatrix(entries, text, chunks, chunk_size)
+
+
+def _integer_or_zero(value: object) -> int:
+    if isinstance(value, int):
+        return value
+    return 0
 
 
 def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
@@ -157,27 +171,33 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
         position += count
         return data[position - count : position]
 
-    def integer() -> int:
+    def read_integer() -> int:
         return int(_INT.unpack(take(_INT.size))[0])
 
-    def name() -> str:
-        size = integer()
-        return take(size if size <= _MAX_NAME else -1).decode("utf-8", "replace")
+    def read_name() -> str:
+        size = read_integer()
+        if size > _MAX_NAME:
+            # `take` refuses a negative count.
+            size = -1
+        return take(size).decode("utf-8", "replace")
 
-    entries = {}
-    for _ in range(integer()):
-        own = name()
-        chunks = integer()
-        count = integer()
+    entries: dict[str, Entry] = {}
+    for _ in range(read_integer()):
+        name = read_name()
+        chunks = read_integer()
+        count = read_integer()
         values = _floats(take(4 * count)).view(1, -1)
-        entries[own] = Entry(values / max(1, chunks), torch.tensor([float(chunks)]))
-    ended = position == len(data)  # older files end here
-    return ImportanceMatrix(
-        entries, chunks=0 if ended else integer(), text="" if ended else name(), chunk_size=0
-    )
+        # The file has the means times the number of chunks.
+        entries[name] = Entry(values / max(1, chunks), torch.tensor([float(chunks)]))
+    # Files of older versions of llama.cpp end after the entries.
+    if position == len(data):
+        return ImportanceMatrix(entries, text="", chunks=0, chunk_size=0)
+    total_chunks = read_integer()
+    return ImportanceMatrix(entries, text=read_name(), chunks=total_chunks, chunk_size=0)
 
 
 def _floats(data: bytes) -> torch.Tensor:
+    # `frombuffer` refuses an empty buffer, and warns about one that is read-only, as bytes are.
     if data:
         return torch.frombuffer(bytearray(data), dtype=torch.float32)
     return torch.empty(0)

@@ -15,13 +15,14 @@ from pathlib import Path
 from quantkit.errors import CheckpointError
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
-_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # by git's hash, or by sha256
+# Named by git's hash, or by the sha256 of a file in LFS.
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def outside_target(path: Path, folder: Path) -> Path | None:
-    """Return where a path leads if that is outside a folder and not in the hub library's cache,
-    else None.
+    """Resolve a path, and return its target if it is outside a folder and not in the hub library's
+    cache; else None.
 
     The cache has three layouts, of which any may be the source: files of a snapshot link to
     ``blobs`` of the same repository; with shared blobs (huggingface_hub 2) these link to ``blobs``
@@ -36,14 +37,16 @@ def outside_target(path: Path, folder: Path) -> Path | None:
         return None
     if target.is_relative_to(folder.resolve()):
         return None
-    home = target.parent
+    parent = target.parent
+    # models--OWNER--NAME/blobs/HASH
     if (
-        home.name == "blobs"
-        and _REPOSITORY.fullmatch(home.parent.name)
+        parent.name == "blobs"
+        and _REPOSITORY.fullmatch(parent.parent.name)
         and _BLOB.fullmatch(target.name)
     ):
         return None
-    is_shared = home.parent.name == "blobs" and target.name.startswith(home.name)
+    # blobs/PREFIX/HASH, where the folder's name is the beginning of the hash.
+    is_shared = parent.parent.name == "blobs" and target.name.startswith(parent.name)
     if is_shared and _SHARED_BLOB.fullmatch(target.name):
         return None
     return target

@@ -1,4 +1,4 @@
-"""Files of a folder as they are uploaded: their names in a repository, sizes and hashes."""
+"""Describe files of a folder for an upload: their names in a repository, sizes and hashes."""
 
 from __future__ import annotations
 
@@ -37,41 +37,42 @@ class LocalFile:
 
     @cached_property
     def blob_id(self) -> str:
-        """Return the hash by which git names the content."""
+        """Compute the hash by which git names the content."""
         if isinstance(self.content, bytes):
-            return hashlib.sha1(
-                b"blob %d\0%b" % (self.size, self.content), usedforsecurity=False
-            ).hexdigest()
+            blob = b"blob %d\0%b" % (self.size, self.content)
+            # Systems in FIPS mode refuse SHA-1 for security.
+            return hashlib.sha1(blob, usedforsecurity=False).hexdigest()
         return SourceFile(self.content).git_blob_id()
 
     def equals(self, announced: HubFile | None) -> bool:
-        """Return whether the hub announces this content: by sha256 for a file in LFS, else by git's
+        """Compare the file with what the hub announces: by sha256 for a file in LFS, else by git's
         blob id.
         """
         if announced is None or announced.size != self.size:
             return False
-        return announced.digest == (
-            self.sha256 if len(announced.digest) == _SHA256_DIGITS else self.blob_id
-        )
+        if len(announced.digest) == _SHA256_DIGITS:
+            return announced.digest == self.sha256
+        # Computed only if needed, as it reads the file once more.
+        return announced.digest == self.blob_id
 
     def require_unchanged(self) -> None:
         """Raise a `CheckpointError` if the file is no longer the one that was hashed."""
         if isinstance(self.content, bytes):
             return
         try:
-            found = self.content.stat()
+            status = self.content.stat()
         except OSError as error:
             raise CheckpointError(
                 f"changed while it was sent: {error.strerror}", path=self.content
             ) from error
-        if (found.st_size, found.st_mtime_ns) != (self.size, self.modified):
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
             raise CheckpointError(
                 "changed while it was sent", path=self.content, hint="repeat the command"
             )
 
 
 def in_memory(name: str, content: bytes) -> LocalFile:
-    """Return a file whose content is not on disk."""
+    """Describe a file whose content is not on disk."""
     return LocalFile(name, content, len(content), hashlib.sha256(content).hexdigest())
 
 
@@ -82,18 +83,19 @@ def hash_files(files: Mapping[str, Path], progress: Progress) -> dict[str, Local
         CheckpointError: if one is missing, irregular, or changes while it is read.
     """
     total = sum(path.stat().st_size for path in files.values())
-    result = dict[str, LocalFile]()
+    local_files: dict[str, LocalFile] = {}
     done = 0
     for name, path in files.items():
         report_bytes(progress, "sha256", done, total)
         source = SourceFile(path)
+        # Read before the hash: a change in between is found by `require_unchanged`.
         modified = path.stat().st_mtime_ns
         digest = source.sha256()
         source.require_unchanged()
-        result[name] = LocalFile(name, path, source.size, digest, modified)
+        local_files[name] = LocalFile(name, path, source.size, digest, modified)
         done += source.size
     report_bytes(progress, "sha256", total, total)
-    return result
+    return local_files
 
 
 def report_bytes(progress: Progress, phase: str, done: int, total: int) -> None:

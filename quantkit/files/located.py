@@ -1,5 +1,5 @@
-"""The files that a user names: models on this machine or on the hub, all files of a GGUF model,
-and plain texts.
+"""Locate the files that a user names: models on this machine or on the hub, all files of a GGUF
+model, and plain texts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quantkit.files.source import make_damaged_file_error
 
 PARTIAL = ".partial"
 """The end of the name of an unfinished output."""
+# A job may locate the same model several times, and each download asks the hub for its commit.
 _downloaded: dict[HubModel, Path] = {}
 # Names of files with a projector for images, or with statistics of activations.
 _NO_MODELS = (
@@ -28,54 +29,59 @@ _NO_MODELS = (
 
 
 def locate_model(path: str | Path) -> Path:
-    """Return the folder or file of a model on this machine.
+    """Locate the folder or file of a model on this machine.
 
-    ``hf:owner/name`` is downloaded, once per process; an existing path has priority. ``X.gguf``
-    stands for ``X-00001-of-0000N.gguf`` if only that exists.
+    Downloads ``hf:owner/name``, once per process; an existing path has priority. ``X.gguf`` means
+    ``X-00001-of-0000N.gguf`` if only that exists.
 
     Raises:
         RequestError, NoSpaceError, CheckpointError: see `download`.
     """
     model = hub_model(str(path))
     if model is None:
-        whole = Path(path)
-        if whole.suffix != GGUF or whole.exists():
-            return whole
-        parts = list(whole.parent.glob(f"{glob.escape(whole.stem)}-00001-of-{'[0-9]' * 5}{GGUF}"))
-        if len(parts) == 1:
-            return parts[0]
-        return whole
+        file = Path(path)
+        if file.suffix != GGUF or file.exists():
+            return file
+        pattern = f"{glob.escape(file.stem)}-00001-of-{'[0-9]' * 5}{GGUF}"
+        first_parts = list(file.parent.glob(pattern))
+        # Several are models that were split into different numbers of parts.
+        if len(first_parts) == 1:
+            return first_parts[0]
+        return file
     if model not in _downloaded or not _downloaded[model].exists():
         _downloaded[model] = download(model)
     return _downloaded[model]
 
 
 def require_there(path: str | Path) -> Path:
-    """`locate_model`, with its errors, and a `RequestError` if the path does not exist."""
-    found = locate_model(path)
-    if not found.exists():
-        if found.is_symlink():
-            raise RequestError(
-                "is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(found)}"
-            )
-        name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
-        try:
-            model = hub_model(f"{PREFIX}{name}")
-        except RequestError:
-            model = None
-        near = [f"did you mean {one}?" for one in _similar(found)]
-        if os.path.exists(partial := f"{found}{PARTIAL}"):
-            near = [f"{partial} is not finished: add `resume=True` to the command that began it"]
-        if model is None:
-            hints = near
-        else:
-            hints = [*near, f"if it is a model of the Hugging Face hub: {model}"]
-        raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
-    return found
+    """Locate a model as `locate_model` does, with its errors, and raise a `RequestError` if the
+    path does not exist.
+    """
+    model_path = locate_model(path)
+    if model_path.exists():
+        return model_path
+    if model_path.is_symlink():
+        raise RequestError(
+            "is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(model_path)}"
+        )
+    # Addresses copied from a browser. `Path` joins the two slashes after "https:".
+    name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
+    try:
+        model = hub_model(f"{PREFIX}{name}")
+    except RequestError:
+        model = None
+    partial = f"{model_path}{PARTIAL}"
+    if os.path.exists(partial):
+        hints = [f"{partial} is not finished: add `resume=True` to the command that began it"]
+    else:
+        hints = [f"did you mean {similar_path}?" for similar_path in _similar(model_path)]
+    if model is not None:
+        hints.append(f"if it is a model of the Hugging Face hub: {model}")
+    raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
 
 
 def _similar(path: Path) -> list[Path]:
-    """Return what is next to a path and has a similar name; at most one."""
+    """Find a file or folder next to a path with a similar name; at most one."""
     try:
         names = [name for name in os.listdir(path.parent) if name != path.name]
     except OSError:
@@ -84,17 +90,17 @@ def _similar(path: Path) -> list[Path]:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF models in a folder: the first file of each."""
-    paths = sorted(
-        path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS)
-    )
-    return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[
-        ::-1
-    ]
+    """List the GGUF models in a folder: the first file of each."""
+    first_files: dict[str, Path] = {}
+    # Reversed, so that the first part of a split model overwrites the others.
+    for path in sorted(folder.glob(f"*{GGUF}"), reverse=True):
+        if not path.name.lower().startswith(_NO_MODELS):
+            first_files[split_stem(path.name) or path.name] = path
+    return list(first_files.values())[::-1]
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file at a path: the path itself, by its suffix or first bytes, or the only
+    """Find the GGUF file at a path: the path itself, by its suffix or first bytes, or the only
     model of a folder; None if there is none.
     """
     if path.is_dir():
@@ -106,6 +112,7 @@ def gguf_file(path: Path) -> Path | None:
         return None
     if path.suffix == GGUF:
         return path
+    # Blobs in the hub's cache have no suffix.
     with path.open("rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             return path
@@ -113,7 +120,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_parts(path: Path) -> list[GgufHeader]:
-    """Return the headers of all files of the model that a file belongs to, in order.
+    """Read the headers of all files of the model that a file belongs to, in order.
 
     Raises:
         CheckpointError: see `read_header`; if a part is missing, or belongs to another model.
@@ -129,18 +136,19 @@ def read_parts(path: Path) -> list[GgufHeader]:
     stem = split_stem(path.name)
     index = header.split.index
     count = header.split.count
+    # The names of the other parts follow from the name of this one.
     if stem is None or path.name != split_name(stem, index, count):
         problem = f"is part {index + 1} of {count} of a model, and has another name"
         raise CheckpointError(
             problem, path=path, expected=split_name(stem or path.stem, index, count)
         )
     files = [path.with_name(split_name(stem, number, count)) for number in range(count)]
-    if missing := [file for file in files if not file.exists()]:
+    missing = [file for file in files if not file.exists()]
+    if missing:
         raise make_damaged_file_error(
             "the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts"
         )
-    parts = []
-    names = dict[str, Path]()
+    parts: list[GgufHeader] = []
     for number, file in enumerate(files):
         if number == index:
             part = header
@@ -149,26 +157,31 @@ def read_parts(path: Path) -> list[GgufHeader]:
         if part.split is None or (part.split.index, part.split.count) != (number, count):
             raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=file)
         parts.append(part)
+    paths_by_tensor: dict[str, Path] = {}
     for part in parts:
         for name in part.tensors:
-            if name in names:
-                found = f"also in {names[name].name}"
+            if name in paths_by_tensor:
                 raise CheckpointError(
-                    f"tensor '{name}' is in two files", path=part.path, found=found
+                    f"tensor '{name}' is in two files",
+                    path=part.path,
+                    found=f"also in {paths_by_tensor[name].name}",
                 )
-            names[name] = part.path
+            paths_by_tensor[name] = part.path
     for part in parts:
-        if part.split is not None and part.split.tensors != len(names):
-            problem = "the parts have another number of tensors than the model"
-            hint = "a part is another model's"
+        # Every part states the number of tensors of the whole model.
+        if part.split is not None and part.split.tensors != len(paths_by_tensor):
             raise CheckpointError(
-                problem, path=part.path, found=len(names), expected=part.split.tensors, hint=hint
+                "the parts have another number of tensors than the model",
+                path=part.path,
+                found=len(paths_by_tensor),
+                expected=part.split.tensors,
+                hint="a part is another model's",
             )
     return parts
 
 
 def text_of(path: Path) -> tuple[str, str]:
-    """Return a file's text, and its sha256.
+    """Read a file's text, and compute its sha256.
 
     Raises:
         RequestError: if it cannot be read, is not UTF-8, or is empty.

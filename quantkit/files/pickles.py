@@ -1,6 +1,6 @@
-"""The pickles that `torch.save` writes, read as plain values; nothing that they name is called.
+"""Read the pickles that `torch.save` writes as plain values, and call nothing that they name.
 
-`pickletools` of the standard library takes them apart. Only the opcodes that torch's own
+`pickletools` of the standard library parses them. Only the opcodes that torch's own
 ``weights_only`` reader knows are accepted. A tensor becomes a `Reference` to its storage, anything
 else that torch would build an `Other`.
 """
@@ -70,6 +70,8 @@ _OTHERS = {
     "torch.per_channel_symmetric",
     "torch.per_channel_affine_float_qparams",
 }
+# What the stack machine raises for a damaged pickle: operands of a wrong type, an empty stack, an
+# unknown index of the memo, or a length beyond the memory.
 _DAMAGE = (
     ValueError,
     TypeError,
@@ -129,8 +131,8 @@ class Unpickler:
         self.storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
-        """Return the next value: plain ones, `Reference`, `Storage` and `Other`; any dictionary is
-        a dict.
+        """Read the next value: plain ones, `Reference`, `Storage` and `Other`; any dictionary is a
+        dict.
 
         Raises:
             CheckpointError: if it is damaged, or names anything that could run code.
@@ -153,16 +155,19 @@ class Unpickler:
 
     def _pop(self, kind: type) -> Any:
         value = self._stack.pop()
+        # Not `isinstance`: True is not an integer here.
         if type(value) is not kind:
             raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
         return value
 
     def _since_mark(self) -> list[Any]:
+        """Remove the values since the last mark from the stack, and return them."""
         items = self._stack
         self._stack = self._marks.pop()
         return items
 
     def _mark(self) -> None:
+        """Begin an empty stack, and keep the one before for `_since_mark`."""
         self._marks.append(self._stack)
         self._stack = []
 
@@ -179,10 +184,10 @@ class Unpickler:
         values = self._pop(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is str:
-                # Half of a surrogate pair would not print.
+                # Half of a surrogate pair raises here; a message with it could not be printed.
                 key.encode()
             elif type(key) not in (int, float, bool):
-                # Others may hash without end.
+                # The hash of nested tuples that share their items may take forever.
                 raise TypeError(f"an entry's name is a {type(key).__name__}")
             if key in values:
                 raise ValueError(f"the entry {key!r:.80} comes twice")
@@ -190,6 +195,7 @@ class Unpickler:
         self._push(values)
 
     def _global(self, argument: str) -> None:
+        # `pickletools` separates module and name by a space.
         name = argument.replace(" ", ".", 1)
         if name not in _GLOBALS:
             raise CheckpointError(
@@ -204,16 +210,17 @@ class Unpickler:
     def _reduce(self) -> None:
         arguments = self._pop(tuple)
         function = self._stack.pop()
-        # A pickle gets no other callables than `_GLOBALS`.
+        # A pickle can put no other callables on the stack than those of `_GLOBALS`.
         self._push(function(*arguments))
 
     def _build(self) -> None:
-        # Attributes, such as the versions of modules.
+        # The state has attributes, such as the versions of modules in a `state_dict`.
         self._stack.pop()
         if not isinstance(self._stack[-1], (dict, Other)):
             raise TypeError(f"a {type(self._stack[-1]).__name__} has no state")
 
     def _storage(self) -> None:
+        # The fourth item is the device on which the storage was.
         kind, dtype, key, _, count, *view = self._pop(tuple)
         if kind != "storage" or not isinstance(dtype, DType) or type(key) not in (str, int):
             raise TypeError("a persistent id that is not a storage")
@@ -226,7 +233,7 @@ class Unpickler:
 
 
 def make_unreadable_error(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that `torch.save` did not write, or that is damaged."""
+    """Build the error for a file that `torch.save` did not write, or that is damaged."""
     detail = " ".join(str(error).split())[:200] or type(error).__name__
     return make_damaged_file_error(f"cannot be read: {detail}", path)
 
@@ -240,9 +247,10 @@ def _rebuild_ordered_dict(*arguments: Any) -> dict[Any, Any]:
 def _rebuild_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, *extra_arguments: Any
 ) -> Reference | Other:
-    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_rebuild_typed_tensor`, with the
-    type of the storage.
+    """Rebuild a tensor as torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2`` do: as
+    `_rebuild_typed_tensor`, with the type of the storage.
     """
+    # `_rebuild_tensor` has only the four named arguments.
     requires_grad, hooks, *metadata = extra_arguments or (None, None)
     return _rebuild_typed_tensor(
         storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *metadata
@@ -259,22 +267,24 @@ def _rebuild_typed_tensor(
     dtype: Any,
     metadata: Any = None,
 ) -> Reference | Other:
-    """torch's ``_rebuild_tensor_v3``."""
+    """Rebuild a tensor as torch's ``_rebuild_tensor_v3`` does."""
     if metadata:
         return Other("a conjugate or negated view")
     if not isinstance(storage, Storage) or not isinstance(dtype, DType):
         raise TypeError("a tensor without a storage or a dtype")
-    result = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
-    if len(result.shape) != len(result.stride):
+    tensor = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
+    if len(tensor.shape) != len(tensor.stride):
         raise ValueError("a tensor's shape and strides differ in length")
-    needed = (result.offset + extent(result.shape, result.stride)) * dtype.itemsize
-    if needed > storage.nbytes and 0 not in result.shape:
-        raise ValueError(f"a tensor ends at byte {needed} of a storage of {storage.nbytes}")
-    return result
+    end = (tensor.offset + extent(tensor.shape, tensor.stride)) * dtype.itemsize
+    # A tensor without elements may begin anywhere.
+    if end > storage.nbytes and 0 not in tensor.shape:
+        raise ValueError(f"a tensor ends at byte {end} of a storage of {storage.nbytes}")
+    return tensor
 
 
 def _rebuild_from_type(function: Any, kind: Any, arguments: Any, *unused_arguments: Any) -> Any:
-    """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
+    """Rebuild a tensor that has attributes, as torch's ``_rebuild_from_type_v2`` does."""
+    # Any other class may give the elements another meaning.
     if (
         kind is not _FUNCTIONS["torch.Tensor"]
         and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]
@@ -283,50 +293,81 @@ def _rebuild_from_type(function: Any, kind: Any, arguments: Any, *unused_argumen
     return function(*arguments)
 
 
+def _rebuild_parameter(data: Any, *unused_arguments: Any) -> Any:
+    return data
+
+
+def _make_other_builder(name: str) -> Callable[..., Other]:
+    """Make a function that, whatever its arguments, gives the `Other` of this name."""
+
+    def build(*_: Any) -> Other:
+        return Other(name)
+
+    return build
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: lambda *arguments, _name=name: Other(_name) for name in _OTHERS
-} | {
+    **{name: _make_other_builder(name) for name in _OTHERS},
     "collections.OrderedDict": _rebuild_ordered_dict,
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_typed_tensor,
-    "torch._utils._rebuild_parameter": lambda data, *rest: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
 }
-_GLOBALS: dict[str, Any] = _FUNCTIONS | {f"torch.{dtype}": dtype for dtype in DType}
-_GLOBALS |= {
-    f"{module}.{name}": _STORAGES[name] for module in _STORAGE_MODULES for name in _STORAGES
-}
+
+
+def _collect_globals() -> dict[str, Any]:
+    """Collect what a pickle may name: functions, dtypes, and storages, of which only the dtype
+    matters.
+    """
+    values: dict[str, Any] = dict(_FUNCTIONS)
+    for dtype in DType:
+        values[f"torch.{dtype}"] = dtype
+    for module in _STORAGE_MODULES:
+        for name, dtype in _STORAGES.items():
+            values[f"{module}.{name}"] = dtype
+    return values
+
+
+_GLOBALS: dict[str, Any] = _collect_globals()
 # All that torch's reader knows, and no more.
 _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
-    "PROTO": lambda u, _: None,
+    "PROTO": lambda unpickler, _: None,
     "NONE": Unpickler._push,
-    "NEWTRUE": lambda u, _: u._push(True),
-    "NEWFALSE": lambda u, _: u._push(False),
+    "NEWTRUE": lambda unpickler, _: unpickler._push(True),
+    "NEWFALSE": lambda unpickler, _: unpickler._push(False),
     **dict.fromkeys(
         ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"), Unpickler._push
     ),
-    "SHORT_BINSTRING": lambda u, text: u._push(text.encode("latin-1").decode()),
-    "EMPTY_TUPLE": lambda u, _: u._push(()),
-    "EMPTY_LIST": lambda u, _: u._push([]),
-    "EMPTY_DICT": lambda u, _: u._push({}),
-    "EMPTY_SET": lambda u, _: u._push(Other("a set")),
-    "MARK": lambda u, _: u._mark(),
-    "TUPLE": lambda u, _: u._push(tuple(u._since_mark())),
-    "TUPLE1": lambda u, _: u._tuple(1),
-    "TUPLE2": lambda u, _: u._tuple(2),
-    "TUPLE3": lambda u, _: u._tuple(3),
-    "APPEND": lambda u, _: u._append([u._stack.pop()]),
-    "APPENDS": lambda u, _: u._append(u._since_mark()),
-    "SETITEM": lambda u, _: u._set([u._stack.pop(-2), u._stack.pop()]),
-    "SETITEMS": lambda u, _: u._set(u._since_mark()),
-    **dict.fromkeys(
-        ("BINPUT", "LONG_BINPUT"), lambda u, index: u._memo.update({index: u._stack[-1]})
+    # `pickletools` decodes these strings as Latin-1, and torch's reader as UTF-8.
+    "SHORT_BINSTRING": lambda unpickler, text: unpickler._push(text.encode("latin-1").decode()),
+    "EMPTY_TUPLE": lambda unpickler, _: unpickler._push(()),
+    "EMPTY_LIST": lambda unpickler, _: unpickler._push([]),
+    "EMPTY_DICT": lambda unpickler, _: unpickler._push({}),
+    "EMPTY_SET": lambda unpickler, _: unpickler._push(Other("a set")),
+    "MARK": lambda unpickler, _: unpickler._mark(),
+    "TUPLE": lambda unpickler, _: unpickler._push(tuple(unpickler._since_mark())),
+    "TUPLE1": lambda unpickler, _: unpickler._tuple(1),
+    "TUPLE2": lambda unpickler, _: unpickler._tuple(2),
+    "TUPLE3": lambda unpickler, _: unpickler._tuple(3),
+    "APPEND": lambda unpickler, _: unpickler._append([unpickler._stack.pop()]),
+    "APPENDS": lambda unpickler, _: unpickler._append(unpickler._since_mark()),
+    "SETITEM": lambda unpickler, _: unpickler._set(
+        [unpickler._stack.pop(-2), unpickler._stack.pop()]
     ),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda u, index: u._push(u._memo[index])),
+    "SETITEMS": lambda unpickler, _: unpickler._set(unpickler._since_mark()),
+    **dict.fromkeys(
+        ("BINPUT", "LONG_BINPUT"),
+        lambda unpickler, index: unpickler._memo.update({index: unpickler._stack[-1]}),
+    ),
+    **dict.fromkeys(
+        ("BINGET", "LONG_BINGET"), lambda unpickler, index: unpickler._push(unpickler._memo[index])
+    ),
     "GLOBAL": Unpickler._global,
-    "BINPERSID": lambda u, _: u._storage(),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda u, _: u._reduce()),
-    "BUILD": lambda u, _: u._build(),
+    "BINPERSID": lambda unpickler, _: unpickler._storage(),
+    # NEWOBJ calls a class, here a function of `_GLOBALS` that stands for it.
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda unpickler, _: unpickler._reduce()),
+    "BUILD": lambda unpickler, _: unpickler._build(),
 }

@@ -1,6 +1,6 @@
-"""Writing PyTorch's ``.pth``: a stream of bytes, equal for equal tensors.
+"""Write PyTorch's ``.pth`` as a stream of bytes that are equal for equal tensors.
 
-`torch.save` and `zipfile` need all tensors at once or seek back, so the records are written here.
+`torch.save` and `zipfile` need all tensors at once or seek back, so this module writes the records.
 The file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose tensors refer
 to storages by number) and ``NAME/data/K``, the bytes of storage K. Sources: PyTorch's serialization
 notes, PKWARE's APPNOTE for the zip records.
@@ -27,9 +27,13 @@ from quantkit.tensors.dtypes import DType
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _ZIP64_TAIL = struct.Struct("<IQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<IIQI")
+# The version of the zip format that first had sizes of 64 bits: 4.5.
 _VERSION_ZIP64 = 45
+# January 1st, the first day that the format can express.
 _DATE_1980 = 0x21
+# "FB": the id of the field with which torch pads headers.
 _PADDING_ID = 0x4246
+# As torch aligns storages.
 _ALIGNMENT = 64
 
 _STORAGES = {
@@ -52,40 +56,48 @@ class PthEncoder:
 
     @property
     def total_bytes(self) -> int:
-        """Return an upper bound on the finished file's size."""
+        """Compute an upper bound on the finished file's size."""
+        # Each record has a header, its padding, and an entry in the directory.
         records = sum(tensor.nbytes + 2 * (_ALIGNMENT + 128) for tensor in self._tensors)
         return records + len(_pickle_tensors(self._tensors)) + 4096
 
     def state(self) -> dict[str, Any]:
-        """JSON from which `restore` continues after the bytes so far."""
+        """Save as JSON what `restore` needs to continue after the bytes so far."""
         return {"records": self._records, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where another encoder's `state` was taken."""
-        self._records = [(str(n), int(c), int(s), int(p)) for n, c, s, p in state["records"]]
+        """Continue where another encoder saved its `state`."""
+        self._records = []
+        for name, checksum, size, position in state["records"]:
+            self._records.append((str(name), int(checksum), int(size), int(position)))
         self._position = int(state["position"])
 
     def start(self) -> bytes:
-        """Everything before the first tensor."""
+        """Encode everything before the first tensor."""
+        # The records that torch writes, in its order.
         records = {
             "data.pkl": _pickle_tensors(self._tensors),
             ".format_version": b"1",
             ".storage_alignment": str(_ALIGNMENT).encode(),
             "byteorder": b"little",
         }
-        return b"".join(self._record(name, data) + data for name, data in records.items())
+        encoded = b""
+        for name, data in records.items():
+            encoded += self._record(name, data) + data
+        return encoded
 
     def before(self, index: int, data: memoryview) -> bytes:
-        """Return the zip record that precedes the data of tensor `index`."""
+        """Encode the zip header that precedes the data of tensor `index`."""
         return self._record(f"data/{index}", data)
 
     def end(self) -> bytes:
-        """Everything after the last tensor."""
+        """Encode everything after the last tensor."""
         tail = self._record("version", b"3\n") + b"3\n"
         start = self._position
         directory = b""
         for name, checksum, size, position in self._records:
             encoded = name.encode()
+            # Sizes and position in 64 bits; the fields of 32 bits are `FULL`.
             extra = struct.pack("<HHQQQ", 1, 24, size, size, position)
             directory += (
                 _CENTRAL.pack(
@@ -113,6 +125,7 @@ class PthEncoder:
         count = len(self._records)
         tail += directory + _ZIP64_TAIL.pack(
             0x06064B50,
+            # Without the signature and this field.
             _ZIP64_TAIL.size - 12,
             _VERSION_ZIP64,
             _VERSION_ZIP64,
@@ -129,12 +142,13 @@ class PthEncoder:
         )
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
-        """Return the local header of the next record, padded so that the data after it is
+        """Encode the local header of the next record, padded so that the data after it is
         aligned.
         """
         name = f"{self._name}/{record}".encode()
         checksum = zlib.crc32(data)
         zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
+        # 4 bytes for the id and the length of the padding itself.
         padding = -(self._position + LOCAL.size + len(name) + len(zip64) + 4) % _ALIGNMENT
         extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
         self._records.append((name.decode(), checksum, len(data), self._position))
@@ -161,11 +175,13 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         if not isinstance(obj, Storage):
             return None
+        # The tuple in which torch pickles a storage.
         return "storage", getattr(torch, _STORAGES[obj.dtype]), obj.key, "cpu", obj.count
 
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Reference):
             return NotImplemented
+        # Storage, offset, shape, strides, requires_grad and hooks.
         arguments: tuple[Any, ...] = (
             obj.storage,
             obj.offset,
@@ -185,5 +201,6 @@ def _pickle_tensors(tensors: Sequence[StoredTensor]) -> bytes:
             storage, tensor.dtype, 0, tensor.shape, contiguous_strides(tensor.shape)
         )
     buffer = io.BytesIO()
+    # Protocol 2, as torch.save.
     _Pickler(buffer, protocol=2).dump(values)
     return buffer.getvalue()

@@ -1,12 +1,12 @@
-"""The files of `torch.save`: where each tensor is; nothing in the file is executed.
+"""Find each tensor in the files of `torch.save`; nothing in the file is executed.
 
 Since torch 1.6 a file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary, whose
 tensors refer to storages by key) and ``NAME/data/KEY``, the bytes of a storage. Before, it was five
 pickles (a magic number, a version, the writer's system, the dictionary, the keys of the storages)
 and then each storage, after its number of elements in eight bytes. `zipfile` trusts the directory
-of a zip file and other readers the headers of its records, so one file could hold two models. Both
-are compared. Sources: PyTorch's serialization notes and ``torch/serialization.py``, PKWARE's
-APPNOTE.
+of a zip file and other readers the headers of its records, so one file could hold two models. This
+module compares both. Sources: PyTorch's serialization notes and ``torch/serialization.py``,
+PKWARE's APPNOTE.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, make_
 from quantkit.files.source import Checksum, SourceFile, make_damaged_file_error, open_weights
 from quantkit.files.tensor_file import TensorFile, View
 
-# of files before the zip
+# Of files from before torch used zip.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _NOTE_BYTES = 4096
+# Offset and content of a tar archive's signature.
 _TAR = (257, b"ustar")
 LOCAL = struct.Struct("<IHHHHHIIIHH")
 LOCAL_SIGNATURE = 0x04034B50
 # A directory entry: its lengths, and its disk.
 _CENTRAL = struct.Struct("<I24xHHHH10x")
 _CENTRAL_SIGNATURE = 0x02014B50
-# Some readers then read nothing.
+# MS-DOS's attribute of a folder. Some readers read no content of such a record.
 _IS_FOLDER = 0x10
-# After the directory: its disks, its entries (here, in all), its length and its offset.
+# After the directory: its disks, its entries (on this disk, in all), its length and its offset.
 TAIL = struct.Struct("<IHHHHIIH")
 TAIL_SIGNATURE = 0x06054B50
 _LOCATOR = struct.Struct("<4xIQI")
 _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _WIDE_TAIL = struct.Struct("<16xIIQQQQ")
+# In a field of 32 bits: the value is in a field of 64 bits elsewhere.
 FULL = 0xFFFFFFFF
+# Flags of a record: the sizes are after its data; its name is in UTF-8.
 _SIZES_FOLLOW = 0x8
 _UTF8 = 0x800
 # Encrypted in one of three ways, or a patch of another record.
@@ -75,10 +78,10 @@ def open_file(path: Path) -> TensorFile:
     source = open_weights(path)
     if source.read(0, min(source.size, 4)) == b"PK\x03\x04":
         return _open_zip(source)
-    if (
-        source.read(min(source.size, _TAR[0]), min(max(source.size - _TAR[0], 0), len(_TAR[1])))
-        == _TAR[1]
-    ):
+    tar_offset, tar_signature = _TAR
+    start = min(source.size, tar_offset)
+    length = min(source.size - start, len(tar_signature))
+    if source.read(start, length) == tar_signature:
         raise _make_unsupported_error(
             "is a tar archive, as torch wrote it before version 0.2", path
         )
@@ -99,6 +102,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
             f"at least {_estimate_full_size(source)} bytes",
         )
     records = ZipRecords(source)
+    # torch names the folder of all records after the file to which it saved them.
     top = next(iter(records.records), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
     _check_notes(records, top, path)
@@ -111,33 +115,38 @@ def _open_zip(source: SourceFile) -> TensorFile:
             problem = f"record '{record.name}' has the wrong size"
             raise make_damaged_file_error(problem, path, f"{record.size} bytes", storage.nbytes)
         starts[key] = record.start
-    source.checksums = records.checksums or ()
-    unchecked = (
-        f"{path}: was written without checksums, so damage to its weights cannot be detected"
-    )
-    return TensorFile(
-        source, _views(tensors, starts), () if records.checksums is not None else (unchecked,)
-    )
+    views = _views(tensors, starts)
+    if records.checksums is None:
+        unchecked = (
+            f"{path}: was written without checksums, so damage to its weights cannot be detected"
+        )
+        return TensorFile(source, views, (unchecked,))
+    source.checksums = records.checksums
+    return TensorFile(source, views)
 
 
 def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
     """Check the small records besides the pickle and the storages, some of which say how the
     file was written.
     """
-    found = {}
-    for name in records.records:
-        folder, _, rest = name.partition("/")
-        if folder != top or not rest:
-            raise make_damaged_file_error(f"record '{name}' is not in the folder '{top}'", path)
-        if rest != "data.pkl" and not rest.startswith("data/"):
-            found[rest] = records.read(name, _NOTE_BYTES)
-    _require_little_endian(found.get("byteorder", b"little") == b"little", path)
-    if not {"version", ".data/version"} & set(found):
+    notes: dict[str, bytes] = {}
+    for record_name in records.records:
+        folder, _, name = record_name.partition("/")
+        if folder != top or not name:
+            raise make_damaged_file_error(
+                f"record '{record_name}' is not in the folder '{top}'", path
+            )
+        if name != "data.pkl" and not name.startswith("data/"):
+            notes[name] = records.read(record_name, _NOTE_BYTES)
+    # Files of older versions of torch have no such record.
+    _require_little_endian(notes.get("byteorder", b"little") == b"little", path)
+    # torch writes one of the two after all tensors.
+    if not {"version", ".data/version"} & set(notes):
         raise make_damaged_file_error(f"record '{top}/version' is missing", path)
-    for rest in {".storage_alignment", ".format_version", "version"} & set(found):
-        if not found[rest].strip().isdigit():
+    for name in {".storage_alignment", ".format_version", "version"} & set(notes):
+        if not notes[name].strip().isdigit():
             raise CheckpointError(
-                f"record '{top}/{rest}' is damaged", path=path, found=repr(found[rest][:40])
+                f"record '{top}/{name}' is damaged", path=path, found=repr(notes[name][:40])
             )
 
 
@@ -191,7 +200,8 @@ def _make_unsupported_error(
 
 
 def _extract_tensors(value: Any, path: Path) -> dict[str, Reference]:
-    """Return the dictionary of tensors in a pickle."""
+    """Extract the dictionary of tensors from the value of a pickle."""
+    # Some training scripts save a model's tensors under this key.
     if isinstance(value, dict) and set(value) == {"model"} and isinstance(value["model"], dict):
         value = value["model"]
     if not isinstance(value, dict) or not value:
@@ -212,15 +222,14 @@ def _extract_tensors(value: Any, path: Path) -> dict[str, Reference]:
 
 def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[str, View]:
     views: dict[str, View] = {}
-    for name, t in tensors.items():
-        views[name] = View(
-            t.dtype, starts[t.storage.key] + t.offset * t.dtype.itemsize, t.shape, t.stride
-        )
+    for name, tensor in tensors.items():
+        start = starts[tensor.storage.key] + tensor.offset * tensor.dtype.itemsize
+        views[name] = View(tensor.dtype, start, tensor.shape, tensor.stride)
     return views
 
 
 def _estimate_full_size(source: SourceFile) -> int:
-    """Return the minimum size of a zip before it was truncated, from the pickle and the remaining
+    """Estimate the minimum size of a zip before it was truncated, from the pickle and the remaining
     records.
 
     torch.save writes a record's size after its data, so only the pickle, which comes first, has the
@@ -238,6 +247,7 @@ def _estimate_full_size(source: SourceFile) -> int:
         if position == 0:
             pickled = io.BytesIO(source.read(start, min(source.size - start, MAX_BYTES)))
             unpickler = Unpickler(pickled, source.path)
+            # The pickle may be cut off too; the storages before that point count.
             with contextlib.suppress(CheckpointError):
                 unpickler.load()
             size = max(size, sum(storage.nbytes for storage in unpickler.storages.values()))
@@ -275,29 +285,33 @@ class ZipRecords:
         self._file = file
         try:
             with zipfile.ZipFile(file.stream()) as archive:
-                listed = archive.infolist()
+                entries = archive.infolist()
                 directory = archive.start_dir
         except _DAMAGE as error:
             raise make_unreadable_error(file.path, error) from error
-        self._require_plain(listed, directory)
+        self._require_plain(entries, directory)
         self.records: dict[str, Record] = {}
         position = 0
-        for info in sorted(listed, key=lambda info: info.header_offset):
+        # In the order of their data, so that each begins at the end of the one before, or later.
+        for info in sorted(entries, key=lambda info: info.header_offset):
             record = self._locate_record(info, position, directory)
             if record.name in self.records:
                 raise self._contradiction(record.name, "is there twice")
             self.records[record.name] = record
             position = record.start + info.compress_size
         self.checksums: list[Checksum] | None = None
+        # torch writes zeros as checksums if it is told not to compute them.
         if any(record.crc for record in self.records.values()):
-            stored = [record for record in self.records.values() if record.stored]
-            self.checksums = [
-                Checksum(one.name, one.start, one.start + one.size, one.crc) for one in stored
-            ]
+            self.checksums = []
+            for record in self.records.values():
+                # The checksum of a compressed record is that of its decompressed bytes.
+                if record.stored:
+                    end = record.start + record.size
+                    self.checksums.append(Checksum(record.name, record.start, end, record.crc))
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
         """Refuse a directory with comments, of several disks, or not at the end of the file: torch
-        writes none, and readers interpret it differently.
+        writes no such directory, and readers interpret it differently.
         """
         if not self._ends_file(listed, directory):
             raise make_damaged_file_error(
@@ -307,43 +321,40 @@ class ZipRecords:
         for info in listed:
             fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
             signature, name_length, extra_length, comment_length, disk = fields
-            if (signature, comment_length, disk) != (
-                _CENTRAL_SIGNATURE,
-                0,
-                0,
-            ) or info.external_attr & _IS_FOLDER:
+            is_plain = signature == _CENTRAL_SIGNATURE and comment_length == 0 and disk == 0
+            if not is_plain or info.external_attr & _IS_FOLDER:
                 raise self._contradiction(
                     info.filename, "has an entry in the directory that torch does not write"
                 )
             position += _CENTRAL.size + name_length + extra_length
 
     def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
-        """Return whether only a correct end record, for one disk, follows the directory."""
+        """Check that only a correct end record, for one disk, follows the directory."""
         end = self._file.size - TAIL.size
-        signature, *disks, here, in_all, length, start, comment = TAIL.unpack(
-            self._file.read(end, TAIL.size)
-        )
-        if (signature, comment, *disks) != (TAIL_SIGNATURE, 0, 0, 0):
+        fields = TAIL.unpack(self._file.read(end, TAIL.size))
+        signature, *disks, disk_count, total_count, length, start, comment_length = fields
+        if signature != TAIL_SIGNATURE or comment_length != 0 or any(disks):
             return False
-        count = len(listed)
+        # A zip64 file has a second end record before the first, and a locator of it between them.
         locator = end - _LOCATOR.size
         if locator >= 0:
-            wide = self._file.read(locator, _LOCATOR.size)
+            locator_bytes = self._file.read(locator, _LOCATOR.size)
         else:
-            wide = b""
-        if wide[:4] == _LOCATOR_SIGNATURE:
-            disk, end, disks_in_all = _LOCATOR.unpack(wide)
+            locator_bytes = b""
+        if locator_bytes[:4] == _LOCATOR_SIGNATURE:
+            disk, end, disks_in_all = _LOCATOR.unpack(locator_bytes)
             if disk or disks_in_all != 1 or not 0 <= end <= locator - _WIDE_TAIL.size:
                 return False
-            *disks, here, in_all, length, start = _WIDE_TAIL.unpack(
-                self._file.read(end, _WIDE_TAIL.size)
-            )
+            fields = _WIDE_TAIL.unpack(self._file.read(end, _WIDE_TAIL.size))
+            *disks, disk_count, total_count, length, start = fields
             if any(disks):
                 return False
-        return (here, in_all, start, start + length) == (count, count, directory, end)
+        if disk_count != len(listed) or total_count != len(listed):
+            return False
+        return bool(start == directory and start + length == end)
 
     def find_stored_record(self, name: str) -> Record:
-        """Return a record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is
+        """Look up a record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is
         compressed.
         """
         record = self.records.get(name)
@@ -356,15 +367,16 @@ class ZipRecords:
         return record
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return a record's bytes, compared with its checksum; also a `CheckpointError` if it is
-        longer than the limit.
+        """Read a record's bytes, and compare them with its checksum; also a `CheckpointError` if it
+        is longer than the limit.
         """
         record = self.find_stored_record(name)
         if record.size > limit:
-            problem = f"record '{name}' is too long"
-            found = f"{record.size} bytes"
             raise CheckpointError(
-                problem, path=self._file.path, found=found, expected=f"at most {limit}"
+                f"record '{name}' is too long",
+                path=self._file.path,
+                found=f"{record.size} bytes",
+                expected=f"at most {limit}",
             )
         raw = self._file.read(record.start, record.size)
         if self.checksums is not None and zlib.crc32(raw) != record.crc:
@@ -372,6 +384,12 @@ class ZipRecords:
         return raw
 
     def _locate_record(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
+        """Find the data of a record, and compare its local header with the directory.
+
+        Args:
+            first: where the record may begin: at the end of the one before.
+            directory: where the directory begins, and records must have ended.
+        """
         name = info.filename
         start = info.header_offset
         if not first <= start <= directory - LOCAL.size:
@@ -382,36 +400,41 @@ class ZipRecords:
         if signature != LOCAL_SIGNATURE or data > directory:
             raise self._contradiction(name, "is not where the directory says")
         head = self._file.read(start + LOCAL.size, name_length + extra_length)
-        if head[:name_length] != info.orig_filename.encode(
-            "utf-8" if info.flag_bits & _UTF8 else "cp437"
-        ):
+        # `zipfile` decodes names by this rule of the format.
+        if info.flag_bits & _UTF8:
+            encoding = "utf-8"
+        else:
+            encoding = "cp437"
+        if head[:name_length] != info.orig_filename.encode(encoding):
             raise self._contradiction(name, "has another name than in the directory")
         if (flags | info.flag_bits) & _ALTERED:
             raise UnsupportedError(f"record '{name}' is encrypted or a patch", path=self._file.path)
         if data + info.compress_size > directory:
             raise self._contradiction(name, "reaches past the directory")
         size, packed = _wide(size, packed, head[name_length:])
-        stored = (method, crc, size, packed)
-        listed = (info.compress_type, info.CRC, info.file_size, info.compress_size)
-        follows = flags & _SIZES_FOLLOW and stored[1:] == (0, 0, 0)
-        if stored != listed and not (follows and method == info.compress_type):
+        content = (crc, size, packed)
+        listed_content = (info.CRC, info.file_size, info.compress_size)
+        # torch writes a record's header before it knows these; then they follow the data.
+        is_deferred = flags & _SIZES_FOLLOW and content == (0, 0, 0)
+        if method != info.compress_type or (content != listed_content and not is_deferred):
             raise self._contradiction(name, "differs from what the directory says of it")
-        as_it_is = method == zipfile.ZIP_STORED
-        if as_it_is and info.file_size != info.compress_size:
+        is_stored = method == zipfile.ZIP_STORED
+        if is_stored and info.file_size != info.compress_size:
             raise self._contradiction(name, "is stored in two sizes")
-        return Record(name, data, info.compress_size, info.CRC, as_it_is)
+        return Record(name, data, info.compress_size, info.CRC, is_stored)
 
     def _contradiction(self, name: str, problem: str) -> CheckpointError:
         return make_damaged_file_error(f"record '{name}' {problem}", self._file.path)
 
 
 def _wide(size: int, packed: int, extra: bytes) -> tuple[int, int]:
-    """Return the sizes in a local header; 64-bit sizes are in its extra fields."""
+    """Read the sizes of a local header; 64-bit sizes are in its extra fields."""
     if FULL not in (size, packed):
         return size, packed
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, position)
+        # Field 1 of zip64. In a local header it always has both sizes.
         if kind == 1 and length >= 16 and position + 4 + length <= len(extra):
             wide: tuple[int, int] = struct.unpack_from("<QQ", extra, position + 4)
             return wide

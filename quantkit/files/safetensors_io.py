@@ -1,6 +1,7 @@
-"""The safetensors file: a strictly validated header, and the header to write. The safetensors
-library maps files into memory, so a file that is truncated later would kill the process; it also
-accepts duplicate keys.
+"""Read and strictly validate the header of a safetensors file, and build the header to write.
+
+The safetensors library maps files into memory, so a file that is truncated later would kill the
+process; it also accepts duplicate keys.
 
 Source: the safetensors format description (8-byte length, JSON header, one buffer).
 """
@@ -49,6 +50,7 @@ DTYPES = {
     "F8_E8M0": DType.FLOAT8_E8M0FNU,
 }
 _SPELLINGS = {dtype: name for name, dtype in DTYPES.items()}
+# The limit of the safetensors library.
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 64
 
@@ -66,19 +68,22 @@ def open_file(path: Path) -> TensorFile:
         length = struct.unpack("<Q", prefix)[0]
     else:
         length = -1
+    # Before the header is read, as the length may be any number in another kind of file.
     if not 0 < length <= min(source.size - 8, _MAX_HEADER):
-        found = f"a header of {length} bytes in a file of {source.size}"
         raise make_damaged_file_error(
-            "is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}"
+            "is not a safetensors file, or is truncated",
+            path,
+            f"a header of {length} bytes in a file of {source.size}",
+            f"at most {_MAX_HEADER}",
         )
     try:
         header = json.loads(source.read(8, length).decode(), object_pairs_hook=_distinct)
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ holds other values than strings")
-        listed = sorted(
-            (_parse_entry(name, entry) for name, entry in header.items()), key=lambda item: item[:2]
-        )
+        entries = [_parse_entry(name, entry) for name, entry in header.items()]
+        # By first and last byte: the JSON object may have any order.
+        entries.sort(key=lambda entry: entry[:2])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"has an invalid safetensors header: {error!r:.200}", path=path
@@ -86,7 +91,7 @@ def open_file(path: Path) -> TensorFile:
     views = {}
     position = 0
     available = source.size - 8 - length
-    for begin, end, name, dtype, shape in listed:
+    for begin, end, name, dtype, shape in entries:
         require_adjacent(name, begin, position, path)
         if dtype not in DTYPES:
             raise CheckpointError(
@@ -94,16 +99,20 @@ def open_file(path: Path) -> TensorFile:
             )
         view = View(DTYPES[dtype], 8 + length + begin, shape, contiguous_strides(shape))
         if end - begin != view.nbytes:
-            problem = f"tensor '{name}' has the wrong size"
-            found = f"{end - begin} bytes"
-            raise CheckpointError(problem, path=path, found=found, expected=view.nbytes)
-        views[name], position = view, end
+            raise CheckpointError(
+                f"tensor '{name}' has the wrong size",
+                path=path,
+                found=f"{end - begin} bytes",
+                expected=view.nbytes,
+            )
+        views[name] = view
+        position = end
     if position != available:
         if position > available:
-            what = "is truncated"
+            problem = "is truncated"
         else:
-            what = "has bytes after its last tensor"
-        raise make_damaged_file_error(what, path, f"{available} bytes of data", position)
+            problem = "has bytes after its last tensor"
+        raise make_damaged_file_error(problem, path, f"{available} bytes of data", position)
     return TensorFile(source, views, metadata=metadata or {})
 
 
@@ -114,35 +123,39 @@ def require_readable(path: Path) -> None:
         RuntimeError: if it finds other tensors than `open_file`: a bug of quantkit.
     """
     handle: Any
+    library_shapes: dict[str, tuple[int, ...]] = {}
     with safe_open(path, framework="pt") as handle:
-        theirs = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-    if theirs != {name: tensor.shape for name, tensor in open_file(path).tensors.items()}:
+        for name in handle.keys():  # noqa: SIM118
+            library_shapes[name] = tuple(handle.get_slice(name).get_shape())
+    shapes = {name: tensor.shape for name, tensor in open_file(path).tensors.items()}
+    if library_shapes != shapes:
         raise RuntimeError(f"the safetensors library reads other tensors from {path} than quantkit")
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """Return the first byte of a tensor and the one after its last, its name, dtype and shape, from
-    its entry in a header.
+    """Parse a tensor's entry in a header: its first byte and the one after its last, its name,
+    dtype and shape.
     """
-    # Half of a surrogate pair would not print.
+    # Half of a surrogate pair raises here; a message with it could not be printed.
     name.encode()
     begin, end = map(size_number, entry["data_offsets"])
     return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    """Build a JSON object, and refuse duplicate keys, of which Python's parser keeps the last."""
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in result:
+        if key in values:
             raise ValueError(f"the key {key!r:.80} comes twice")
-        result[key] = value
-    return result
+        values[key] = value
+    return values
 
 
 def build_header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes before the data: length and JSON, padded so that the data is aligned.
+    """Build the bytes before the data: length and JSON, padded so that the data is aligned.
 
     Args:
         metadata: of the file, in the order in which it is written; by default the framework alone.
@@ -150,9 +163,10 @@ def build_header(
     Raises:
         UnsupportedError: for a dtype that the format does not have.
     """
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt"} if metadata is None else dict(metadata)
-    }
+    # Some versions of transformers refuse a file that does not name its framework.
+    if metadata is None:
+        metadata = {"format": "pt"}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for tensor in tensors:
         if tensor.dtype not in _SPELLINGS:
@@ -165,5 +179,6 @@ def build_header(
         header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON.
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -1,6 +1,6 @@
-"""A file of a source: opened once, read by position, and checked for changes.
+"""Open a file of a source once, read it by position, and check it for changes.
 
-It is read by position, as a truncated memory-mapped file would kill the process without a message.
+A memory-mapped file would kill the process without a message if it was truncated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quantkit.base.json_values import LFS_POINTER
 from quantkit.errors import CheckpointError
 
 _PIECE = 1 << 22
+# `SourceFile.identity` hashes this many samples of this size.
 _SAMPLES = 64
 SAMPLE_BYTES = 1 << 14
 # A single read of more than 2 GiB is an error on some systems.
@@ -56,17 +57,20 @@ class SourceFile:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise _unreadable(path, error) from error
+        # Before anything below raises.
         weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        # Of the open file: the path may lead to another file by now.
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError("is not a regular file", path=path)
-        self.size = found.st_size
-        self._modified = found.st_mtime_ns
+        self.size = status.st_size
+        self._modified = status.st_mtime_ns
         self.checksums: Sequence[Checksum] = ()
 
     def identity(self) -> tuple[str, int, int, str]:
-        """Name, size, modification time when it was opened, and the sha256 of samples of its
-        content: enough to distinguish it from another file, though not to find a few changed bytes.
+        """Collect name, size, modification time when it was opened, and the sha256 of samples of
+        its content: enough to distinguish it from another file, though not to find a few changed
+        bytes.
         """
         digest = hashlib.sha256()
         step = max(self.size // _SAMPLES, 1)
@@ -77,12 +81,12 @@ class SourceFile:
     def require_unchanged(self) -> None:
         """Raise a `CheckpointError` if the path now leads to another file, or to none."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise CheckpointError(
                 f"the source changed while it was read: {error.strerror}", path=self.path
             ) from error
-        if (found.st_size, found.st_mtime_ns) != (self.size, self._modified):
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
             raise CheckpointError("the source changed while it was read", path=self.path)
 
     def read(self, start: int, count: int) -> bytes:
@@ -99,24 +103,28 @@ class SourceFile:
                 count = os.preadv(self._descriptor, [target[done : done + _MAX_READ]], start + done)
             except OSError as error:
                 raise _unreadable(self.path, error) from error
+            # The end of the file.
             if count == 0:
-                found = f"{os.fstat(self._descriptor).st_size} bytes"
-                expected = f"{self.size} bytes"
+                current_size = os.fstat(self._descriptor).st_size
                 raise CheckpointError(
-                    "was cut off while it was read", path=self.path, found=found, expected=expected
+                    "was cut off while it was read",
+                    path=self.path,
+                    found=f"{current_size} bytes",
+                    expected=f"{self.size} bytes",
                 )
             done += count
 
     def stream(self) -> io.BufferedReader:
-        """Return the file as a stream with its own position."""
+        """Open the file as a stream with its own position."""
         return io.BufferedReader(_Stream(self))
 
     def sha256(self) -> str:
-        """Return the sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a
+        """Compute the sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a
         CRC-32 is wrong.
         """
         digest = hashlib.sha256()
         position = 0
+        # The empty range at the end makes the loop also hash what follows the last checksum.
         for expected in (*self.checksums, Checksum("", self.size, self.size, 0)):
             for piece in self._pieces(position, expected.start):
                 digest.update(piece)
@@ -125,29 +133,32 @@ class SourceFile:
                 digest.update(piece)
                 crc = zlib.crc32(piece, crc)
             if crc != expected.crc:
-                problem = f"record '{expected.name}' is damaged"
                 raise make_damaged_file_error(
-                    problem, self.path, f"CRC-32 {crc:08x}", f"{expected.crc:08x}"
+                    f"record '{expected.name}' is damaged",
+                    self.path,
+                    f"CRC-32 {crc:08x}",
+                    f"{expected.crc:08x}",
                 )
             position = expected.stop
         return digest.hexdigest()
 
     def git_blob_id(self) -> str:
-        """Return the hash by which git names its content, in hexadecimal; see git hash-object."""
-        start = b"blob %d\0" % self.size
+        """Compute the hash by which git names its content, in hexadecimal; see git hash-object."""
+        # git hashes this header before the content. Systems in FIPS mode refuse SHA-1 for security.
+        header = b"blob %d\0" % self.size
         with self.stream() as stream:
-            return hashlib.file_digest(
-                stream, lambda: hashlib.sha1(start, usedforsecurity=False)
-            ).hexdigest()
+            digest = hashlib.file_digest(
+                stream, lambda: hashlib.sha1(header, usedforsecurity=False)
+            )
+        return digest.hexdigest()
 
     def require_content(self) -> None:
         """Raise a `CheckpointError` if it is a git-lfs pointer to a file."""
         if self.read(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
-            found = f"{self.size} bytes"
             raise CheckpointError(
                 "is a git-lfs pointer, not the file",
                 path=self.path,
-                found=found,
+                found=f"{self.size} bytes",
                 hint="run 'git lfs pull'",
             )
 
@@ -171,28 +182,33 @@ def open_weights(path: Path) -> SourceFile:
         raise make_damaged_file_error("the weight file is missing", path)
     file = SourceFile(path)
     head = file.read(0, min(file.size, 512))
-    found = f"{file.size} bytes"
+    size_text = f"{file.size} bytes"
     if not head:
-        raise CheckpointError("the weight file is empty", path=path, found=found)
+        raise CheckpointError("the weight file is empty", path=path, found=size_text)
     if head.startswith(LFS_POINTER):
         raise CheckpointError(
-            "is a git-lfs pointer, not weights", path=path, found=found, hint="run 'git lfs pull'"
+            "is a git-lfs pointer, not weights",
+            path=path,
+            found=size_text,
+            hint="run 'git lfs pull'",
         )
+    # A download without access to a model may save the answer of the server as the file.
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         hint = "the download failed; log in or accept the licence, and download again"
-        raise CheckpointError("is an HTML page, not weights", path=path, found=found, hint=hint)
+        raise CheckpointError("is an HTML page, not weights", path=path, found=size_text, hint=hint)
     if text.startswith(
         (b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")
     ):
-        raise make_damaged_file_error("is an error message of a server, not weights", path, found)
+        problem = "is an error message of a server, not weights"
+        raise make_damaged_file_error(problem, path, size_text)
     return file
 
 
 def make_damaged_file_error(
     problem: str, path: Path, found: object = None, expected: object = None
 ) -> CheckpointError:
-    """Return the error for a file that is missing, incomplete or damaged."""
+    """Build the error for a file that is missing, incomplete or damaged."""
     return CheckpointError(
         problem, path=path, found=found, expected=expected, hint="download it again"
     )
@@ -202,11 +218,11 @@ def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
     """Raise a `CheckpointError` if a tensor does not begin where the one before it ends."""
     if offset != expected:
         if offset < expected:
-            what = "overlaps another"
+            problem = "overlaps another"
         else:
-            what = "leaves a hole before it"
+            problem = "leaves a hole before it"
         raise CheckpointError(
-            f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected
+            f"tensor '{name}' {problem}", path=path, found=f"offset {offset}", expected=expected
         )
 
 
@@ -224,10 +240,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
-        )
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}
+        position = offset + bases[whence]
+        # As for any file, a position after the end is valid.
         if position < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = position

@@ -1,4 +1,4 @@
-"""Tensors read from their place in a file into new memory, as a whole or in part."""
+"""Read tensors, or parts of them, from their place in a file into new memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 # Bytes per read if not all of them are needed.
 BUFFER_BYTES = 1 << 23
-_MAX_DIMS = 64  # of torch
+# The limit of torch.
+_MAX_DIMS = 64
 _MAX_SIZE = (1 << 63) - 1
 
 
@@ -49,31 +50,34 @@ class View:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def narrow(self, axis: int, start: int, length: int) -> View:
-        """Part of an axis."""
+        """Select a part of an axis."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
-        return replace(
-            self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape
-        )
+        first_byte = self.start + start * self.stride[axis] * self.dtype.itemsize
+        return replace(self, start=first_byte, shape=shape)
 
     def at(self, index: int) -> View:
-        """Return one index of the first axis, which is removed."""
+        """Select an index of the first axis, and remove the axis."""
         return replace(self.narrow(0, index, 1), shape=self.shape[1:], stride=self.stride[1:])
 
     def every(self, first: int, step: int, count: int) -> View:
-        """Evenly spaced indices of the first axis."""
+        """Select evenly spaced indices of the first axis."""
+        # `narrow` gives the first byte and the shape; a larger stride spaces the indices.
         return replace(
             self.narrow(0, first, count), stride=(self.stride[0] * step, *self.stride[1:])
         )
 
     def transpose(self) -> View:
-        """Return the axes in reverse."""
+        """Reverse the order of the axes."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
     def of(self, part: TensorSlice | None) -> list[View]:
-        """Return a view for each range of a part."""
+        """Make a view for each range of a part."""
         if part is None:
             return [self]
-        return [self.narrow(part.axis, start, stop - start) for start, stop in part.ranges]
+        views: list[View] = []
+        for start, stop in part.ranges:
+            views.append(self.narrow(part.axis, start, stop - start))
+        return views
 
 
 class TensorFile:
@@ -95,44 +99,46 @@ class TensorFile:
         notes: Sequence[str] = (),
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """The views are of all tensors, and within the file; a `CheckpointError` if a tensor, by
-        repeating elements, is larger than the file.
+        """Take the views of all tensors, which are within the file; a `CheckpointError` if a
+        tensor, by repeating elements, is larger than the file.
         """
         self.source = source
         self.notes = notes
         self.metadata = metadata
-        self.tensors = {
-            name: StoredTensor(name, view.dtype, view.shape) for name, view in views.items()
-        }
+        self.tensors: dict[str, StoredTensor] = {}
         self._views = views
-        for name, tensor in self.tensors.items():
-            if tensor.nbytes > source.size:
-                problem = f"tensor '{name}' is larger than its file"
-                found = f"{tensor.nbytes} bytes"
+        for name, view in views.items():
+            # A stride of 0 in a small file could request any amount of memory.
+            if view.nbytes > source.size:
                 raise CheckpointError(
-                    problem, path=source.path, found=found, expected=f"at most {source.size}"
+                    f"tensor '{name}' is larger than its file",
+                    path=source.path,
+                    found=f"{view.nbytes} bytes",
+                    expected=f"at most {source.size}",
                 )
+            self.tensors[name] = StoredTensor(name, view.dtype, view.shape)
 
     @property
     def path(self) -> Path:
         return self.source.path
 
     def add_name(self, name: str, other_name: str) -> StoredTensor:
-        """Give the tensor `name` a second name, and return it with that."""
+        """Give the tensor `name` a second name, and return it under that name."""
+        # A copy, as the caller of the constructor may still use the mapping.
         self._views = {**self._views, other_name: self._views[name]}
         self.tensors[other_name] = replace(self.tensors[name], name=other_name)
         return self.tensors[other_name]
 
     def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """Return a tensor, or a part of it."""
+        """Read a tensor, or a part of it."""
         return self.read_view(self._views[name], part)
 
     def view(self, name: str) -> View:
-        """Return the place of a tensor's elements."""
+        """Look up the place of a tensor's elements."""
         return self._views[name]
 
     def read_view(self, view: View, part: TensorSlice | None = None) -> torch.Tensor:
-        """Elements of the file, or a part of them."""
+        """Read elements of the file, or a part of them."""
         shape = list(view.shape)
         if part is not None:
             shape[part.axis] = part.size
@@ -145,18 +151,21 @@ class TensorFile:
         self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        """Return the elements of a tensor, or of a part of it, in order; without torch if they are
+        """Read the elements of a tensor, or of a part of it, in order; without torch if they are
         contiguous in the file.
         """
-        view, *others = self._views[name].of(part)
-        if not others and view.stride == contiguous_strides(view.shape):
+        view, *further_views = self._views[name].of(part)
+        if not further_views and view.stride == contiguous_strides(view.shape):
             return self.source.read(view.start, view.nbytes)
         return bytes(_bytes(self.read(name, part)))
 
     def row_parts(self, name: str) -> Iterator[TensorSlice]:
         """Yield a tensor's rows, a few megabytes at a time."""
-        rows, *rest = self.tensors[name].shape
-        step = max(1, BUFFER_BYTES // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
+        tensor = self.tensors[name]
+        rows, *row_shape = tensor.shape
+        row_bytes = math.prod(row_shape) * tensor.dtype.itemsize
+        # A row may have no bytes, or more than the buffer.
+        step = max(1, BUFFER_BYTES // max(1, row_bytes))
         for start in range(0, rows, step):
             yield TensorSlice(0, ((start, min(start + step, rows)),))
 
@@ -166,21 +175,30 @@ class TensorFile:
             if part is None:
                 self._fill(target, piece)
             else:
-                self._fill(target.narrow(part.axis, start, piece.shape[part.axis]), piece)
-                start += piece.shape[part.axis]
+                # The ranges of a part follow each other in the target.
+                length = piece.shape[part.axis]
+                self._fill(target.narrow(part.axis, start, length), piece)
+                start += length
 
     def _fill(self, target: torch.Tensor, view: View) -> None:
         if target.numel() == 0:
             return
         span = extent(view.shape, view.stride)
+        # Equal layouts: read the bytes directly into the tensor.
         if target.is_contiguous() and view.stride == target.stride():
             self.source.read_into(view.start, _bytes(target))
+        # One read of everything in between, rather than one per run of elements.
         elif span * view.dtype.itemsize <= BUFFER_BYTES:
             flat = target.new_empty(span)
             self.source.read_into(view.start, _bytes(flat))
             target.copy_(flat.as_strided(view.shape, view.stride))
         else:
-            axis = max(range(len(view.shape)), key=lambda a: view.stride[a] * (view.shape[a] > 1))
+            # Split the axis with the largest stride, so that each part covers a short range of the
+            # file. An axis of one element cannot be split.
+            splittable_strides: list[int] = []
+            for axis_size, stride in zip(view.shape, view.stride, strict=True):
+                splittable_strides.append(stride if axis_size > 1 else 0)
+            axis = splittable_strides.index(max(splittable_strides))
             size = view.shape[axis]
             step = max(1, size * BUFFER_BYTES // (span * view.dtype.itemsize))
             for start in range(0, size, step):
@@ -189,17 +207,22 @@ class TensorFile:
 
 
 def same_tensor(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
-    """Return whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
-    a = file.tensors[name]
-    b = other.tensors[other_name]
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
+    """Compare two tensors, in pieces; True if they are equal in shape, dtype and every bit."""
+    tensor = file.tensors[name]
+    other_tensor = other.tensors[other_name]
+    if (tensor.shape, tensor.dtype) != (other_tensor.shape, other_tensor.dtype):
         return False
-    parts = file.row_parts(name) if a.shape else [None]
-    return all(file.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
+    # A tensor without dimensions has no rows.
+    if not tensor.shape:
+        return file.read_bytes(name) == other.read_bytes(other_name)
+    for part in file.row_parts(name):
+        if file.read_bytes(name, part) != other.read_bytes(other_name, part):
+            return False
+    return True
 
 
 def sizes(value: object) -> tuple[int, ...]:
-    """Return a shape or strides from a file; a `ValueError` if it is not a list of at most 64
+    """Check a shape or strides from a file; a `ValueError` unless it is a list of at most 64
     sizes.
     """
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
@@ -208,30 +231,36 @@ def sizes(value: object) -> tuple[int, ...]:
 
 
 def size_number(value: object) -> int:
-    """Return a size or an offset from a file; a `ValueError` if it is of another type, negative, or
+    """Check a size or an offset from a file; a `ValueError` if it is of another type, negative, or
     past 63 bits.
     """
+    # `isinstance` would accept True.
     if type(value) is not int or not 0 <= value <= _MAX_SIZE:
         raise ValueError(f"a size or an offset is {value!r:.40}")
     return value
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements, as torch counts them."""
-    strides = []
+    """Compute strides in elements, as torch counts them."""
+    strides: list[int] = []
     step = 1
     for size in reversed(shape):
         strides.append(step)
+        # torch counts an axis of size 0 as 1.
         step *= max(size, 1)
     return tuple(reversed(strides))
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from a tensor's first to its last in the file."""
+    """Compute the number of elements from a tensor's first to its last in the file."""
     if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    last = 0
+    for size, step in zip(shape, stride, strict=True):
+        last += (size - 1) * step
+    return last + 1
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
+    # Through uint8, as numpy has no bfloat16.
     return tensor.view(-1).view(DType.UINT8.torch).numpy().data
