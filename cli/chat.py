@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.sampling_params import SamplingOptions
 
 
+# Options for a model that this process loads. A server has loaded its model already.
 _LOCAL = (
     "template",
     "context",
@@ -103,13 +104,16 @@ def chat(url: str | None, api_key: str | None, model: str | None, **params: Any)
     """
 
     if (url is None) == (params["path"] is None):
-        raise RequestError(
-            "PATH and --url exclude each other" if url else "give PATH, or --url for a server"
-        )
-    _require_unused(_REMOTE if url is None else _LOCAL, "--url" if url is None else "PATH")
+        if url:
+            problem = "PATH and --url exclude each other"
+        else:
+            problem = "give PATH, or --url for a server"
+        raise RequestError(problem)
     if url is not None:
+        _require_unused(_LOCAL, "PATH")
         _talk_to_server(url, api_key, model, params)
         return
+    _require_unused(_REMOTE, "--url")
 
     def check() -> None:
         """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template
@@ -120,16 +124,20 @@ def chat(url: str | None, api_key: str | None, model: str | None, **params: Any)
         options.validate_sampling_options(params)
         check_max_new_tokens(params["max_new_tokens"])
         require_models(params["path"], params["draft"])
+        # For their errors alone: a wrong generation_config.json or template is reported before
+        # the weights are loaded.
         sampling_defaults(params["path"])
         chat_format(params["path"], load_tokenizer(params["path"]), params["template"])
 
-    with together({**params, "path": None, "draft": None}, params["device"], check=check) as group:
+    # Each machine may have the models in another folder.
+    common_options = {**params, "path": None, "draft": None}
+    with together(common_options, params["device"], check=check) as group:
         session = _session(params, group)
         converse(session, group, str(params["path"]))
 
 
 def _is_given(name: str) -> bool:
-    """Return whether an option stands on the command line."""
+    """Return whether the command line contains an option, even with its default value."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
@@ -139,8 +147,8 @@ def _require_unused(names: Collection[str], goes_with: str) -> None:
     """
     for option in click.get_current_context().command.params:
         if option.name in names and _is_given(option.name):
-            spelled = "/".join((*option.opts, *option.secondary_opts))
-            raise RequestError(f"{spelled} goes with {goes_with}")
+            spelling = "/".join((*option.opts, *option.secondary_opts))
+            raise RequestError(f"{spelling} goes with {goes_with}")
 
 
 def _talk_to_server(
@@ -151,7 +159,7 @@ def _talk_to_server(
         raise RequestError("--url goes with one process, not with torchrun")
     require_stdout()
     request: dict[str, Any] = dict(options.validate_sampling_options(params))
-    # Else the server's own maximum.
+    # The option's default is for local models. Without the option, the server's maximum applies.
     if _is_given("max_new_tokens"):
         request["max_tokens"] = check_max_new_tokens(params["max_new_tokens"])
     if params["stop"]:
@@ -171,6 +179,7 @@ def _talk_to_server(
 
 
 def _session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
+    """Load the model, with its draft if there is one, and create a conversation with it."""
     import torch
 
     from quantkit.jobs.inference.load import Placement, load, load_draft
@@ -193,9 +202,10 @@ def _session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
             draft = load_draft(params["draft"], tokenizer, **placement)
     length = conversation_length(model.config, params["context"])
     if params["int8_cache"]:
-        cache = torch.int8
+        cache_dtype = torch.int8
     else:
-        cache = None
+        cache_dtype = None
+    # Options of the command line come last, so they override those of the model's folder.
     sampling: SamplingOptions = {
         **sampling_defaults(path),
         **options.validate_sampling_options(params),
@@ -203,7 +213,7 @@ def _session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
     engine = Engine(
         model,
         length,
-        cache_dtype=cache,
+        cache_dtype=cache_dtype,
         compiled=params["compiled"],
         draft=draft,
         draft_tokens=params["draft_tokens"],

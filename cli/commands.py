@@ -43,6 +43,8 @@ def demo(output: Path | None, quick: bool, data: str | None, threads: int | None
     """
     from quantkit.kernels.library import compile_ahead
 
+    # An installation from source has no compiled kernels. Compilation runs in a thread while the
+    # demo imports torch and converts, so it takes less time.
     compile_ahead()
     from quantkit.evals.demo import run_demo
 
@@ -54,22 +56,28 @@ def demo(output: Path | None, quick: bool, data: str | None, threads: int | None
 
 
 def _next_steps(output: Path | None, quantized: str) -> list[str]:
-    """Commands to try after the demo."""
+    """List commands to try after the demo, with the paths of its models."""
     if output is None:
         folder = Path("demo")
     else:
         folder = output
     floats = shlex.quote(str(folder / "bf16"))
     last = shlex.quote(str(folder / quantized))
-    lines = [
-        *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
+    commands = []
+    # Without --output the demo keeps no models. This command creates those that the others name.
+    if output is None:
+        commands.append("quantkit demo --output demo  # keeps these models")
+    commands += [
         f'quantkit generate {last} "The people"',
         f"quantkit chat {last} --template llama2  # a base model: it continues your text",
         f"quantkit eval {last} --against {floats} --window 256",
         f"quantkit bench {floats} {last}",
         "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
     ]
-    return ["To try next:", *(f"  {line}" for line in lines)]
+    lines = ["To try next:"]
+    for command in commands:
+        lines.append(f"  {command}")
+    return lines
 
 
 @click.command(cls=options.BareJson)
@@ -114,9 +122,9 @@ def doctor(data: str | None, **params: Any) -> None:
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        found = diagnose(**params, progress=progress)
-    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines(columns())))
-    if found.is_broken:
+        diagnosis = diagnose(**params, progress=progress)
+    outputs.write(diagnosis.to_json(), show=lambda: outputs.say(diagnosis.lines(columns())))
+    if diagnosis.is_broken:
         sys.exit(BROKEN)
 
 
@@ -147,11 +155,11 @@ def verify(
     from quantkit.quality.verify import verify as job
 
     with ProgressDisplay() as progress:
-        given: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
+        settings: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
         if b is None:
-            report = job(a, **given)
+            report = job(a, **settings)
         else:
-            report = job(a, b, **given)
+            report = job(a, b, **settings)
     report_result(outputs, report)
     if isinstance(report, VerifyReport) and (strict or not report.ok):
         sys.exit(report.verdict.value)
@@ -172,14 +180,11 @@ def imatrix(src: str, dst: Path, data: str | None, **params: Any) -> None:
 
     from quantkit.jobs.quantize.imatrix import imatrix as job
 
+    # Options that are not on the command line get the job's own defaults.
+    requested = {name: value for name, value in params.items() if value is not None}
     with ProgressDisplay() as progress:
-        made = job(
-            src,
-            dst,
-            **{name: value for name, value in params.items() if value is not None},
-            progress=progress,
-        )
-    report_result(outputs, made)
+        result = job(src, dst, **requested, progress=progress)
+    report_result(outputs, result)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 2, 3))
@@ -221,8 +226,8 @@ def push(data: str | None, **params: Any) -> None:
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        found = job(**params, on_steps=progress.expect, progress=progress)
-    report_result(outputs, found)
+        result = job(**params, on_steps=progress.expect, progress=progress)
+    report_result(outputs, result)
 
 
 _CONVERT = {
@@ -254,12 +259,12 @@ def convert(data: str | None, **params: Any) -> None:
         if not group.is_rank0:
             return
         with ProgressDisplay() as progress:
-            made = job(
+            result = job(
                 **params,
                 on_estimate=lambda estimate: progress.expect(estimate.steps),
                 progress=progress,
             )
-    _report_written(outputs, made)
+    _report_written(outputs, result)
 
 
 @click.command(cls=Command)
@@ -284,6 +289,7 @@ def quantize(data: str | None, **params: Any) -> None:
     with SRC before DST appears. If it differs too much, DST is not written and the exit code is 8.
     Under torchrun all processes share the calibration, and rank 0 does the rounding.
     """
+    # `build_job_arguments` removes some of these options from `params`.
     reads = list_input_files(params)
     arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
@@ -292,6 +298,8 @@ def quantize(data: str | None, **params: Any) -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize.quantize import quantize as job
 
+    # GPTQ alone needs a calibration, whose samples the processes divide among them. Without it
+    # rank 0 does all the work, on the CPU.
     shared = arguments["method"] != "rtn" and (
         arguments["method"] == "gptq" or _has_int4(arguments["scheme"])
     )
@@ -310,48 +318,48 @@ def quantize(data: str | None, **params: Any) -> None:
                     note(estimate.line())
                     progress.expect(estimate.steps)
 
-                made = job(
+                result = job(
                     **arguments, group=group, on_estimate=begin, on_note=note, progress=progress
                 )
     if group.is_rank0:
-        _report_written(outputs, made)
+        _report_written(outputs, result)
 
 
 def list_input_files(params: dict[str, Any]) -> list[Any]:
-    """Return the files that `quantkit quantize` reads in addition to the model; None for options
+    """List the files that `quantkit quantize` reads in addition to the model; None for options
     that are not given.
     """
     return [params[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
 
 def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
-    """Return whether a layer may get int4, which GPTQ solves unless another method is requested;
-    schemes that are chosen for a size may be int4.
-    """
+    """Return whether a layer may get int4, which GPTQ solves unless another method is requested."""
+    # The job chooses the schemes for a size, and of a mix, itself. Both may be int4.
     if scheme is None or isinstance(scheme, str):
         return True
-    named = (
-        [scheme]
-        if isinstance(scheme, QuantScheme)
-        else [scheme.default, *(override.scheme for override in scheme.overrides)]
-    )
-    return any(one is not None and one.bits == 4 for one in named)
+    if isinstance(scheme, QuantScheme):
+        return scheme.bits == 4
+    schemes: list[QuantScheme | None] = [scheme.default]
+    for override in scheme.overrides:
+        schemes.append(override.scheme)
+    # None keeps a layer's floats.
+    return any(candidate is not None and candidate.bits == 4 for candidate in schemes)
 
 
 def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `quantkit.quantize` for the options of the command. Raises
+    """Convert the options of the command to arguments of `quantkit.quantize`. Raises
     `RequestError` unless there is one of a scheme, a recipe and a size, or if a head goes with a
     recipe.
     """
     from quantkit.tensors.recipe import Recipe
 
     path = params.pop("recipe")
-    old = params.pop("plan")
-    if old is not None:
+    old_path = params.pop("plan")
+    if old_path is not None:
         note("--plan is called --recipe now; the old name goes with the next release")
         if path is not None:
             raise RequestError("--plan is the old name of --recipe; give one of them")
-        path = old
+        path = old_path
     sources = {
         "--scheme": params["scheme"],
         "--recipe": path,
@@ -364,18 +372,18 @@ def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
             f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE"
         )
     if len(chosen) > 1:
-        sized = params["target_bits"] is not None or params["max_size"] is not None
-        if sized:
+        has_size = params["target_bits"] is not None or params["max_size"] is not None
+        if has_size:
             hint = "a size chooses the schemes"
         else:
             hint = "a recipe's default is its scheme"
         raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
     if path is None:
-        named = params["scheme"]
-        return {
-            **params,
-            "scheme": named if named is None or mix_named(named) else QuantScheme.parse(named),
-        }
+        scheme = params["scheme"]
+        # The job takes the name of a mix, which is not the name of one scheme.
+        if scheme is not None and not mix_named(scheme):
+            scheme = QuantScheme.parse(scheme)
+        return {**params, "scheme": scheme}
     if params["head"] is not None:
         raise RequestError(
             "--head does not go with --recipe", hint="a recipe names lm_head among its overrides"

@@ -27,6 +27,7 @@ _COMMANDS = {
     "/exit": "exit, as Ctrl-D does",
 }
 _ESCAPED = "//word", "a question that begins with /word"
+# Other chat programs call it /quit or /bye.
 _LEAVE = ("/exit", "/quit", "/bye")
 _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class Answerer(Protocol):
-    """What answers questions: a `ChatSession`, or what has its methods."""
+    """Answers questions: a `ChatSession`, or another class with its methods."""
 
     system: str | None
 
@@ -51,7 +52,7 @@ class Answerer(Protocol):
 
 
 class Group(Protocol):
-    """The processes that answer together: a `ProcessGroup`, or what has its methods."""
+    """The processes that answer together: a `ProcessGroup`, or another class with its methods."""
 
     @property
     def size(self) -> int: ...
@@ -69,6 +70,7 @@ class Alone:
     is_rank0 = True
 
     def broadcast_from_rank0(self, value: T) -> T:
+        """Return the value of the only process."""
         return value
 
 
@@ -84,6 +86,7 @@ def converse(
         name: of the model, at the beginning on a terminal.
         statistics: about the last answer, if there are any; shown on a terminal.
     """
+    # Only rank 0 reads and prints, and all processes must take the same path.
     on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
     if on_terminal:
         _talk(session, group, name, statistics)
@@ -93,10 +96,15 @@ def converse(
 
 def _answer_lines(session: Answerer, group: Group) -> None:
     """Answer each line of stdin, and print only the answers."""
-    lines = _lines() if group.is_rank0 else iter(())
+    if group.is_rank0:
+        lines = _lines()
+    else:
+        lines = iter(())
     while (line := group.broadcast_from_rank0(next(lines, None))) is not None:
-        if (command := _command(line)) is not None:
+        command = _command(line)
+        if command is not None:
             name, text = command
+            # Piped lines may be any text, so one that begins with an unknown command is a question.
             if name in (*_COMMANDS, *_LEAVE):
                 if _run_command(session, name, text) == "leave":
                     return
@@ -129,7 +137,7 @@ def _lines() -> Iterator[str]:
 def _talk(
     session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]
 ) -> None:
-    """A conversation on a terminal."""
+    """Answer questions on a terminal, and run commands, until one of them or Ctrl-D ends it."""
     if group.is_rank0:
         questions = _questions(name)
     else:
@@ -138,7 +146,8 @@ def _talk(
         if not line:
             continue
         try:
-            if (command := _command(line)) is not None:
+            command = _command(line)
+            if command is not None:
                 reply = _run_command(session, *command)
                 if reply == "leave":
                     return
@@ -146,33 +155,41 @@ def _talk(
                     mention(reply)
             else:
                 _answer(session, group, _question(line))
-                if group.is_rank0 and (about := statistics()) is not None:
-                    mention(f"quantkit: note: {about}", err=True)
-        except RequestError as error:  # this question's fault
+                if group.is_rank0:
+                    answer_statistics = statistics()
+                    if answer_statistics is not None:
+                        mention(f"quantkit: note: {answer_statistics}", err=True)
+        except RequestError as error:
+            # Only this question failed, such as one that is too long. The conversation continues.
             if group.is_rank0:
                 mention(f"quantkit: error: {spell(error.message)}", err=True)
 
 
 def _answer(session: Answerer, group: Group, question: str) -> None:
-    begun = False
+    """Print the answer to a question. Ctrl-C stops it and keeps the part so far."""
+    has_text = False
     try:
         with _interruptible() as interrupted:
             pieces = session.ask(
                 question, interrupted=lambda: group.broadcast_from_rank0(interrupted())
             )
-            # A Ctrl-C so far ends the answer, which begins now, at once.
+            # From this first call on, Ctrl-C no longer raises. The first step of the answer polls
+            # again, and ends the answer if Ctrl-C was pressed between the two.
             interrupted()
             for piece in pieces:
-                begun = True
+                has_text = True
                 if group.is_rank0:
                     print_generated(piece)
     except KeyboardInterrupt:
-        raise_if_interrupted()  # SIGTERM was not typed
+        # SIGTERM also raises KeyboardInterrupt. It ends the program, not only the answer.
+        raise_if_interrupted()
+        # The launcher gets Ctrl-C too, and ends the other processes.
         if group.size > 1:
             raise
         mention(_STOPPED, err=True)
         return
-    if not begun and session.finish_reason is None:
+    # The session drops a question whose answer has neither text nor an end.
+    if not has_text and session.finish_reason is None:
         if group.is_rank0:
             mention(_STOPPED, err=True)
         return
@@ -186,9 +203,9 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C
-    raises nothing: a step that has begun is finished. Raises `KeyboardInterrupt` at once if Ctrl-C
-    is pressed before, while the question is prepared.
+    """Yield a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C
+    raises nothing: the model finishes the current step. Before that call, while the question is
+    prepared, Ctrl-C raises `KeyboardInterrupt` at once.
     """
     pressed = polled = False
 
@@ -203,13 +220,14 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         polled = True
         return pressed
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
+    previous_handler = signal.getsignal(signal.SIGINT)
+    # A process in the background of a script ignores Ctrl-C, and continues to do so.
+    if previous_handler is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, remember)
     try:
         yield poll_interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def _questions(name: str) -> Iterator[str]:
@@ -219,13 +237,14 @@ def _questions(name: str) -> Iterator[str]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.keys import Keys
 
-    # It logs tasks that a signal has ended.
+    # asyncio, which prompt_toolkit uses, logs tasks that a signal ended.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    # Before they began.
+    # Python warns about tasks that a signal ended before they began.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
-    # Not requested; a partial one fails.
+    # The prompt does not ask for mouse events. If they come anyway, prompt_toolkit fails on a
+    # partial one.
     keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)
     prompts: PromptSession[str] = PromptSession(
         "> ", completer=words, complete_while_typing=False, key_bindings=keys
@@ -236,26 +255,25 @@ def _questions(name: str) -> Iterator[str]:
             yield prompts.prompt().strip()
         except EOFError:
             return
-        except KeyboardInterrupt:  # clears the line
-            raise_if_interrupted()  # SIGTERM was not
+        except KeyboardInterrupt:
+            # Ctrl-C only clears the line, but SIGTERM ends the program.
+            raise_if_interrupted()
             if not prompts.default_buffer.text:
                 mention("Ctrl-D exits.")
 
 
 def _command(line: str) -> tuple[str, str] | None:
-    """Return the command name that a line begins with, whether it exists or not, and the text
-    after it.
+    """Split a line into the command name at its beginning, whether such a command exists or not,
+    and the text after it. None if the line does not begin with one.
     """
     match = _COMMAND.fullmatch(line)
     if match is None:
         return None
-    return (match[1].lower(), match[2] or "")
+    return match[1].lower(), match[2] or ""
 
 
 def _question(line: str) -> str:
-    """Return the question in a line: two slashes before a word mean one, if one slash would make it
-    a command.
-    """
+    """Remove the first of two slashes from a line that would be a command with one slash."""
     if line.startswith("//") and _command(line[1:]):
         return line[1:]
     return line
@@ -287,7 +305,8 @@ def _run_command(session: Answerer, name: str, text: str) -> str:
         session.reset()
         return "The conversation starts again."
     if name == "/help":
-        return "\n".join(
-            f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _ESCAPED)
-        )
+        lines = []
+        for command, description in (*_COMMANDS.items(), _ESCAPED):
+            lines.append(f"{command:<8} {description}")
+        return "\n".join(lines)
     return "leave"

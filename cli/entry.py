@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -32,7 +32,7 @@ missing_streams: set[int] = set()
 def main() -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
-    # Huge pages for torch, loaded later: fewer page faults.
+    # torch, which is imported later, then allocates in huge pages: fewer page faults.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Threads that wait for long take the processor from other programs.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -60,9 +60,11 @@ def open_missing_streams() -> None:
             os.fstat(number)
         except OSError:
             missing_streams.add(number)
-            # It takes the lowest number that is free.
+            # POSIX returns the lowest number that is free, which is the closed stream's.
             os.open(os.devnull, os.O_RDWR)
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    modes = {"stdin": "r", "stdout": "w", "stderr": "w"}
+    for number, (name, mode) in enumerate(modes.items()):
+        # Python sets a stream to None if its number was closed.
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
@@ -72,20 +74,25 @@ def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`, unless the parent process set
     them to ignored.
     """
-    before = {number: signal.getsignal(number) for number in _RAISED}
-    ours = [number for number, handler in before.items() if handler in _DEFAULT_HANDLERS]
+    replaced_handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+    for number in _RAISED:
+        handler = signal.getsignal(number)
+        # `main` of this module and of `quantkit.cli.main` nest this context: the inner one finds
+        # the handlers of the outer one and leaves them.
+        if handler in _DEFAULT_HANDLERS:
+            replaced_handlers[number] = handler
     try:
-        for number in ours:
+        for number in replaced_handlers:
             signal.signal(number, _interrupt)
     except ValueError:
-        # Not in the main thread.
-        ours = []
+        # Python sets handlers only in the main thread.
+        replaced_handlers = {}
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
-        if ours:
+        for number, handler in replaced_handlers.items():
+            signal.signal(number, handler)
+        if replaced_handlers:
             _received.clear()
 
 
@@ -107,12 +114,13 @@ def report_interrupted(error: BaseException) -> None:
     """Report on stderr that the command was interrupted, and what is kept of its work."""
     from quantkit.cli.output import mention
 
-    after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-    mention(with_kept(f"{after_echo}quantkit: interrupted", error), err=True)
+    # The terminal has echoed ^C in the line of the cursor.
+    line_break = "\n" if sys.stderr.isatty() else ""
+    mention(with_kept(f"{line_break}quantkit: interrupted", error), err=True)
 
 
 def with_kept(message: str, error: BaseException) -> str:
-    """Return a message about an error, with what is kept of the job's work."""
+    """Add to a message about an error what is kept of the job's work, if anything is."""
     from quantkit.cli.hints import spell
     from quantkit.formats.output.staging import kept
 
@@ -130,9 +138,10 @@ def get_interrupt_exit_code(error: BaseException) -> int:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    again = signal.SIGTERM in _received
+    """Raise the exception of a signal, but only once for SIGTERM."""
+    has_sigterm = signal.SIGTERM in _received
     _received.append(number)
-    if number == signal.SIGTERM and again:
-        # The first one is being handled.
+    # The exception of the first SIGTERM is still being handled, and another would interrupt that.
+    if number == signal.SIGTERM and has_sigterm:
         return
     raise _RAISED[number]

@@ -14,6 +14,7 @@ from quantkit.cli.output import say
 from quantkit.errors import DestinationError, RequestError
 
 STDOUT = "-"
+# A file with one of these names in a model's folder would be read as a part of the model.
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
 _MARKDOWN = ("", ".md", ".markdown", ".txt")
 _PAGES = (".html", ".htm")
@@ -80,14 +81,18 @@ class Outputs:
                     hint = None
                 raise RequestError(f"{option} takes the path of a file, not {STDOUT}", hint=hint)
         files = [path for path in (self._data, report, plot) if path is not None]
-        if len({os.path.realpath(path) for path in files}) < len(files):
+        # Two names may be links to one file.
+        real_paths = {os.path.realpath(path) for path in files}
+        if len(real_paths) < len(files):
             raise RequestError("two outputs go to one file", path=files[0])
         for path in files:
             _require_writable(path, reads, makes)
         if plot is not None:
             from quantkit.evals import optional
 
-            optional("matplotlib.backends.backend_agg")  # with its compiled parts
+            # This module imports matplotlib's compiled parts too, so an installation in which those
+            # do not load fails before the work.
+            optional("matplotlib.backends.backend_agg")
 
     def say(self, lines: Iterable[str], *, wrap: bool = True) -> None:
         """Print lines to stdout, or to stderr if stdout is for JSON."""
@@ -119,20 +124,27 @@ class Outputs:
             DestinationError: if a file cannot be written.
             RequestError: if there is nothing to draw.
         """
+        plot_file = self._plot
+        data_file = self._data
+        report_file = self._report
+        # The stack calls the steps in reverse order: the files first, what is printed last. It
+        # calls each of them even if another raises.
         with ExitStack() as steps:
             if self.json_on_stdout:
                 steps.callback(lambda: say([_json(value)], wrap=False))
             if show is not None:
                 steps.callback(show)
-            if (plot := self._plot) is not None and picture is not None:
-                steps.callback(lambda: replace(plot, picture(_PICTURES[plot.suffix.lower()])))
-            if (data := self._data) is not None:
-                steps.callback(lambda: replace(data, _json(value).encode() + b"\n"))
-            if (file := self._report) is not None and report is not None:
-                steps.callback(lambda: replace(file, report().encode()))
+            if plot_file is not None and picture is not None:
+                picture_format = _PICTURES[plot_file.suffix.lower()]
+                steps.callback(lambda: replace(plot_file, picture(picture_format)))
+            if data_file is not None:
+                steps.callback(lambda: replace(data_file, _json(value).encode() + b"\n"))
+            if report_file is not None and report is not None:
+                steps.callback(lambda: replace(report_file, report().encode()))
 
 
 def _json(value: Any) -> str:
+    """Format a value as JSON, with null for numbers that are not finite."""
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
@@ -155,20 +167,21 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def _partial(path: Path) -> Path:
+    """Return the name under which a file is written until it is complete."""
+    # With the process id, two commands that write the same file do not share a partial one.
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether it is a pipe, a device or a link, which is not replaced."""
+    """Return whether the path is a pipe, a device or a link, which is not replaced."""
     return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def _is_writable(path: Path) -> bool:
-    """Return whether a file can be written there, which permissions alone do not show: /proc takes
-    no files.
-    """
+    """Create and remove the partial file of a path, to find out whether it can be written."""
     if _is_special(path):
         return os.access(path, os.W_OK)
+    # Permissions alone do not show it: /proc takes no files.
     try:
         _partial(path).touch()
         _partial(path).unlink()
@@ -190,6 +203,7 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
             "cannot be written there", path=path, expected="a folder that can be written in"
         )
     real = Path(os.path.realpath(path))
+    # Files with other names may be added to a model's folder, but never replaced in it.
     names_a_model = real.name in read_names() or real.name.endswith(_MODEL_SUFFIXES)
     if is_model_folder(real.parent) and (path.exists() or names_a_model):
         raise DestinationError(
@@ -197,16 +211,18 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
             path=path,
             hint="choose another name",
         )
-    if any(
-        read is not None and path.exists() and os.path.realpath(path) == os.path.realpath(read)
-        for read in reads
-    ):
-        raise DestinationError(
-            "is read by this command; it is not overwritten", path=path, hint="choose another name"
-        )
-    if makes is not None and os.path.realpath(path) in map(
-        os.path.realpath, (makes, partial_folder(makes))
-    ):
+    for read in reads:
+        if read is not None and path.exists() and os.path.realpath(read) == str(real):
+            raise DestinationError(
+                "is read by this command; it is not overwritten",
+                path=path,
+                hint="choose another name",
+            )
+    if makes is None:
+        return
+    # The model is written to the partial folder, which is renamed at the end.
+    folders = (os.path.realpath(makes), os.path.realpath(partial_folder(makes)))
+    if str(real) in folders:
         raise DestinationError(
             "is where the model will be written", path=path, hint="choose another name"
         )

@@ -37,7 +37,8 @@ _USAGE = (
 _PROMPT = "Prompt"
 _MANY = "A file of prompts"
 _SAMPLING = "Sampling"
-# May differ from process to process.
+# Each process may have its models in another folder, and rank 0 alone reads prompts and writes
+# results. All other options must be the same in all processes.
 _RANK0_OPTIONS = (
     "path",
     "draft",
@@ -134,7 +135,7 @@ class GenerateArgs:
     draft: Path | None = option(options.SPECULATION)
     draft_tokens: int | None = option(options.SPECULATION)
     dtype: FloatName | None = option(RUN)
-    # A name that click has checked.
+    # click has checked the name, which may be a runtime such as xla in addition to the kernels.
     backend: Any = option(RUN)
     allow_slow: bool = option(RUN, default=False)
     trust_remote_code: bool = option(RUN, default=False)
@@ -172,18 +173,18 @@ class GenerateArgs:
 
     @property
     def batch_size(self) -> int:
-        """Maximum number of sequences that run together."""
+        """Return the maximum number of sequences that run together."""
         if self.batch is None:
             return BATCH_SIZE
         return self.batch
 
     @property
     def slots(self) -> int:
-        """Samples of one prompt that run together."""
+        """Return how many samples of one prompt run together."""
         return min(self.n, BATCH_SIZE)
 
     def sampling(self) -> SamplingOptions:
-        """Return how tokens are drawn, as far as it was requested."""
+        """Collect the requested sampling options, with the biases of tokens among them."""
         if self.logit_bias:
             bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)}
         else:
@@ -191,7 +192,7 @@ class GenerateArgs:
         return {**(self.sampling_options or {}), **bias}
 
     def continuation(self) -> dict[str, Any]:
-        """Return how prompts are continued, as `prompts_file.OPTIONS` names it."""
+        """Collect how prompts are continued, by the names of `prompts_file.OPTIONS`."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),
@@ -212,12 +213,14 @@ class GenerateArgs:
             "--prompt-file": self.prompt_file,
             "--prompts": self.prompts,
         }
-        given = [name for name, value in sources.items() if value is not None]
-        if not given:
+        used_sources = [name for name, value in sources.items() if value is not None]
+        if not used_sources:
             raise RequestError("there is no prompt", hint=_USAGE)
-        if len(given) > 1:
+        if len(used_sources) > 1:
             raise RequestError(
-                "the prompt is given twice", found=" and ".join(given), expected="one of them"
+                "the prompt is given twice",
+                found=" and ".join(used_sources),
+                expected="one of them",
             )
         if "" in (self.text, self.prompt):
             raise RequestError("the prompt is empty")
@@ -225,6 +228,7 @@ class GenerateArgs:
         parse_request_options(self.continuation())
         if self.batch is not None and self.batch < 1:
             raise RequestError("--batch must be at least 1", found=self.batch)
+        # In `quantkit generate PROMPT DIR` the arguments are in the order of other tools.
         if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
             raise RequestError(
                 "the model comes first, then the prompt",
@@ -234,38 +238,46 @@ class GenerateArgs:
 
     def _require_compatible(self) -> None:
         """Raise a `RequestError` if options do not go together."""
+        biased_tokens = [token for token, _ in self.logit_bias]
+        for token in biased_tokens:
+            if biased_tokens.count(token) > 1:
+                raise RequestError("--logit-bias names a token twice", found=token)
         xla = self.backend == "xla"
+        transformers = self.backend == "transformers"
         many = self.prompts is not None
-        drafts = self.draft is not None or self.draft_tokens is not None
-        of_files = (
+        has_draft_options = self.draft is not None or self.draft_tokens is not None
+        # quantkit's own engine alone has these.
+        has_engine_options = (
+            self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
+        )
+        has_file_options = (
             self.output is not None
             or self.resume
             or self.batch is not None
             or self.template is not None
+            or self.echo
+            or self.logprobs is not None
         )
-        steps = self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
-        other = self.backend == "transformers"
-        biased = [token for token, _ in self.logit_bias]
-        if repeated := [token for token in biased if biased.count(token) > 1]:
-            raise RequestError("--logit-bias names a token twice", found=repeated[0])
-        for wrong, problem in (
+        not_in_xla = has_engine_options or has_draft_options or self.device is not None
+        not_in_transformers = (
+            many
+            or has_engine_options
+            or has_draft_options
+            or self.n > 1
+            or self.device is not None
+            or self.dtype is not None
+        )
+        # Of several problems, the first in this order is reported.
+        for is_wrong, problem in (
             (
-                xla and (steps or drafts or self.device is not None),
+                xla and not_in_xla,
                 (
                     "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup, --draft"
                     " and --draft-tokens do not go with --backend xla"
                 ),
             ),
             (
-                other
-                and (
-                    many
-                    or steps
-                    or drafts
-                    or self.n > 1
-                    or self.device is not None
-                    or self.dtype is not None
-                ),
+                transformers and not_in_transformers,
                 (
                     "--prompts, --n, --draft, --draft-tokens, --device, --dtype, --allow-slow,"
                     " --int8-cache, --compile, --eager and --warmup do not go with --backend"
@@ -273,7 +285,7 @@ class GenerateArgs:
                 ),
             ),
             (
-                not other and self.trust_remote_code,
+                not transformers and self.trust_remote_code,
                 "--trust-remote-code goes with --backend transformers",
             ),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
@@ -286,7 +298,7 @@ class GenerateArgs:
                 "--draft and --stats go with one prompt, not with --prompts",
             ),
             (
-                not many and (of_files or self.echo or self.logprobs is not None),
+                not many and has_file_options,
                 "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts",
             ),
             (
@@ -298,7 +310,7 @@ class GenerateArgs:
                 "--resume goes with a file, not with --output -",
             ),
         ):
-            if wrong:
+            if is_wrong:
                 raise RequestError(problem)
 
 
@@ -309,8 +321,11 @@ class _WithPrompt(Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            # Users know these options from other tools. The error says that quantkit has no beam
+            # search, instead of suggesting another spelling.
             if error.option_name.lstrip("-").replace("-", "_") in BEAM_SEARCH:
                 raise no_beam_search(error.option_name) from error
+            # A misspelled option, for which click suggests the right spelling.
             if error.possibilities:
                 raise
             problem = error.format_message().rstrip(".")
@@ -334,29 +349,31 @@ def generate(**params: Any) -> None:
     line on stderr shows the speed at the end. With --prompts and --output all prompts of a file are
     continued, several at a time. Under torchrun all processes share the model.
     """
-    sampling, others = options.split_sampling(params)
-    args = GenerateArgs(**others, sampling_options=sampling)
+    sampling, other_params = options.split_sampling(params)
+    args = GenerateArgs(**other_params, sampling_options=sampling)
     job = None
 
     def check() -> None:
+        """Raise a `RequestError` for options that are wrong, and prepare a job for files."""
         nonlocal job
         args.validate()
-        rank0 = is_rank0_process()
-        if rank0 and args.output in (None, STDIN):
+        is_rank0 = is_rank0_process()
+        if is_rank0 and args.output in (None, STDIN):
             require_stdout()
         if args.prompts is not None:
             job = prompts.file_job(args)
-            if rank0:
+            if is_rank0:
                 job.prepare()
 
     if args.backend == "xla" and args.prompts is None:
         args.validate()
-        if not args.multi_host:  # with several hosts, only the first prints
+        # With several hosts only the first one prints, and the runtime tells later which that is.
+        if not args.multi_host:
             require_stdout()
         prompts.show_on_devices(args)
         return
-    shared = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
-    with together(shared, args.device, check=check) as group:
+    common_options = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
+    with together(common_options, args.device, check=check) as group:
         if job is not None:
             prompts.run_file(job, group)
         else:

@@ -34,9 +34,10 @@ def set_command(command: click.Command) -> None:
 
 
 def spell(text: str) -> str:
-    """Return a message of the library with the command line's spelling of its options."""
+    """Spell the options in a message of the library as on the command line."""
     if isinstance(text, Message):
         text = text.render(spell_option)
+    # Messages that are not yet a `Message` have their options in backquotes.
     return _BACKQUOTED.sub(_spell_backquoted, text)
 
 
@@ -46,6 +47,7 @@ def spell_option(option: Option) -> str:
     Raises:
         UnknownOptionError: if the command does not have it, while `strict` is set.
     """
+    # An option of another command is not looked up in the running one.
     if option.job is not None:
         return f"{_spell(option)} of quantkit {option.job}"
     if _command is None:
@@ -57,6 +59,7 @@ def spell_option(option: Option) -> str:
 
 
 def _spell(option: Option, *, is_argument: bool = False) -> str:
+    """Spell an option by its name and value alone, whether the running command has it or not."""
     name = _RENAMED.get(option.name, option.name)
     if is_argument or option.name in _POSITIONAL:
         return name.upper()
@@ -71,11 +74,12 @@ def _spell(option: Option, *, is_argument: bool = False) -> str:
 
 
 def _find_parameter(command: click.Command, name: str) -> click.Parameter | None:
-    """Return the parameter of a command that passes the Python argument of this name."""
-    spelled = f"--{_RENAMED.get(name, name).replace('_', '-')}"
+    """Find the parameter of a command that passes the Python argument of this name."""
+    spelling = f"--{_RENAMED.get(name, name).replace('_', '-')}"
     for parameter in command.params:
         names = [*parameter.opts, *parameter.secondary_opts]
-        if parameter.name == name or spelled in names or f"--no-{spelled[2:]}" in names:
+        # A flag such as --source-check has the secondary name --no-source-check.
+        if parameter.name == name or spelling in names or f"--no-{spelling[2:]}" in names:
             return parameter
     return None
 

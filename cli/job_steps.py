@@ -26,11 +26,13 @@ class JobSteps:
         self._names = list(seconds)
         self._began = self._step_began = self._changed = now
         self._current: str | None = None
+        # The share of the current phase that was done at its first report: a resumed run begins in
+        # the middle of a phase.
         self._first = self._done = self._shown = 0.0
         self._measured_seconds: dict[str, float] = {}
 
     def report(self, phase: str, share: float, now: float) -> None:
-        """A phase reports that a share of it is done."""
+        """Record that a share of a phase is done."""
         if phase != self._current:
             if self._current is not None:
                 self._measured_seconds[self._current] = now - self._step_began
@@ -44,41 +46,48 @@ class JobSteps:
             self._changed = now
 
     def label(self, phase: str) -> str:
-        """Return the phase with its number, if it is a step."""
+        """Add the number of the step to the name of a phase, if it is a step."""
         if phase not in self._seconds:
             return phase
         return f"step {self._names.index(phase) + 1} of {len(self._names)}, {phase}"
 
     def estimate_remaining_seconds(self, now: float) -> float:
-        """Return the seconds left of the whole job."""
+        """Estimate the seconds left of the whole job."""
         elapsed = now - self._step_began
         pace = self._pace(elapsed)
         estimated = pace * self._seconds.get(self._current or "", 0.0) * (1 - self._first)
-        made = self._done - self._first
-        rest = 1 - self._first
-        # The more of it is done, the more its own rate counts.
-        if made > 0 and rest > 0:
-            share = made / rest
+        progressed = self._done - self._first
+        total = 1 - self._first
+        # The first rate of a phase is noisy, so the estimate counts until more of it is done.
+        if progressed > 0 and total > 0:
+            share = progressed / total
             observed = (self._changed - self._step_began) / share
             trust = min(1.0, share / _RATE_KNOWN)
             estimated = trust * observed + (1 - trust) * estimated
         if self._done >= 1:
-            own = 0.0
+            current_seconds = 0.0
         else:
-            own = max(estimated - elapsed, 0.0)
-        return own + pace * sum(self._seconds[name] for name in self._later())
+            current_seconds = max(estimated - elapsed, 0.0)
+        later_seconds = sum(self._seconds[name] for name in self._later())
+        return current_seconds + pace * later_seconds
 
     def share(self, now: float) -> float:
-        """Return the share of the job's time that has passed; it never goes back, and the end is
+        """Estimate the share of the job's time that has passed; it never goes back, and the end is
         left to the job.
         """
         passed = now - self._began
         total = passed + self.estimate_remaining_seconds(now)
-        self._shown = max(self._shown, min(passed / total if total else 0.0, 0.99))
+        if total:
+            share = passed / total
+        else:
+            share = 0.0
+        # The job is not done while it still reports, even if no time is estimated to be left.
+        self._shown = max(self._shown, min(share, 0.99))
         return self._shown
 
     def _later(self) -> list[str]:
-        """Return the steps after the current one."""
+        """List the steps after the furthest one that has begun."""
+        # An interrupted run that continues may skip steps, and the current phase may be no step.
         reached = []
         for name in (*self._measured_seconds, self._current):
             if name in self._seconds:
@@ -86,17 +95,19 @@ class JobSteps:
         return self._names[max(reached, default=-1) + 1 :]
 
     def _pace(self, elapsed: float) -> float:
-        """Return the time that work takes, in units of its estimate, by the steps that are done;
+        """Measure the time that work takes, in units of its estimate, by the steps that are done;
         and by the current one, once it takes longer than estimated.
         """
-        known = [name for name in self._measured_seconds if name in self._seconds]
-        taken = sum(self._measured_seconds[name] for name in known)
-        estimated = sum(self._seconds[name] for name in known)
+        measured_names = [name for name in self._measured_seconds if name in self._seconds]
+        measured = sum(self._measured_seconds[name] for name in measured_names)
+        estimated = sum(self._seconds[name] for name in measured_names)
         current = self._seconds.get(self._current or "", 0.0)
         if elapsed > current > 0:
-            taken = taken + elapsed
-            estimated = estimated + current
+            measured += elapsed
+            estimated += current
+        # A share of the whole estimate counts as work at the estimated pace, so a short first step
+        # does not decide alone.
         prior = _TRUST * sum(self._seconds.values())
         if estimated + prior:
-            return (taken + prior) / (estimated + prior)
+            return (measured + prior) / (estimated + prior)
         return 1.0

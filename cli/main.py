@@ -47,16 +47,17 @@ class _Commands(click.Group):
 
 
 def _note_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
-    context.meta[option.name or ""] = (
-        # `--version` reads it: this option is parsed before, wherever it is.
-        requested
-    )
+    """Keep the value of --verbose for the callback of --version."""
+    # The option is eager, so click parses it before --version, wherever it is.
+    context.meta[option.name or ""] = requested
 
 
 def _show_version(context: click.Context, option: click.Parameter, requested: bool) -> None:
+    """Print the version, with --verbose the environment too, and exit."""
     if context.meta["verbose"] and not requested:
         raise click.UsageError("--verbose goes with --version", context)
-    if not requested or context.resilient_parsing:  # completion
+    # click parses resiliently while a shell completes words, and wants no output then.
+    if not requested or context.resilient_parsing:
         return
     if context.meta["verbose"]:
         from quantkit.cli.environment import environment_lines
@@ -120,14 +121,14 @@ for command in (*_JOBS, apply_delta, plan, push, completion):
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
-    if instruction := os.environ.get(COMPLETION):
+    # click's own main, which is not called below, would do this.
+    instruction = os.environ.get(COMPLETION)
+    if instruction:
         sys.exit(shell_complete(quantkit, {}, "quantkit", COMPLETION, instruction))
     logging.getLogger("torch").setLevel(logging.ERROR)
     _show_log()
     if arguments is None:
         arguments = sys.argv[1:]
-    else:
-        arguments = arguments
     debug = arguments[:1] == ["--debug"]
     try:
         # Not through click's own main, which treats EOFError as Ctrl-C, and a closed pipe as an
@@ -150,12 +151,14 @@ def main(arguments: list[str] | None = None) -> None:
         mention(f"quantkit: error: {with_kept(spell(error.message), error)}", err=True)
         code = error.exit_code
     except BrokenPipeError:
+        # The reader, such as `head`, has read what it needs.
         drop_output()
         code = 0
     except OSError as error:
         if debug:
             raise
-        # An error of the output.
+        # Without the name of a file it is an error of the output, such as a full disk. What is not
+        # written yet must not raise again when Python exits.
         if error.filename is None:
             drop_output()
         mention(
@@ -166,7 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        message = with_kept(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", error)
+        # One line, of a length that a terminal can show: messages of torch have many lines.
+        text = " ".join(str(error).split())[:500]
+        message = with_kept(f"{type(error).__name__}: {text}", error)
         mention(f"quantkit: internal error: {message}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
@@ -176,6 +181,7 @@ def _show_log() -> None:
     """Print the library's log on stderr as notes and warnings."""
     log = logging.getLogger("quantkit")
     log.handlers = [_Notes()]
+    # Else a program's root handlers, if an imported library has set some, print each line again.
     log.propagate = False
     log.setLevel(logging.INFO)
 

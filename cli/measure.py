@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from quantkit.evals.table import Style
 
 _MEASURED = "What is measured"
-_SHARED = (  # by all processes
+# Options that must be the same in all processes. Paths may differ.
+_SHARED = (
     "text_column",
     "tasks",
     "window",
@@ -127,14 +128,19 @@ def evaluate(
     """
     texts = params["texts"]
     against = params["against"]
-    shared = {name: params[name] for name in _SHARED}
-    shared["positions"] = [params["positions"], params["position_windows"]]
-    params["tasks"] = names = [name.strip() for name in params["tasks"].split(",") if name.strip()]
-    folders = []
-    for _, path in parse_named_paths([*models, *([against] if against else [])]):
-        folders.append(path)
-    # The job checks tasks first.
-    if not names:
+    common_options = {name: params[name] for name in _SHARED}
+    common_options["positions"] = [params["positions"], params["position_windows"]]
+    tasks = []
+    for task in params["tasks"].split(","):
+        if task.strip():
+            tasks.append(task.strip())
+    params["tasks"] = tasks
+    named_paths = list(models)
+    if against:
+        named_paths.append(against)
+    folders = [path for _, path in parse_named_paths(named_paths)]
+    # With tasks the job checks those first, and then the models.
+    if not tasks:
         require_models(*folders)
 
     from quantkit.evals.evaluate import evaluate as job
@@ -142,9 +148,13 @@ def evaluate(
     from quantkit.evals.report import build_sheet, build_tables, render_markdown
     from quantkit.evals.table import render
 
-    with together(shared, "cpu") as group:
+    # Perplexity and divergence are computed on the CPU, so processes communicate there.
+    with together(common_options, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
-        if plot is not None and ((against is None and len(models) == 1) or (names and not texts)):
+        # There may be too little to draw, which must not be an error only after hours of work.
+        is_single_model = against is None and len(models) == 1
+        has_tasks_only = tasks and not texts
+        if plot is not None and (is_single_model or has_tasks_only):
             require_drawable(folders)
         with ProgressDisplay(show=group.is_rank0) as progress:
             report_data = job(
@@ -153,11 +163,12 @@ def evaluate(
         if group.is_rank0:
 
             def show() -> None:
-                lines = render(
-                    [build_sheet(report_data)] if table == "csv" else build_tables(report_data),
-                    table,
-                    width=columns(),
-                )
+                # Programs read CSV, so it is one sheet with all values.
+                if table == "csv":
+                    tables = [build_sheet(report_data)]
+                else:
+                    tables = build_tables(report_data)
+                lines = render(tables, table, width=columns())
                 outputs.say(lines, wrap=False)
                 for line in report_data.notes:
                     note(line)
@@ -260,8 +271,12 @@ def bench(
         raise RequestError("--head goes with --scheme")
     params["threads"] = threads
     for name in ("prompt_lengths", "batches", "contexts"):
-        params[name] = () if params[name] is None else _numbers(params[name])
-    require_models(*(path for _, path in parse_named_paths(models)))
+        if params[name] is None:
+            params[name] = ()
+        else:
+            params[name] = _numbers(params[name])
+    folders = [path for _, path in parse_named_paths(models)]
+    require_models(*folders)
 
     from quantkit.evals import bench_report
     from quantkit.evals.bench import BenchModel
@@ -269,26 +284,31 @@ def bench(
     from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
-    sources = []
+    # Without --scheme there is one model of random weights, with floats.
+    random_models = []
     for scheme in quantized or (None,):
-        sources.append(BenchModel(shape=synthetic, scheme=scheme, head=head))
+        random_models.append(BenchModel(shape=synthetic, scheme=scheme, head=head))
     with together(params, params["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(
-                models if synthetic is None else sources, **params, group=group, progress=progress
+            result = job(
+                models if synthetic is None else random_models,
+                **params,
+                group=group,
+                progress=progress,
             )
         if group.is_rank0:
-            warnings = bench_report.warnings(found)
-            notes = bench_report.notes(found)
+            warnings = bench_report.warnings(result)
+            notes = bench_report.notes(result)
+            # An empty line separates the table from the notes below it.
             if (warnings or notes) and table == "terminal":
                 below = [""]
             else:
                 below = []
             if table == "csv":
-                tables = [bench_report.build_sheet(found)]
+                tables = [bench_report.build_sheet(result)]
             else:
-                tables = bench_report.build_tables(found)
+                tables = bench_report.build_tables(result)
 
             def show() -> None:
                 outputs.say([*render(tables, table, width=columns()), *below], wrap=False)
@@ -297,10 +317,11 @@ def bench(
                 for line in notes:
                     note(line)
 
-            outputs.write(found.to_json(), picture=partial(picture, found), show=show)
+            outputs.write(result.to_json(), picture=partial(picture, result), show=show)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """Parse numbers separated by commas. Raises `RequestError` otherwise."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:

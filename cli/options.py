@@ -6,7 +6,6 @@ click's own formatter writes the sections; it cannot state which option belongs 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
@@ -61,6 +60,7 @@ EXIT_CODES: dict[int, str] = {
 }
 
 RUN = "How it runs"
+# Text has it instead of a hyphen while click wraps the text, so no line breaks at a hyphen.
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 Decorator = Callable[[Any], Any]
@@ -69,19 +69,27 @@ _sections: dict[click.Parameter, str] = {}
 
 
 def in_order(*options: Decorator) -> Decorator:
-    """Several options as one, the first of them first in the help."""
-    return lambda command: functools.reduce(
-        lambda made, option: option(made), reversed(options), command
-    )
+    """Combine several options into one decorator, the first of them first in the help."""
+
+    def decorate(command: Any) -> Any:
+        # Python applies stacked decorators from the last to the first, and click expects that.
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def section(title: str, *options: Decorator) -> Decorator:
-    """Options that stand together in the help, under a title."""
+    """Combine options that the help shows together, under a title."""
 
     def decorate(command: Any) -> Any:
-        before = len(getattr(command, "__click_params__", ()))
+        # click collects the options of a function in this list until the command is created. The
+        # new ones are at its end.
+        num_earlier_options = len(getattr(command, "__click_params__", ()))
         command = in_order(*options)(command)
-        _sections.update(dict.fromkeys(command.__click_params__[before:], title))
+        for option in command.__click_params__[num_earlier_options:]:
+            _sections[option] = title
         return command
 
     return decorate
@@ -98,9 +106,8 @@ class _Formatter(click.HelpFormatter):
     def write_dl(
         self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
     ) -> None:
-        super().write_dl(
-            [(name, about.replace("-", _HYPHEN)) for name, about in rows], col_max, col_spacing
-        )
+        unbroken_rows = [(name, about.replace("-", _HYPHEN)) for name, about in rows]
+        super().write_dl(unbroken_rows, col_max, col_spacing)
 
     def getvalue(self) -> str:
         return super().getvalue().replace(_HYPHEN, "-")
@@ -127,22 +134,26 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
                 groups.setdefault(_sections.get(parameter, OTHER), []).append(record)
-        # --help is one of them.
-        others = groups.pop(OTHER)
-        groups[OTHER if groups else "Options"] = others
+        # Options without a title go to the end. There is at least one, --help.
+        untitled = groups.pop(OTHER)
+        if groups:
+            groups[OTHER] = untitled
+        else:
+            groups["Options"] = untitled
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
 
 def exit_codes(*codes: int) -> str:
-    """Return the end of a help page: the meaning of these exit codes, or of all if none are
-    given.
+    """Format the end of a help page: the meaning of these exit codes, or of all if there is no
+    argument.
     """
-    chosen = codes or EXIT_CODES
-    return "\n".join(
-        ["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)]
-    )
+    # click does not wrap a paragraph that begins with a backspace.
+    lines = ["\b", "Exit codes:"]
+    for code in codes or EXIT_CODES:
+        lines.append(f"  {code:>3}  {EXIT_CODES[code]}")
+    return "\n".join(lines)
 
 
 @click.command(cls=Command)
@@ -158,7 +169,8 @@ def completion(context: click.Context, shell: str) -> None:
     """
     root = context.find_root().command
     completion_class = get_completion_class(shell)
-    assert completion_class is not None  # `SHELLS` are click's own
+    # click has a class for each of `SHELLS`.
+    assert completion_class is not None
     click.echo(completion_class(root, {}, "quantkit", COMPLETION).source())
 
 
@@ -175,10 +187,10 @@ class _Path(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
             if param is None or ctx is None:
-                what = "an argument"
+                parameter_name = "an argument"
             else:
-                what = param.get_error_hint(ctx)
-            raise RequestError(f"{what} is empty", expected="a path")
+                parameter_name = param.get_error_hint(ctx)
+            raise RequestError(f"{parameter_name} is empty", expected="a path")
         return super().convert(value, param, ctx)
 
 
@@ -189,6 +201,7 @@ class Scheme(click.types.StringParamType):
     """The name of a scheme, checked before anything large is imported."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        # A mix of schemes is for a whole model. Other options, such as --head, take one scheme.
         if param is not None and param.name == "scheme":
             mix = mix_named(value)
         else:
@@ -200,11 +213,11 @@ class Scheme(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        result: list[CompletionItem] = []
+        completions: list[CompletionItem] = []
         for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES):
             if name.startswith(incomplete):
-                result.append(CompletionItem(name))
-        return result
+                completions.append(CompletionItem(name))
+        return completions
 
 
 class Formats(click.Choice[str]):
@@ -222,17 +235,18 @@ class Formats(click.Choice[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
-        result: list[CompletionItem] = []
+        completions: list[CompletionItem] = []
         for name in self.choices:
             if name.startswith(last):
-                result.append(CompletionItem(f"{before}{comma}{name}"))
-        return result
+                # A shell replaces the whole word, with the formats before the last comma.
+                completions.append(CompletionItem(f"{before}{comma}{name}"))
+        return completions
 
 
 def complete_files(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete what may be a file."""
+    """Leave the completion of a word that may be a file to the shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -248,11 +262,11 @@ def complete_named(
         paths = sorted(Path(folder).iterdir())
     except OSError:
         return []
-    result: list[CompletionItem] = []
+    completions: list[CompletionItem] = []
     for path in paths:
         if path.name.startswith(last):
-            result.append(CompletionItem(f"{name}={path}"))
-    return result
+            completions.append(CompletionItem(f"{name}={path}"))
+    return completions
 
 
 _UNITS = {
@@ -276,6 +290,7 @@ def memory(text: str) -> int:
 
     Raises `RequestError` otherwise.
     """
+    # A number without a unit is an amount in GB, the old spelling.
     if _AMOUNT.fullmatch(text.strip()) and text.strip()[-1] in "0123456789.":
         note(
             f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next"
@@ -290,10 +305,13 @@ def file_size(text: str) -> int:
 
     Raises `RequestError` otherwise.
     """
-    return _parse_bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
+    if text.strip().isdecimal():
+        text = f"{text.strip()}B"
+    return _parse_bytes(text, "size of a file")
 
 
 def _parse_bytes(text: str, quantity: str) -> int:
+    """Parse a number with a unit. Raises a `RequestError` that names the quantity otherwise."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or not (match["unit"] or match["bytes"]):
         raise RequestError(
@@ -395,12 +413,13 @@ tensors_only = click.option(
 
 
 def target(default: str, *, quantized: bool = False) -> Decorator:
-    """Return the option for the format of the output, with `quantized` only for quantized models;
+    """Create the option for the format of the output, with `quantized` only for quantized models;
     `default` is in words.
     """
     names = []
-    for name, one in targets().items():
-        if one.codes is not None or not quantized:
+    for name, output_format in targets().items():
+        # A format without codes stores floats only.
+        if output_format.codes is not None or not quantized:
             names.append(name)
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     if not quantized:
@@ -410,14 +429,14 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
 
 
 def api_key(about: str) -> Decorator:
-    """Return the option for the key of a server; `about` is its help."""
+    """Create the option for the key of a server; `about` is its help."""
     return click.option(
         "--api-key", envvar="QUANTKIT_API_KEY", show_envvar=True, metavar="KEY", help=about
     )
 
 
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:
-    """Return the option for the length of what is generated; `about` is added to its help."""
+    """Create the option for the length of what is generated; `about` is added to its help."""
     return click.option(
         "--max-new-tokens",
         type=int,
@@ -428,13 +447,20 @@ def max_new_tokens(default: int | None, about: str = "") -> Decorator:
 
 
 SAMPLING_NAMES = tuple(option.name for option in SAMPLING_OPTIONS if option.type is not None)
-_sampling = in_order(
-    *(
-        click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)
-        for one in SAMPLING_OPTIONS
-        if one.type is not None
-    )
-)
+
+
+def _create_sampling_options() -> Decorator:
+    """Create the options of `SAMPLING_NAMES`, with the types and help of the runtime's list."""
+    decorators: list[Decorator] = []
+    for option in SAMPLING_OPTIONS:
+        # Options without a type are not common to `generate` and `chat`, such as --logit-bias.
+        if option.type is not None:
+            spelling = f"--{option.name.replace('_', '-')}"
+            decorators.append(click.option(spelling, type=option.type, help=option.help))
+    return in_order(*decorators)
+
+
+_sampling = _create_sampling_options()
 _SHARED: dict[str, Decorator] = {
     "sampling_options": _sampling,
     "to": target("compressed-tensors", quantized=True),
@@ -502,22 +528,25 @@ def of_job(
     *,
     only: Collection[str] = (),
 ) -> Decorator:
-    """Return the options of a command, from the fields of its job's options, or `only` from some of
-    them. `own` ones replace the shared ones for fields without a help text.
+    """Create the options of a command, from the fields of its job's options, or `only` from some
+    of them. `overrides` replace the shared options for fields without a help text.
     """
     shared = {**_SHARED, **(overrides or {})}
-    made = (
-        section(
-            spell(info.section),
-            shared[name] if info.help is None else _of_field(name, info, info.help),
-        )
-        for name, info in find_option_fields(job_options).items()
-        if not only or name in only
-    )
-    return in_order(*made)
+    decorators: list[Decorator] = []
+    for name, info in find_option_fields(job_options).items():
+        if only and name not in only:
+            continue
+        # A field without a help text is an option that several commands share under this name.
+        if info.help is None:
+            decorator = shared[name]
+        else:
+            decorator = _of_field(name, info, info.help)
+        decorators.append(section(spell(info.section), decorator))
+    return in_order(*decorators)
 
 
 def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
+    """Create the option for a field of a job's options; `about` is its help."""
     if info.choices:
         kind: dict[str, Any] = {"type": click.Choice(info.choices)}
     else:
@@ -528,35 +557,37 @@ def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
 
 
 def sampling(max_tokens: int, about: str) -> Decorator:
-    """Return the options for how tokens are sampled and what ends them; None where one is not
-    given.
+    """Create the options for how tokens are sampled and what ends them. The values of those that
+    are not on the command line are None.
     """
     return in_order(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
 
 
 def split_sampling(params: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
-    """Return the sampling options among the arguments of a command with `sampling`, not checked
-    yet; and the other ones.
+    """Split the arguments of a command with `sampling` into the requested sampling options, not
+    checked yet, and the other arguments.
     """
     requested: Any = {}
     for name in SAMPLING_NAMES:
         if params[name] is not None:
             requested[name] = params[name]
     options: SamplingOptions = requested
-    return options, {name: value for name, value in params.items() if name not in SAMPLING_NAMES}
+    other_params = {name: value for name, value in params.items() if name not in SAMPLING_NAMES}
+    return options, other_params
 
 
 def validate_sampling_options(params: Mapping[str, Any]) -> SamplingOptions:
-    """Return the sampling options among the arguments of a command with `sampling`; checked,
-    without torch. Raises `RequestError` for a value out of its range.
+    """Select the sampling options among the arguments of a command with `sampling`, and check
+    them, without torch. Raises `RequestError` for a value out of its range.
     """
     requested, _ = split_sampling(params)
+    # For its checks. Options that are not requested stay unset, so a model's own defaults apply.
     SamplingParams(**requested)
     return requested
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """Parse what is added to the logits of a token: ``1234=-100``.
+    """Parse a token and the number that is added to its logits: ``1234=-100``.
 
     Raises `RequestError` otherwise.
     """
@@ -570,8 +601,8 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 def backend(*extra_backends: str, extra_help: str = "") -> Decorator:
-    """Return the option for kernels, with `others` as further choices; `more` is added to its
-    help.
+    """Create the option for kernels, with `extra_backends` as further choices; `extra_help` is
+    added to its help.
     """
     about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option(
@@ -588,27 +619,34 @@ def add_threads(*commands: click.Command) -> None:
     A function with a parameter `threads` gets the number.
     """
     for command in commands:
-        used = "threads" in inspect.signature(command.callback or command).parameters
+        # The callback below sets the threads of this process for all commands. `demo` also needs
+        # the number itself, as its default is one thread, and `bench` for the processes it starts.
+        takes_threads = "threads" in inspect.signature(command.callback or command).parameters
         option = click.Option(
             ["--threads"],
             type=int,
             metavar="N",
-            expose_value=used,
+            expose_value=takes_threads,
             callback=_set_threads,
             help="Number of CPU threads. Default: one for each core that the command may use.",
         )
+        # A page without sections has one list, and a section of one option would split it.
         if any(parameter in _sections for parameter in command.params):
             _sections[option] = RUN
         command.params.append(option)
 
 
 def _set_threads(context: click.Context, option: click.Parameter, count: int | None) -> int | None:
-    set_threads(None if count is None else validate_threads(count))
+    """Set the number of threads before the command imports torch."""
+    if count is None:
+        set_threads(None)
+    else:
+        set_threads(validate_threads(count))
     return count
 
 
 def plot(subject: str) -> Decorator:
-    """Return the option for a picture of something."""
+    """Create the option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {subject}: a .png, .pdf or .svg file.")
 
 
@@ -616,15 +654,13 @@ class BareJson(Command):
     """Accepts ``--json`` without a path for ``--json -``, the old spelling."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--json" in args:
-            place = args.index("--json")
-        else:
-            place = None
-        if place is None:
+        if "--json" not in args:
             return super().parse_args(ctx, args)
-        follows = args[place + 1 : place + 2]
-        if follows and (follows == ["-"] or not follows[0].startswith("-")):
+        place = args.index("--json")
+        next_args = args[place + 1 : place + 2]
+        if next_args and (next_args == ["-"] or not next_args[0].startswith("-")):
             try:
+                # click empties the list, which is needed again for the old spelling.
                 return super().parse_args(ctx, list(args))
             except click.MissingParameter:
                 # The model's path was parsed as that of --json.

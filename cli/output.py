@@ -70,16 +70,23 @@ def print_generated_json(line: bytes, *, raw: bool = False) -> None:
     the same JSON.
     """
     if not raw and sys.stdout.isatty():
-        line = _CONTROL_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line.decode()).encode()
+        text = _CONTROL_IN_JSON.sub(_escape_in_json, line.decode())
+        line = text.encode()
     click.echo(line, nl=False)
 
 
+def _escape_in_json(match: re.Match[str]) -> str:
+    """Spell a character as JSON's escape."""
+    return f"\\u{ord(match[0]):04x}"
+
+
 def _spell_controls(text: str) -> str:
+    """Spell control characters, except for line breaks and tabs."""
     return printable(text.replace("\r\n", "\n"), keep="\n\t")
 
 
 def columns() -> int:
-    """Width of a table: that of the terminal, at most 100."""
+    """Choose the width of a table: that of the terminal, at most 100."""
     return min(_MAX_COLUMNS, shutil.get_terminal_size((_MAX_COLUMNS, 24)).columns)
 
 
@@ -100,21 +107,26 @@ def warn(line: str) -> None:
 
 
 def _print(text: str, *, err: bool, wrap: bool) -> None:
+    """Print text, on a terminal wrapped and with labels in color. Raises `OSError` if it cannot be
+    written.
+    """
     stream = sys.stderr if err else sys.stdout
     if wrap and stream.isatty():
         width = terminal_columns(stream) or DEFAULT_COLUMNS
-        text = "\n".join(
-            _color_label(part) for line in text.split("\n") for part in _wrap_line(line, width)
-        )
+        terminal_lines = []
+        for line in text.split("\n"):
+            for part in _wrap_line(line, width):
+                # After wrapping, which would count the codes of colors as text.
+                terminal_lines.append(_color_label(part))
+        text = "\n".join(terminal_lines)
     with _room_to_print(stream):
         click.echo(text, err=err)
+        # An error of the stream is raised here, and not when Python exits.
         stream.flush()
 
 
 def _wrap_line(line: str, width: int) -> list[str]:
-    """Return a line for a terminal: a longer one is broken between words, its other lines
-    indented.
-    """
+    """Break a line that is longer than a terminal between words, and indent its other lines."""
     indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
     if len(line) <= width:
         return [line]
@@ -124,14 +136,16 @@ def _wrap_line(line: str, width: int) -> list[str]:
 
 
 def _color_label(line: str) -> str:
-    """Return a message with its label, such as ``error:``, in color, unless the environment asks
-    for none.
-    """
+    """Color the label of a message, such as ``error:``, unless the environment asks for none."""
     match = _LABEL.match(line)
+    # https://no-color.org: any value of NO_COLOR but an empty one asks for no color.
     if match is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
-    fault = match["label"].lower().endswith("error")
-    label = click.style(f"{match['label']}:", fg="red" if fault else "yellow", bold=fault or None)
+    label = f"{match['label']}:"
+    if match["label"].lower().endswith("error"):
+        label = click.style(label, fg="red", bold=True)
+    else:
+        label = click.style(label, fg="yellow")
     return match["before"] + label + line[match.end() :]
 
 
@@ -150,7 +164,8 @@ def drop_output(*, err: bool = False) -> None:
     """Connect standard output, or stderr, to /dev/null, so that flushing the rest of it raises
     nothing.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
+    stream = sys.stderr if err else sys.stdout
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def terminal_columns(stream: TextIO) -> int:
@@ -162,8 +177,8 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _room_to_print(stream: TextIO) -> AbstractContextManager[None]:
-    """Hides the bar, if there is one on the terminal, while something else is printed."""
-    # Nothing has made a bar.
+    """Hide the bar, if there is one on the terminal, while something else is printed."""
+    # Without tqdm there is no bar, and its import would take a tenth of a second.
     if "tqdm" not in sys.modules:
         return nullcontext()
     from tqdm import tqdm

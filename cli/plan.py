@@ -24,11 +24,12 @@ from quantkit.errors import RequestError
 
 
 class _PlanGroup(click.Group):
-    """Without the name of a command, plans generation: ``quantkit plan DIR --target v5e-16``."""
+    """Plans generation if no command is named: ``quantkit plan DIR --target v5e-16``."""
 
     context_class = options.Context
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        # A first word that is no command is a model. One with a dash may be --help.
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["generate", *args]
         return super().parse_args(context, args)
@@ -76,6 +77,7 @@ def _plan_generate(model: str, scheme: str | None, data: str | None, **params: A
 
 
 def _plan_convert(data: str | None, **params: Any) -> None:
+    """Estimate what `quantkit convert` takes."""
     require_models(params["src"], makes=params["dst"])
 
     from quantkit.jobs.plan import convert as job
@@ -84,6 +86,8 @@ def _plan_convert(data: str | None, **params: Any) -> None:
 
 
 def _plan_quantize(data: str | None, **params: Any) -> None:
+    """Estimate what `quantkit quantize` takes."""
+    # `build_job_arguments` removes some of the options that name files from `params`.
     outputs = Outputs(data, reads=list_input_files(params), makes=params["dst"])
     arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
@@ -101,6 +105,7 @@ def _plan_refine(
     scheme: str | None,
     **params: Any,
 ) -> None:
+    """Estimate what `quantkit refine` takes, on this machine or on a TPU slice."""
     if target is not None:
         _plan_training(data, quantized, target, scheme, {**params, "dst": dst})
         return
@@ -114,32 +119,38 @@ def _plan_refine(
 
     from quantkit.jobs.plan import refine as job
 
-    outputs = Outputs(
-        data, reads=[params["calibration"]], makes=dst if dst is not None else params["delta"]
-    )
+    if dst is not None:
+        output = dst
+    else:
+        output = params["delta"]
+    outputs = Outputs(data, reads=[params["calibration"]], makes=output)
     report_result(outputs, job(quantized, dst, **params))
 
 
 def _plan_training(
     data: str | None, model: Path, target: str, scheme: str | None, params: dict[str, Any]
 ) -> None:
-    used = {name: params.pop(name) for name in ("mesh", "batch", "length", "train_norms")}
-    unset = {"source_check": True}
-    if others := [
-        name for name, value in params.items() if value not in (None, unset.get(name, False))
-    ]:
-        raise RequestError(f"--{others[0].replace('_', '-')} does not go with --target")
+    """Estimate a step of training on a TPU slice. Raises `RequestError` for options of `refine`
+    that a slice does not use.
+    """
+    used_params = {name: params.pop(name) for name in ("mesh", "batch", "length", "train_norms")}
+    # The callback gets the values of all options of `refine`. An option has None or False if it is
+    # not on the command line, except for this flag.
+    defaults = {"source_check": True}
+    for name, value in params.items():
+        if value not in (None, defaults.get(name, False)):
+            raise RequestError(f"--{name.replace('_', '-')} does not go with --target")
 
     from quantkit.evals.synthetic import open_shape_checkpoint
     from quantkit.formats.checkpoint import schemes
     from quantkit.jobs.plan import training as job
 
     outputs = Outputs(data)
-    found = open_shape_checkpoint(model, scheme)
-    if not schemes(found):
+    checkpoint = open_shape_checkpoint(model, scheme)
+    if not schemes(checkpoint):
         raise RequestError("the model is not quantized", hint="give --scheme")
     with ProgressDisplay() as progress:
-        estimate = job(found, target, **used, progress=progress)
+        estimate = job(checkpoint, target, **used_params, progress=progress)
     report_result(outputs, estimate)
 
 
@@ -153,10 +164,11 @@ takes minutes; --mesh chooses one."""
 
 
 def _refine_params() -> list[click.Parameter]:
-    """Return those of `refine`, with its float model optional, and those of a slice."""
-    found = [copy(param) for param in refine.params]
-    for one in found:
-        one.required = one.required and one.name != "against"
+    """Copy the parameters of `refine`, with its float model optional, and add those of a slice."""
+    # `refine` keeps its own parameters, of which --against is required.
+    params = [copy(param) for param in refine.params]
+    for param in params:
+        param.required = param.required and param.name != "against"
     target = click.Option(
         ["--target"],
         metavar="SLICE",
@@ -167,9 +179,10 @@ def _refine_params() -> list[click.Parameter]:
         type=options.Scheme(),
         help="With --target: scheme of a model without weights.",
     )
-    return [*found, target, scheme]
+    return [*params, target, scheme]
 
 
+# Each plan takes the parameters of its command, so the same arguments work with both.
 for _name, _params, _planned, _more in (
     ("convert", convert.params, _plan_convert, ""),
     ("quantize", quantize.params, _plan_quantize, ""),

@@ -44,33 +44,44 @@ def together(
     """
     if is_single_process() and check is not None:
         check()
+    # This import loads torch, which takes long. Wrong options are reported before it.
     from quantkit.distributed.group import SINGLE, join_processes
 
     if is_single_process():
         yield SINGLE
         return
+    # An error while this process joins the others is handled below, and has no group yet.
     group = SINGLE
     try:
         with join_processes(device) as group:
-            group.require_same({f"option {name}": value for name, value in (options or {}).items()})
+            common_options: dict[str, object] = {}
+            for name, value in (options or {}).items():
+                common_options[f"option {name}"] = value
+            group.require_same(common_options)
             if check is not None:
                 check()
             yield group
             if group.is_rank0:
                 group.announce_exit(0)
-            elif code := group.wait_for_end():
-                raise click.exceptions.Exit(code)
+            else:
+                code = group.wait_for_end()
+                if code:
+                    raise click.exceptions.Exit(code)
     except BaseException as error:
+        # A launcher that saw one process fail sends SIGTERM to the others, which would interrupt
+        # the exchange of exit codes below.
         ignore_signals()
-        # Rank 0 reports what is kept.
+        # Ctrl-C goes to all processes. Only rank 0 reports it, with what is kept.
         if isinstance(error, KeyboardInterrupt) and not group.is_rank0:
             group.leave()
             raise click.exceptions.Exit(exit_code(error)) from error
+        # The error of the first process is the cause. The others fail because that one is lost.
         reports = group.is_first_to_fail()
         code = exit_code(error)
         if group.is_rank0:
             group.announce_exit(code)
         elif not reports:
+            # The wait is short, because rank 0 may be lost. Then the code is that of this error.
             code = group.wait_for_rank0() or code
         if reports:
             raise
@@ -93,12 +104,13 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
 
 
 def is_single_process() -> bool:
-    """Return whether torchrun has started no others."""
+    """Return whether torchrun has started no other processes."""
+    # Without `quantkit.distributed.group.count_processes`, whose module imports torch.
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for an error."""
+    """Choose the exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)):

@@ -40,20 +40,24 @@ class _Phase:
     since: float
 
     def estimate_remaining_seconds(self, now: float) -> float | None:
-        """Return the seconds left at the rate so far; None if the rate is not known yet."""
-        made = self.done - self.first
-        taken = self.since - self.began
-        if made <= 0 or taken <= 0 or self.done >= self.total:
+        """Estimate the seconds left at the rate so far; None if the rate is not known yet."""
+        # A resumed job begins with a part of the work done, which says nothing about the rate.
+        progressed = self.done - self.first
+        # The time since the last change belongs to work that is not reported yet.
+        measured = self.since - self.began
+        if progressed <= 0 or measured <= 0 or self.done >= self.total:
             return None
-        return (self.total - self.done) * taken / made - (now - self.since)
+        return (self.total - self.done) * measured / progressed - (now - self.since)
 
     @property
     def share(self) -> float:
+        """Return the share of the phase that is done; all of it if there is nothing to do."""
         if self.total:
             return self.done / self.total
         return 1.0
 
     def count(self) -> str:
+        """Format how much is done, such as ``3/32 blocks``."""
         return f"{self.done}/{self.total} {self.unit}"
 
 
@@ -108,6 +112,7 @@ class ProgressDisplay:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
+        # The thread may be drawing the bar.
         with self._writing():
             if self._bar is not None:
                 self._bar.close()
@@ -127,20 +132,23 @@ class ProgressDisplay:
         raise_if_interrupted()
         with self._writing():
             now = self._clock()
-            before = self._phase
-            continues = before is not None and (before.name, before.total, before.unit) == (
-                phase,
-                total,
-                unit,
+            current = self._phase
+            continues = current is not None and (
+                (current.name, current.total, current.unit) == (phase, total, unit)
             )
-            if before is None or not continues or done < before.done:
+            # A phase that goes back begins again, with a rate of its own.
+            if current is None or not continues or done < current.done:
                 self._phase = _Phase(phase, total, unit, done, now, done, now)
-            elif done > before.done:
-                before.done = done
-                before.since = now
+            elif done > current.done:
+                current.done = done
+                current.since = now
             if self._steps is not None:
-                self._steps.report(phase, done / total if total else 1.0, now)
-            self._show(now, begins=before is None or before.name != phase)
+                if total:
+                    share = done / total
+                else:
+                    share = 1.0
+                self._steps.report(phase, share, now)
+            self._show(now, begins=current is None or current.name != phase)
 
     def tick(self) -> None:
         """Show the progress again if it was not shown for long."""
@@ -149,33 +157,44 @@ class ProgressDisplay:
                 self._show(self._clock(), begins=False)
 
     def _show(self, now: float, *, begins: bool) -> None:
+        """Draw the bar or print a line, unless one was shown a short time ago. The beginning of a
+        phase is always shown.
+        """
         phase = self._phase
         if self._silent or phase is None:
             return
         terminal = self._stream.isatty()
-        if not begins and now - self._shown_at < (_DRAW_SECONDS if terminal else _LINE_SECONDS):
+        interval = _DRAW_SECONDS if terminal else _LINE_SECONDS
+        if not begins and now - self._shown_at < interval:
             return
         self._shown_at = now
-        name = phase.name
-        left = phase.estimate_remaining_seconds(now)
-        if self._steps is not None:
-            name = self._steps.label(name)
-            left = self._steps.estimate_remaining_seconds(now)
-        rest = []
-        for part in (self._details(), left and f"{_clock_time(left)} left"):
-            if part:
-                rest.append(part)
-        if terminal:
-            self._draw(
-                phase, name, rest, phase.share if self._steps is None else self._steps.share(now)
-            )
+        if self._steps is None:
+            name = phase.name
+            share = phase.share
+            remaining = phase.estimate_remaining_seconds(now)
         else:
-            click.echo(", ".join([f"quantkit: {name}: {phase.count()}", *rest]), file=self._stream)
+            name = self._steps.label(phase.name)
+            share = self._steps.share(now)
+            remaining = self._steps.estimate_remaining_seconds(now)
+        postfix_parts = []
+        details = self._details()
+        if details:
+            postfix_parts.append(details)
+        # At zero the estimate was too short, and says nothing about the end.
+        if remaining:
+            postfix_parts.append(f"{_clock_time(remaining)} left")
+        if terminal:
+            self._draw(phase, name, postfix_parts, share)
+        else:
+            line = ", ".join([f"quantkit: {name}: {phase.count()}", *postfix_parts])
+            click.echo(line, file=self._stream)
 
     def _draw(self, phase: _Phase, name: str, postfix_parts: Sequence[str], share: float) -> None:
+        """Draw the bar on the terminal, with its present width."""
+        # In the last column, some terminals move the cursor to the next line.
         width = (terminal_columns(self._stream) or DEFAULT_COLUMNS) - 1
         if self._bar is None:
-            # Takes a tenth of a second.
+            # The import takes a tenth of a second, which a job without a bar does not spend.
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -190,7 +209,9 @@ class ProgressDisplay:
                 nrows=2,
             )
         bar = self._bar
-        bar.ncols, bar.n, bar.unit = width, share, phase.count()
+        bar.ncols = width
+        bar.n = share
+        bar.unit = phase.count()
         bar.set_description_str(name, refresh=False)
         bar.set_postfix_str(", ".join(postfix_parts), refresh=False)
         with bar.get_lock():  # type: ignore[no-untyped-call]  # other output takes it while the bar is hidden
@@ -208,14 +229,15 @@ class ProgressDisplay:
                 self._silent = True
 
     def _tick_on(self) -> None:
+        """Call `tick` every second until the context ends."""
         while not self._ended.wait(_TICK_SECONDS):
             self.tick()
 
 
 def _clock_time(seconds: float) -> str:
-    """``0:40``, ``12:05``, ``1:02:03``."""
-    minutes, rest = divmod(max(math.ceil(seconds), 1), 60)
+    """Format a duration as ``0:40``, ``12:05`` or ``1:02:03``."""
+    minutes, remaining_seconds = divmod(max(math.ceil(seconds), 1), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours}:{minutes:02}:{rest:02}"
-    return f"{minutes}:{rest:02}"
+        return f"{hours}:{minutes:02}:{remaining_seconds:02}"
+    return f"{minutes}:{remaining_seconds:02}"

@@ -33,6 +33,8 @@ from quantkit.runtime.request import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quantkit.architectures.config import ModelConfig
     from quantkit.cli.generate import GenerateArgs
     from quantkit.distributed.group import ProcessGroup
@@ -50,6 +52,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     if args.backend == "transformers":
         _show_by_transformers(args, group)
         return
+    # Rank 0 alone reads stdin and prompt files, which other machines need not have.
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
@@ -74,7 +77,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
 
 
 def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
-    """The same through transformers, in one process."""
+    """Print the prompt and its continuation through transformers, in one process."""
     from quantkit.jobs.inference.load import load_by_transformers
     from quantkit.runtime.generate import Pace
 
@@ -99,7 +102,7 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
 
 
 def show_on_devices(args: GenerateArgs) -> None:
-    """The same through XLA; with several hosts, the first one prints."""
+    """Print the prompt and its continuation through XLA, with several hosts on the first one."""
     from quantkit.jobs.inference.load import load_xla
     from quantkit.runtime.generate import Pace
 
@@ -113,6 +116,7 @@ def show_on_devices(args: GenerateArgs) -> None:
             multi_host=args.multi_host,
             progress=progress,
         )
+    # Which host prints is known only after the runtime has connected them.
     if model.first:
         require_stdout()
     ids = _ids(args, prompt, model.config, tokenizer)
@@ -134,7 +138,7 @@ def _stream_continuations(
     ids: list[int],
     pace: Pace,
 ) -> Iterator[str]:
-    """Yield a prompt with its continuation, whose tokens `run` gives; or several continuations by
+    """Yield a prompt with its continuation, whose tokens `run` yields; or several continuations by
     an engine, one after the other, each below a line with its number.
     """
     from quantkit.runtime.generate import text_pieces
@@ -142,38 +146,44 @@ def _stream_continuations(
 
     if args.n == 1 or engine is None:
         tokens = run(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
-        yield from chain(
-            [prompt], text_pieces(tokenizer, ids, pace.time_tokens(tokens), args.stop), ["\n"]
-        )
+        pieces = text_pieces(tokenizer, ids, pace.time_tokens(tokens), args.stop)
+        yield from chain([prompt], pieces, ["\n"])
         return
     if not args.sampling().get("temperature"):
         note("without `temperature` all samples are the same")
-    request = with_prompt(
-        config, create_promptless_request(args.max_new_tokens, args.sampling(), samples=args.n), ids
+    promptless_request = create_promptless_request(
+        args.max_new_tokens, args.sampling(), samples=args.n
     )
+    request = with_prompt(config, promptless_request, ids)
+    # Samples end in any order. A text waits here until all samples before it are shown.
     texts: dict[int, str] = {}
-    shown = 0
+    num_shown = 0
     pace.begin()
     for completion in completions(engine, [request], tokenizer, [args.stop], pace.add):
         texts[completion.sample] = completion.text or ""
-        while shown in texts:
-            yield f"--- {shown + 1} of {args.n} ---\n"
-            yield from (prompt, texts.pop(shown), "\n")
-            shown += 1
+        while num_shown in texts:
+            yield f"--- {num_shown + 1} of {args.n} ---\n"
+            yield from (prompt, texts.pop(num_shown), "\n")
+            num_shown += 1
 
 
 def _engine(
     args: GenerateArgs, model: Decoder, prompt_tokens: int, draft: Decoder | None
 ) -> Engine:
+    """Create an engine with room for the prompt and its continuation, compiled if requested."""
     import torch
 
     from quantkit.runtime.engine import Engine
 
+    if args.int8_cache:
+        cache_dtype = torch.int8
+    else:
+        cache_dtype = None
     engine = Engine(
         model,
         prompt_tokens + args.max_new_tokens,
         slots=args.slots,
-        cache_dtype=torch.int8 if args.int8_cache else None,
+        cache_dtype=cache_dtype,
         compiled=args.compiled,
         draft=draft,
         draft_tokens=args.draft_tokens,
@@ -184,25 +194,30 @@ def _engine(
 
 
 def _prompt(args: GenerateArgs) -> str:
-    """Return the prompt; from a file, without the newline at its end. Raises `RequestError` if the
+    """Read the prompt; from a file, without the newline at its end. Raises `RequestError` if the
     file cannot be read, is not UTF-8, or is empty.
     """
     file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
         return args.prompt or args.text or ""
     try:
-        prompt = read_input(file, "prompt").decode().removesuffix("\n").removesuffix("\r")
+        text = read_input(file, "prompt").decode()
     except UnicodeDecodeError as error:
         raise RequestError(
             "the prompt is not UTF-8 text", path=file, found=f"byte {error.start}"
         ) from error
+    # Editors and `echo` end a text with a newline, or with CR and LF on Windows. The model would
+    # continue the empty line after it.
+    prompt = text.removesuffix("\n").removesuffix("\r")
     if not prompt:
         raise RequestError("the prompt is empty", path=file)
     return prompt
 
 
 def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+    """Tokenize the prompt, and cut off its beginning if --truncate allows that."""
     ids = text_ids(tokenizer, prompt, specials=True)
+    # The XLA engine refuses sequences beyond this length, where some rotary scalings change.
     if args.backend == "xla":
         max_tokens = config.max_unscaled_context
     else:
@@ -241,40 +256,45 @@ def _print(
     lines = [f"prompt: {prompt_tokens} tokens"]
     if pace.first_after is not None:
         lines[0] += f", first token after {pace.first_after:.3f} s"
-    lines.append(
-        f"generated: {pace.tokens} tokens" + (f", {pace.rate:.1f} tokens/s" if pace.rate else "")
-    )
+    generated = f"generated: {pace.tokens} tokens"
+    if pace.rate:
+        generated += f", {pace.rate:.1f} tokens/s"
+    lines.append(generated)
     if engine is not None and engine.num_proposed_tokens:
         lines.append(
             f"proposed: {engine.num_proposed_tokens} tokens,"
             f" {engine.num_accepted_tokens / engine.num_proposed_tokens:.0%} accepted"
         )
     elif pace.rate and engine is not None and args.n == 1:
-        # Each token reads all weights.
+        # Each token reads all weights once, so the rate of tokens is also a rate of memory. That is
+        # not so with proposals or several samples, where one reading serves several tokens.
         from quantkit.evals.timing import bandwidth, weight_bytes
 
         model = engine.model
-        read = weight_bytes(model) * pace.rate
-        possible = bandwidth(model.device)
+        read_rate = weight_bytes(model) * pace.rate
+        max_rate = bandwidth(model.device)
         lines.append(
-            f"weights: {read / 1e9:.1f} of {possible / 1e9:.1f} GB/s, {read / possible:.0%} of the"
-            " memory's bandwidth"
+            f"weights: {read_rate / 1e9:.1f} of {max_rate / 1e9:.1f} GB/s,"
+            f" {read_rate / max_rate:.0%} of the memory's bandwidth"
         )
     for line in lines:
         mention(line, err=True)
 
 
 def file_job(args: GenerateArgs) -> FileJob:
-    """Return the job for a file of prompts. Raises `RequestError` for invalid options."""
+    """Create the job for a file of prompts. Raises `RequestError` for invalid options."""
+    # `GenerateArgs.validate` has required both.
     assert args.prompts is not None and args.output is not None
+    prompts_path = as_path("prompts", args.prompts)
+    output: Path | Callable[[Mapping[str, Any]], None]
+    if args.output == STDIN:
+        output = partial(_print_line, raw=args.raw)
+    else:
+        output = as_path("output", args.output)
     return FileJob(
         args.path,
-        as_path("prompts", args.prompts),
-        (
-            partial(_print_line, raw=args.raw)
-            if args.output == STDIN
-            else as_path("output", args.output)
-        ),
+        prompts_path,
+        output,
         args.continuation(),
         template=args.template,
         truncate=args.truncate,
@@ -299,16 +319,19 @@ def run_file(job: FileJob, group: ProcessGroup) -> None:
     pace = Pace(at_once=0)
 
     def rate() -> str | None:
+        """Format the speed so far, for the progress."""
         if pace.rate is None:
             return None
         return f"{pace.rate:.0f} tokens/s"
 
     with ProgressDisplay(show=group.is_rank0, details=rate) as progress:
-        made = job.run(tp=group, progress=progress, counted=pace.add)
+        result = job.run(tp=group, progress=progress, counted=pace.add)
     if group.is_rank0:
-        say(made.lines(), err=made.output is None)
+        # Without a file the results themselves are on stdout.
+        say(result.lines(), err=result.output is None)
 
 
 def _print_line(line: Mapping[str, Any], *, raw: bool) -> None:
+    """Print a result as a JSON line."""
     raise_if_interrupted()
     print_generated_json(encode_line(line), raw=raw)

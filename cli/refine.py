@@ -40,21 +40,27 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **params: Any) -
 
     from quantkit.jobs.refine.refine import refine as job
 
+    # With --delta alone the job writes only the changes, to a file.
     if dst is not None:
         output = dst
     else:
         output = params["delta"]
-    with together({**params, "against": None}, params["device"]) as group:
+    # Each machine may have the float model in another folder.
+    common_options = {**params, "against": None}
+    with together(common_options, params["device"]) as group:
         outputs = Outputs(data, reads=[params["calibration"]], makes=output)
         with ProgressDisplay(show=group.is_rank0) as progress:
 
             def begin(estimate: Any) -> None:
+                """Print what the job takes, and show its progress by its steps."""
                 note(estimate.line())
                 progress.expect(estimate.steps)
 
-            made = job(quantized, dst, **params, group=group, on_estimate=begin, progress=progress)
+            result = job(
+                quantized, dst, **params, group=group, on_estimate=begin, progress=progress
+            )
     if group.is_rank0:
-        _report(outputs, made)
+        _report(outputs, result)
 
 
 @click.command("apply-delta", cls=Command)
@@ -78,11 +84,13 @@ def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | N
 
     outputs = Outputs(data, reads=[delta], makes=dst)
     with ProgressDisplay() as progress:
-        made = job(model, delta, dst, resume=resume, progress=progress)
-    _report(outputs, made)
+        result = job(model, delta, dst, resume=resume, progress=progress)
+    _report(outputs, result)
 
 
 def _report(outputs: Outputs, result: Any) -> None:
+    """Report what a command has written, with the notes on it."""
+    # Its lines go to stderr if JSON goes to stdout, so programs can read that.
     for line in result.notes:
         note(line)
     for line in result.lines():

@@ -137,26 +137,31 @@ def serve(path: Path, log: Path | None, **params: Any) -> None:
     from quantkit.serve.server import serve as job
 
     requested = ServeOptions(**params)
-    on_stdout = str(log) == STDOUT
-    if on_stdout:
+    log_on_stdout = str(log) == STDOUT
+    if log_on_stdout:
         require_stdout()
     with ExitStack() as stack:
+        # The log is opened before minutes may be spent on loading a model.
         if log is None:
-            lines = None
+            write_log = None
         else:
-            lines = stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
+            log_file = LogFile(sys.stdout.fileno() if log_on_stdout else log)
+            write_log = stack.enter_context(log_file).write
         with ProgressDisplay() as progress:
             for_serving = load_for_serving(path, requested, progress=progress)
 
-        def began(address: str) -> None:
-            mention(f"serving {for_serving.name} at {address}/v1; Ctrl-C ends it", err=on_stdout)
+        def announce(address: str) -> None:
+            """Print the addresses. A log on stdout has JSON lines alone, so they go to stderr."""
+            mention(
+                f"serving {for_serving.name} at {address}/v1; Ctrl-C ends it", err=log_on_stdout
+            )
             if for_serving.no_chat is None:
-                mention(f"chat with it in a browser: {address}/", err=on_stdout)
+                mention(f"chat with it in a browser: {address}/", err=log_on_stdout)
             else:
                 template = "--template NAME adds one"
                 mention(
                     f"it has no chat template: only {address}/v1/completions answers; {template}",
-                    err=on_stdout,
+                    err=log_on_stdout,
                 )
 
-        job(for_serving, requested, began, log=None if lines is None else lines.write)
+        job(for_serving, requested, announce, log=write_log)

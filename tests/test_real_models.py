@@ -1,5 +1,5 @@
-"""The runner of `scripts/peers/real_models.py`: what it keeps, what it runs again, and that a failure
-cannot pass.
+"""The runner of `scripts/peers/real_models.py`: what it keeps, what it runs again, and that a
+failure cannot pass.
 """
 
 from __future__ import annotations

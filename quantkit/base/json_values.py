@@ -292,6 +292,10 @@ def finite(value: object) -> Any:
     return value
 
 
+# The largest number that rounds to a finite float32: half a unit above the largest float32.
+_MAX_FLOAT32 = (2 - 2**-24) * 2.0**127
+
+
 def shortest(value: Any) -> Any:
     """Replace a number that was stored as float32 by the shortest decimal that rounds to it; leave
     any other value unchanged.
@@ -310,7 +314,8 @@ def shortest(value: Any) -> Any:
     # Nine significant digits identify every float32.
     for digits in range(1, 10):
         decimal = float(f"{value:.{digits}g}")
-        if struct.pack("<f", decimal) == stored:
+        # The largest numbers, rounded up to few digits, are beyond the range of float32.
+        if abs(decimal) <= _MAX_FLOAT32 and struct.pack("<f", decimal) == stored:
             return decimal
     return value
 

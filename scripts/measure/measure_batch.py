@@ -1,7 +1,8 @@
 """Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in
 Markdown.
 
-    python scripts/measure/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON [--vllm-eager]]
+    python scripts/measure/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON
+    [--vllm-eager]]
         [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt
         16] [--new 16]
 

@@ -1,7 +1,7 @@
 """Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
-    python scripts/measure/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b] [--schemes
-    int4-g128 int4-g32]
+    python scripts/measure/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b]
+    [--schemes int4-g128 int4-g32]
         [--modes exact fast] [--rounds 7] [--measures decode] [--head SCHEME] [--plot OUT.png]
 
 Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has

@@ -1,15 +1,16 @@
 """Compare `quantkit serve` under load with llama.cpp's llama-server, and with vLLM: tables in
 Markdown.
 
-    python scripts/measure/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf [--vllm PYTHON]
-    [--backends cpu-fast]
+    python scripts/measure/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf [--vllm
+    PYTHON] [--backends cpu-fast]
         [--clients 1 4 8 16 32] [--slots 8] [--arrivals 0.5 0.8] [--seconds 30] [--rounds 3] [--seed
         0] [--json OUT]
-    python scripts/measure/measure_serve.py --make FOLDER        # random weights of TinyLlama's shape, with
+    python scripts/measure/measure_serve.py --make FOLDER        # random weights of TinyLlama's
+                                                                 shape, with
                                                          a tokenizer
 
-`scripts/peers/llama_server.sh` builds LLAMA_SERVER, and `peer_llamacpp.py` makes the GGUF file of that
-shape. Requests are streamed completions of random token ids, greedy, with lengths that are
+`scripts/peers/llama_server.sh` builds LLAMA_SERVER, and `peer_llamacpp.py` makes the GGUF file of
+that shape. Requests are streamed completions of random token ids, greedy, with lengths that are
 log-uniform in `--prompt` and `--new`; every answer has its full length: quantkit's folder is served
 without its end tokens, the others ignore them. All servers get the same requests and the same
 threads. They run one at a time: those that are not measured are stopped by SIGSTOP, and rounds take

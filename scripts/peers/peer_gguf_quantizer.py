@@ -1,15 +1,15 @@
 """Hold quantkit's reading of files that llama.cpp's own quantizer made against the gguf package and
 llama.cpp.
 
-    .venv/bin/python scripts/peers/peer_gguf_quantizer.py PYTHON OUT FOLDER... [--kinds Q4_0 Q8_0 Q4_K_M
-    Q6_K]
+    .venv/bin/python scripts/peers/peer_gguf_quantizer.py PYTHON OUT FOLDER... [--kinds Q4_0 Q8_0
+    Q4_K_M Q6_K]
 
 Each folder's model is written as a float16 file in OUT, which PYTHON, with llama-cpp-python,
 quantizes. Every tensor must be what the gguf package dequantizes it to: to the bit in float32,
 rounded once where it is read in another type; with the codes counted that were read as such. Logits
 of 200 tokens are compared with llama.cpp's, which rounds activations to 8 bits. Prints a table in
-Markdown, and exits with 1 if a tensor differs or KL is out of its bound. `scripts/peers/peer_gguf.py
-make` makes folders.
+Markdown, and exits with 1 if a tensor differs or KL is out of its bound.
+`scripts/peers/peer_gguf.py make` makes folders.
 """
 
 from __future__ import annotations

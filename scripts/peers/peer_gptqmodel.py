@@ -1,7 +1,7 @@
 """GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of them.
 
-    PEER scripts/peers/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym]
-    [--act-order]
+    PEER scripts/peers/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq
+    [--asym] [--act-order]
         [--tokens FILE]
     PEER scripts/peers/peer_gptqmodel.py weights FOLDER FILE
     python scripts/peers/peer_gptqmodel.py compare FOLDER FILE

@@ -1,6 +1,7 @@
 """Measure how readable the Python code is, and fail if a measure got worse than the recorded one.
 
-    python scripts/release/check_style.py             # compare with the limits in scripts/release/style.toml
+    python scripts/release/check_style.py             # compare with the limits in
+                                                      scripts/release/style.toml
     python scripts/release/check_style.py --update    # record better measures as the new limits
     python scripts/release/check_style.py FOLDER...   # print the measures of any code
 

@@ -8,9 +8,10 @@ that the test starts, and the whole suite runs once. A place that is reached whi
 is made belongs to every test that uses the fixture. Then each mutation is made alone, in another
 copy, and its tests run until one fails.
 
-    python scripts/release/mutation_check.py --state /tmp/mutations.json python scripts/release/mutation_check.py
-    --state /tmp/old.json --repository ../older --count 20 python scripts/release/mutation_check.py --state
-    /tmp/two.json --count 2 --folders quantkit/solver --tests tests/solver
+    python scripts/release/mutation_check.py --state /tmp/mutations.json python
+    scripts/release/mutation_check.py --state /tmp/old.json --repository ../older --count 20 python
+    scripts/release/mutation_check.py --state /tmp/two.json --count 2 --folders quantkit/solver
+    --tests tests/solver
 
 The repository needs its `.venv` with the tests' packages. A run that is stopped goes on where it
 was if the command is repeated. Places are drawn from the repository as it is, so two versions are

@@ -348,6 +348,8 @@ def test_numbers_are_the_decimals_that_they_were() -> None:
         assert json.dumps(shortest(_stored(value))) == json.dumps(value)
     assert _stored(shortest(_stored(1 / 3))) == _stored(1 / 3)
     assert shortest(0.1 + 1e-12) == 0.1 + 1e-12
+    for largest in (3.4028234663852886e38, -3.4028234663852886e38):
+        assert shortest(largest) == float(f"{largest:.8g}")
     assert shortest([_stored(0.1), 3, "a", True]) == [0.1, 3, "a", True]
     assert shortest(1e300) == 1e300
 

@@ -66,7 +66,8 @@ def test_each_architecture_is_in_the_row_of_its_outcome(
 ) -> None:
     page = tmp_path / "models.md"
     page.write_text(
-        "before\n<!-- made by scripts/measure/measure_architectures.py -->\nold\n<!-- end -->\nafter\n"
+        "before\n<!-- made by scripts/measure/measure_architectures.py -->\n"
+        "old\n<!-- end -->\nafter\n"
     )
     monkeypatch.setattr(architecture_table, "PAGE", page)
     found = {

@@ -3,7 +3,8 @@
 vLLM looks for settings by the names that its modules have (`vllm_modules`), not by those of the
 linears on disk. Here its lookup is repeated, and compared with what the settings say of the linears
 that a module holds. Source: vLLM 0.32's `CompressedTensorsConfig`, `AutoGPTQConfig`,
-`AutoAWQConfig` and their helpers; `scripts/measure/measure_vllm.py` compares the result with its loader.
+`AutoAWQConfig` and their helpers; `scripts/measure/measure_vllm.py` compares the result with its
+loader.
 """
 
 from __future__ import annotations

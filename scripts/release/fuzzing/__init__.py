@@ -1,3 +1,3 @@
-"""What `scripts/release/fuzz.py` is made of: base models, mutations, the independent reading, trials,
-workers.
+"""What `scripts/release/fuzz.py` is made of: base models, mutations, the independent reading,
+trials, workers.
 """
