@@ -20,6 +20,7 @@ class Limits:
     layers = 1024
     heads = 2**16
     width = 2**24
+    # The largest signed 32-bit integer.
     context = 2**31 - 1
     experts = 2**12
     eps = (1e-30, 1.0)
@@ -90,7 +91,7 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a linear of an expert is in a tensor that holds all experts of a module.
+    """Where a linear of an expert is in a tensor with all experts of a module.
 
     Attributes:
         name, shape: of that tensor, [E, ...].
@@ -122,7 +123,7 @@ class OpaqueTensor:
             embedding, if it is to be quantized. Empty for all other tensors.
         layer: the number of its block, if it is in one.
         alias: the name of a linear's module in readers, if it differs from the name on disk.
-        stack: of a linear of an expert, where it is in the tensor that holds all of them as long as
+        stack: of a linear of an expert, where it is in the tensor with all of them as long as
             none is quantized.
     """
 
@@ -170,7 +171,7 @@ class ModelConfig:
         run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None
             if nothing does.
         code: the folder with the model's own code, which runs it because the user trusts it; None
-            for code of others.
+            if the model does not need code from its folder.
         media_tokens: the tokens that stand for images, video or sound, of which the model is given
             none.
     """
@@ -223,8 +224,8 @@ class ModelConfig:
 
     @property
     def measurable(self) -> bool:
-        """Return whether the model can be run at all, so that its logits are known: by the decoder
-        or by transformers.
+        """Return whether the decoder or transformers can run the model, so that its logits can be
+        computed.
         """
         return self.runnable or self.run_by is not None
 
@@ -238,32 +239,37 @@ class ModelConfig:
         return tuple(layer.window for layer in self.layers)
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """Return the rotary positions of a layer."""
+        """Choose the rotary positions of a layer by whether it has a window."""
         if self.window_rope and self.layers[layer].window is not None:
             return self.window_rope
         return self.rope
 
     @property
     def features(self) -> frozenset[str]:
-        """Return the fields of the config, and of its layers, that are not at their defaults."""
-        every: tuple[ModelConfig | LayerConfig, ...] = (self, *set(self.layers))
-        return frozenset(
-            field.name
-            for settings in every
-            for field in fields(settings)
-            if field.default not in (MISSING, getattr(settings, field.name))
-            and field.name not in _NOT_COMPUTED
-        )
+        """Collect the fields of the config, and of its layers, that are not at their defaults."""
+        # A set, because the layers of a model are of one or two kinds.
+        parts: tuple[ModelConfig | LayerConfig, ...] = (self, *set(self.layers))
+        names: set[str] = set()
+        for part in parts:
+            for field in fields(part):
+                # A field without a default describes every model, so it is no feature of one.
+                if field.default is MISSING or field.name in _NOT_COMPUTED:
+                    continue
+                if field.default != getattr(part, field.name):
+                    names.add(field.name)
+        return frozenset(names)
 
     @property
     def follows_length(self) -> bool:
         """Return whether rotary angles depend on the length of the sequence."""
-        return any(rope.follows_length for rope in (self.rope, self.window_rope or self.rope))
+        if self.rope.follows_length:
+            return True
+        return self.window_rope is not None and self.window_rope.follows_length
 
     @property
     def rope_switch(self) -> int | None:
-        """Return the longest sequence with LongRoPE's short factors, if longer ones exist: these
-        use other angles at all positions, so that cached keys must be computed again.
+        """Find the longest sequence with LongRoPE's short factors, if longer ones exist: these use
+        other angles at all positions, so that cached keys must be computed again.
         """
         ropes = (self.rope, self.window_rope or self.rope)
         ends = []
@@ -281,16 +287,17 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """Return the maximum length of a sequence: beyond the trained context if the scaling grows
+        """Compute the maximum length of a sequence: beyond the trained context if the scaling grows
         with the length.
         """
-        return int(
-            self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1)
-        )
+        if self.rope.type != "dynamic":
+            return self.max_context
+        # A factor below 1 does not shorten the context that the model was trained with.
+        return int(self.max_context * max(self.rope.factor, 1.0))
 
     def validate(self, path: object) -> ModelConfig:
-        """Return self, checked; raises `CheckpointError` if sizes do not fit, or a token of the
-        config is not in the vocabulary.
+        """Check the config and return it; raises `CheckpointError` if sizes do not fit, or a token
+        of the config is not in the vocabulary.
         """
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
@@ -311,6 +318,7 @@ class ModelConfig:
                 found=self.experts.per_token,
                 expected=f"at most {self.experts.count}",
             )
+        # Dynamic scaling raises a number to the power of head_dim / (head_dim - 2).
         if self.rope.type == "dynamic" and self.head_dim == 2:
             raise CheckpointError(
                 "head_dim must be above 2 for dynamic rope scaling", path=str(path), found=2
@@ -330,16 +338,18 @@ class ModelConfig:
         return replace(self, dtype=dtype)
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """Return the differences between two models except for the float type, such as
+        """List the differences between two models except for the float type, such as
         ``hidden_size 128 against 256``.
         """
+        # Layers are compared one by one below: a message with all of them would be unreadable.
         skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"} | _NOT_COMPUTED
-        found = _list_differences(self, other, skipped) + _list_tensor_differences(
-            self.tensors, other.tensors
-        )
+        differences = _list_differences(self, other, skipped)
+        differences += _list_tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
-            return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
-        return found + _list_layer_differences(self.layers, other.layers)
+            differences.append(f"num_layers {self.num_layers} against {other.num_layers}")
+        else:
+            differences += _list_layer_differences(self.layers, other.layers)
+        return differences
 
 
 _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_tokens"})
@@ -351,81 +361,92 @@ _Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
 def _list_differences(
     part: _Part, other: _Part, skipped: Collection[str] = (), inside: str = ""
 ) -> list[str]:
-    """Return the differences between two configs, or parts of them, field by field."""
-    result = []
+    """List the differences between two configs, or parts of them, field by field."""
+    differences = []
     for field in fields(part):
         if field.name in skipped:
             continue
         first = getattr(part, field.name)
         second = getattr(other, field.name)
         if isinstance(first, _Part) and isinstance(second, _Part):
-            result += _list_differences(first, second, inside=f"{field.name}.")
+            differences += _list_differences(first, second, inside=f"{field.name}.")
         elif first != second:
-            result.append(
+            differences.append(
                 f"{inside}{field.name} {_format_value(first)} against {_format_value(second)}"
             )
-    return result
+    return differences
 
 
 def _list_layer_differences(
     first_layers: tuple[LayerConfig, ...], second_layers: tuple[LayerConfig, ...]
 ) -> list[str]:
-    """Return the differences between layers: one line for each field, with the first layer that
+    """List the differences between layers: one line for each field, with the first layer that
     differs.
     """
-    result = []
+    differences = []
     for field in fields(LayerConfig):
         pairs = []
-        for a, b in zip(first_layers, second_layers, strict=True):
-            pairs.append((getattr(a, field.name), getattr(b, field.name)))
-        places = [index for index, (first, second) in enumerate(pairs) if first != second]
-        if places:
-            first, second = map(_format_value, pairs[places[0]])
-            if len(places) > 1:
-                more = f" and {len(places) - 1} more"
+        for first_layer, second_layer in zip(first_layers, second_layers, strict=True):
+            pairs.append((getattr(first_layer, field.name), getattr(second_layer, field.name)))
+        differing = [index for index, (first, second) in enumerate(pairs) if first != second]
+        if differing:
+            first, second = map(_format_value, pairs[differing[0]])
+            if len(differing) > 1:
+                ending = f" and {len(differing) - 1} more"
             else:
-                more = ""
-            result.append(f"{field.name} {first} against {second} in layer {places[0]}{more}")
-    return result
+                ending = ""
+            differences.append(
+                f"{field.name} {first} against {second} in layer {differing[0]}{ending}"
+            )
+    return differences
 
 
 def _list_tensor_differences(
     first_tensors: tuple[OpaqueTensor, ...] | None, second_tensors: tuple[OpaqueTensor, ...] | None
 ) -> list[str]:
-    """Return the first tensor that one model lacks or has in another shape, and the number of such
+    """Describe the first tensor that one model lacks or has in another shape, and count such
     tensors.
     """
     if first_tensors is None or second_tensors is None:
         if first_tensors is second_tensors:
             return []
         return ["one is known by its tensors only, the other is not"]
-    first, second = (
-        {tensor.name: tensor.shape for tensor in tensors}
-        for tensors in (first_tensors, second_tensors)
-    )
+    first = {tensor.name: tensor.shape for tensor in first_tensors}
+    second = {tensor.name: tensor.shape for tensor in second_tensors}
+    # A union of dicts keeps the order of the tensors, which a set would not.
     differing = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     if not differing:
         return []
-    name, *more = differing
-    shapes = [list(shapes[name]) if name in shapes else "none" for shapes in (first, second)]
-    return [
-        f"tensor '{name}' {shapes[0]} against {shapes[1]}"
-        + (f" and {len(more)} more" if more else "")
-    ]
+    name = differing[0]
+    difference = (
+        f"tensor '{name}' {_format_shape(first.get(name))} against"
+        f" {_format_shape(second.get(name))}"
+    )
+    if len(differing) > 1:
+        difference += f" and {len(differing) - 1} more"
+    return [difference]
+
+
+def _format_shape(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return "none"
+    return str(list(shape))
 
 
 def _format_value(value: object) -> str:
-    """Return a value of a config in messages."""
+    """Format a value of a config for messages."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
+        # JSON files write 10000 as well as 10000.0.
         if value.is_integer() and abs(value) < Limits.context:
             return str(int(value))
         return repr(value)
     if isinstance(value, _Part):
-        return ", ".join(
-            f"{field.name} {_format_value(getattr(value, field.name))}" for field in fields(value)
-        )
+        settings = []
+        for field in fields(value):
+            settings.append(f"{field.name} {_format_value(getattr(value, field.name))}")
+        return ", ".join(settings)
     return str(value)

@@ -1,5 +1,5 @@
 """The tensors of a family's Hugging Face folder, and the canonical tensors that each of them
-holds.
+contains.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quantkit.architectures.topology import Linear, Parameter, parameters
 from quantkit.errors import CheckpointError
 
 EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
+# One tensor for all experts has no number of an expert in its name.
 _STACKED = (
     StackedExperts(
         CANONICAL["expert.gate_up"].replace(".{expert}", ""), ("expert.gate", "expert.up")
@@ -34,7 +35,7 @@ class Place:
         name: the canonical name.
         shape: the canonical shape.
         first, step: its first row on disk, and the distance between rows.
-        expert: its index along the first axis, if the tensor on disk holds all experts.
+        expert: its index along the first axis, if the tensor on disk has all experts.
         head_order: the row on disk for each row of a head, if the order of rotary rows differs.
     """
 
@@ -51,10 +52,10 @@ class DiskTensor:
     """One tensor on disk.
 
     Attributes:
-        places: the canonical tensors that it holds, in order: the rows of several linears of a
+        places: the canonical tensors that it contains, in order: the rows of several linears of a
             block, or those of each expert in turn.
-        stacked: how it holds experts, if it does.
-        linear: the linear whose weight it is; the first one if it holds several.
+        stacked: how it stores experts, if it contains all of a layer.
+        linear: the linear whose weight it is; the first one if there are several.
     """
 
     name: str
@@ -100,7 +101,7 @@ class ExpertForm:
 def disk_tensors(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
 ) -> list[DiskTensor]:
-    """Return the tensors of a folder in the order of writing.
+    """List the tensors of a folder in the order of writing.
 
     Args:
         quantized: canonical names of quantized modules; a layer with such an expert stores each
@@ -109,97 +110,97 @@ def disk_tensors(
             mlx-lm.
     """
     if config.tensors is not None:
-        alone = []
+        separate = set(quantized)
         for tensor in config.tensors:
+            # Once any weight is quantized, readers want every linear of such a stack by itself.
             if quantized and tensor.stack is not None and tensor.stack.apart:
-                alone.append(tensor.module)
-        return _opaque_tensors(config, {*quantized, *alone})
+                separate.add(tensor.module)
+        return _opaque_tensors(config, separate)
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
-        return _tensors(
-            config,
-            dict.fromkeys(
-                range(config.num_layers), ExpertForm(stacked=_list_mlx_experts(family, gate))
-            ),
-        )
-    apart = set()
-    for p in parameters(config):
-        if p.expert is not None and p.module in quantized:
-            apart.add(p.layer)
+        joined = ExpertForm(stacked=_list_mlx_experts(family, gate))
+        return _tensors(config, dict.fromkeys(range(config.num_layers), joined))
+    # Codes of different experts are not stored in one tensor, so one quantized expert separates
+    # all experts of its layer.
+    separate_layers = set()
+    for parameter in parameters(config):
+        if parameter.expert is not None and parameter.module in quantized:
+            separate_layers.add(parameter.layer)
     forms = _expert_forms(families()[config.architecture])
-    single = next(form for form in forms if form.names)
-    return _tensors(
-        config,
-        {layer: single if layer in apart else forms[0] for layer in range(config.num_layers)},
-    )
+    separate_form = next(form for form in forms if form.names)
+    form_by_layer = {}
+    for layer in range(config.num_layers):
+        form_by_layer[layer] = separate_form if layer in separate_layers else forms[0]
+    return _tensors(config, form_by_layer)
 
 
 def parameters_as_written(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
 ) -> list[Parameter]:
-    """Every tensor of a model, in the order of `disk_tensors`."""
-    known = {parameter.name: parameter for parameter in parameters(config)}
-    tensors = disk_tensors(config, quantized, joins_experts=joins_experts)
-    result: list[Parameter] = []
-    for tensor in tensors:
+    """List every tensor of a model, in the order of `disk_tensors`."""
+    by_name = {parameter.name: parameter for parameter in parameters(config)}
+    ordered: list[Parameter] = []
+    for tensor in disk_tensors(config, quantized, joins_experts=joins_experts):
         for name in tensor.parts:
-            result.append(known[name])
-    return result
+            ordered.append(by_name[name])
+    return ordered
 
 
 def found_tensors(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object
 ) -> list[DiskTensor]:
-    """Return the tensors that a folder should hold, with its experts in the form that it uses.
+    """List the tensors that a folder should contain, with its experts in the form that it uses.
     `shapes` are those of the existing tensors by name; those of a quantized module under the
     module's name. Raises `CheckpointError` if a layer has its experts in two forms, or more than
     the config says.
     """
     if config.tensors is not None:
-        apart = [
-            tensor.module
-            for tensor in config.tensors
-            if tensor.stack is not None and tensor.stack.name not in shapes
-        ]
-        return _opaque_tensors(config, apart)
+        # The folder splits a stack whose joint tensor is missing.
+        separate = []
+        for tensor in config.tensors:
+            if tensor.stack is not None and tensor.stack.name not in shapes:
+                separate.append(tensor.module)
+        return _opaque_tensors(config, separate)
     if config.experts is None:
         return _tensors(config, {})
     family = families()[config.architecture]
-    known = _expert_forms(family)
-    there = set()
+    possible_forms = _expert_forms(family)
+    # Encoded weights have suffixes: `q_proj.weight_packed` as well as `gate_up_proj_blocks`.
+    stems = set()
     for name in shapes:
-        for stem in (name, name.rpartition(".")[0], name.rpartition("_")[0]):
-            there.add(stem)
+        stems.add(name)
+        stems.add(name.rpartition(".")[0])
+        stems.add(name.rpartition("_")[0])
     count = config.experts.count
-    forms = {}
+    form_by_layer = {}
     for layer, features in enumerate(config.layers):
         if not features.experts:
             continue
-        present = {
-            number: found
-            for number, form in enumerate(known)
-            if (found := [name for name in _names(form, layer, count) if name in there])
-        }
-        if len(present) > 1:
-            one, other, *_ = present.values()
+        stored_names: dict[int, list[str]] = {}
+        for number, form in enumerate(possible_forms):
+            form_names = [name for name in _names(form, layer, count) if name in stems]
+            if form_names:
+                stored_names[number] = form_names
+        if len(stored_names) > 1:
+            first_form, second_form, *_ = stored_names.values()
             raise CheckpointError(
                 f"the experts of layer {layer} are stored in two forms",
                 path=str(path),
-                found=f"'{one[0]}' and '{other[0]}'",
+                found=f"'{first_form[0]}' and '{second_form[0]}'",
                 expected="a tensor for each expert, or one for all",
                 hint="the folder has weight files of two versions of the model",
             )
-        forms[layer] = known[next(iter(present), 0)]
-    _require_no_more_experts(shapes, known, count, path)
-    own_router = family.names.get("router", CANONICAL["router"])
-    renamed = {
-        layer
-        for layer in forms
-        if CANONICAL["router"].format(layer=layer) in there
-        and own_router.format(layer=layer) not in there
-    }
-    return _as_oriented(_tensors(config, forms, renamed), shapes)
+        # Without any expert on disk, errors name the tensors of the family's own form.
+        form_by_layer[layer] = possible_forms[next(iter(stored_names), 0)]
+    _require_no_more_experts(shapes, possible_forms, count, path)
+    family_router = family.names.get("router", CANONICAL["router"])
+    renamed = set()
+    for layer in form_by_layer:
+        has_canonical = CANONICAL["router"].format(layer=layer) in stems
+        if has_canonical and family_router.format(layer=layer) not in stems:
+            renamed.add(layer)
+    return _as_oriented(_tensors(config, form_by_layer, renamed), shapes)
 
 
 _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
@@ -207,40 +208,41 @@ _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """Return what transformers loads wrongly from a folder with quantized modules, in words; None
-    if nothing.
+    """Describe what transformers loads wrongly from a folder with quantized modules; None if
+    nothing.
 
     It expects all experts to be quantized by one scheme, in families that store each float expert
     separately (seen in 5.23). `schemes` are those of quantized modules by canonical name.
     """
-    found = set()
-    for p in parameters(config):
-        if p.expert is not None and p.is_linear_weight:
-            found.add(schemes.get(p.module))
-    if not schemes or not found:
+    expert_schemes = set()
+    for parameter in parameters(config):
+        if parameter.expert is not None and parameter.is_linear_weight:
+            expert_schemes.add(schemes.get(parameter.module))
+    if not schemes or not expert_schemes:
         return None
     if families()[config.architecture].stacked:
-        if found == {None}:
+        if expert_schemes == {None}:
             return None
         return f"quantized experts of {config.architecture}"
-    if len(found) > 1:
+    if len(expert_schemes) > 1:
         return "experts of several schemes"
-    if (scheme := str(next(iter(found)))) in _UNREAD_EXPERTS:
+    scheme = str(next(iter(expert_schemes)))
+    if scheme in _UNREAD_EXPERTS:
         return f"experts in {scheme}"
-    if None in found:
+    if None in expert_schemes:
         return "float experts along with quantized layers"
     return None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
-    """Return the name on disk of the weight of a role outside the layers."""
+    """Build the name on disk of the weight of a role outside the layers."""
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
 def rotary_order(
     head_dim: int, rotary_dim: int | None, *, interleaved: bool
 ) -> tuple[int, ...] | None:
-    """Return the row on disk for each row of a head in canonical order; None if they are the same.
+    """Map each row of a head in canonical order to its row on disk; None if they are the same.
 
     Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary
     positions: the first halves of the rotated rows and of the others, then the second halves.
@@ -249,54 +251,62 @@ def rotary_order(
         rotary_dim: the dimensions of a head that are rotated; None for all.
         interleaved: whether the two rows of a pair are adjacent on disk.
     """
-    turned = rotary_dim or head_dim
-    firsts = range(turned // 2)
-    seconds = range(turned // 2, turned)
+    rotated = rotary_dim or head_dim
+    firsts = range(rotated // 2)
+    seconds = range(rotated // 2, rotated)
     if interleaved:
-        firsts = range(0, turned, 2)
-        seconds = range(1, turned, 2)
-    middle = turned + (head_dim - turned) // 2
-    order = (*firsts, *range(turned, middle), *seconds, *range(middle, head_dim))
+        firsts = range(0, rotated, 2)
+        seconds = range(1, rotated, 2)
+    middle = rotated + (head_dim - rotated) // 2
+    order = (*firsts, *range(rotated, middle), *seconds, *range(middle, head_dim))
     if order == tuple(range(head_dim)):
         return None
     return order
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
-    """Return the forms in which a family's experts are read, its own form first."""
-    own = {role: family.names.get(role, CANONICAL[role]) for role in EXPERT_ROLES}
-    canonical = {role: CANONICAL[role] for role in EXPERT_ROLES}
+    """List the forms in which a family's experts are read, its own form first."""
+    family_names = {role: family.names.get(role, CANONICAL[role]) for role in EXPERT_ROLES}
+    canonical_names = {role: CANONICAL[role] for role in EXPERT_ROLES}
+    forms: list[ExpertForm] = []
     if family.stacked:
-        forms = [ExpertForm(stacked=family.stacked)]
-    else:
-        forms = []
-    forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
-    joined = dict.fromkeys(
-        _list_mlx_experts(family, names["expert.gate"]) for names in (own, canonical)
+        forms.append(ExpertForm(stacked=family.stacked))
+    forms.append(ExpertForm(family_names))
+    if canonical_names != family_names:
+        forms.append(ExpertForm(canonical_names))
+    if not family.stacked:
+        forms.append(ExpertForm(stacked=_STACKED))
+    # A dict drops the second form if both names of the gate lead to the same one, and keeps the
+    # order.
+    mlx_forms = dict.fromkeys(
+        (
+            _list_mlx_experts(family, family_names["expert.gate"]),
+            _list_mlx_experts(family, canonical_names["expert.gate"]),
+        )
     )
-    if family.stacked:
-        forms += []
-    else:
-        forms += [ExpertForm(stacked=_STACKED)]
-    return [*forms, *(ExpertForm(stacked=stacked) for stacked in joined)]
+    for stacked in mlx_forms:
+        forms.append(ExpertForm(stacked=stacked))
+    return forms
 
 
 def _list_mlx_experts(family: Family, gate: str) -> tuple[StackedExperts, ...]:
-    """Return the experts of a layer in mlx-lm: one module of all experts for each role. `gate` is
+    """List the experts of a layer in mlx-lm: one module of all experts for each role. `gate` is
     the name of an expert's gate where each expert is a separate module.
     """
+    # mlx-lm calls the module `switch_mlp`, except in families that stack their experts themselves.
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
-    modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in EXPERT_ROLES]
-    pairs = zip(EXPERT_ROLES, modules, strict=True)
-    return tuple(
-        StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias") for role, module in pairs
-    )
+    stacked_experts = []
+    for role in EXPERT_ROLES:
+        module = f"{bank}.{CANONICAL[role].rpartition('.')[2]}"
+        stacked_experts.append(StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias"))
+    return tuple(stacked_experts)
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
-    """Return the possible names of a layer's experts in a form."""
-    biases = [stacked.bias for stacked in form.stacked if stacked.bias is not None]
-    templates = [*form.names.values(), *(stacked.name for stacked in form.stacked), *biases]
+    """List the possible names of a layer's experts in a form."""
+    templates = [*form.names.values()]
+    templates += [stacked.name for stacked in form.stacked]
+    templates += [stacked.bias for stacked in form.stacked if stacked.bias is not None]
     if form.names:
         experts = range(count)
     else:
@@ -312,17 +322,20 @@ def _require_no_more_experts(
     names: Collection[str], forms: Sequence[ExpertForm], count: int, path: object
 ) -> None:
     """Refuse a tensor of an expert beyond those of the config."""
-    templates = [re.escape(name) for form in forms for name in form.names.values()]
-    patterns = [
-        name.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)") for name in templates
-    ]
-    numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
+    patterns = []
+    for form in forms:
+        for template in form.names.values():
+            # `re.escape` also escapes the braces of the placeholders.
+            pattern = re.escape(template).replace(r"\{layer\}", r"\d+")
+            pattern = pattern.replace(r"\{expert\}", r"(\d+)")
+            patterns.append(rf"(?:{pattern})\..*")
+    expert_name = re.compile("|".join(patterns))
     for name in sorted(names):
-        match = numbered.fullmatch(name)
-        if match:
-            expert = next((int(number[:18]) for number in match.groups() if number), 0)
-        else:
-            expert = 0
+        match = expert_name.fullmatch(name)
+        if match is None or match.lastindex is None:
+            continue
+        # Python refuses to parse very long numbers; 18 digits are beyond any count of experts.
+        expert = int(match[match.lastindex][:18])
         if expert >= count:
             raise CheckpointError(
                 f"tensor '{name}' belongs to an expert beyond those of the config",
@@ -334,84 +347,93 @@ def _require_no_more_experts(
 
 
 def group_stacked_experts(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
-    """Return the linears of experts of a model that is known by its tensors, expert by expert, by
+    """Group the linears of experts of a model that is known by its tensors, expert by expert, by
     the tensor for all.
     """
-    found: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
+    groups: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
     for tensor in config.tensors or ():
         if tensor.stack is not None:
-            found[tensor.stack.name].append((tensor, tensor.stack))
-    return {
-        name: sorted(parts, key=lambda part: (part[1].expert, part[1].first))
-        for name, parts in found.items()
-    }
+            groups[tensor.stack.name].append((tensor, tensor.stack))
+    for parts in groups.values():
+        parts.sort(key=lambda part: (part[1].expert, part[1].first))
+    return dict(groups)
 
 
 def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[DiskTensor]:
-    """Return the tensors of a model of unknown architecture: their names on disk are canonical,
+    """List the tensors of a model of unknown architecture: their names on disk are canonical,
     except of experts that are one tensor, because none of them is quantized.
     """
-    stacks = {
-        name: parts
-        for name, parts in group_stacked_experts(config).items()
-        if not any(tensor.module in quantized for tensor, _ in parts)
-    }
-    found: dict[str, DiskTensor] = {}
+    stacks = {}
+    for name, parts in group_stacked_experts(config).items():
+        if not any(tensor.module in quantized for tensor, _ in parts):
+            stacks[name] = parts
+    disk: dict[str, DiskTensor] = {}
     for tensor, parameter in zip(config.tensors or (), parameters(config), strict=True):
         stack = tensor.stack
         if stack is None or stack.name not in stacks:
             place = Place(parameter.name, parameter.shape)
-            found[parameter.name] = DiskTensor(
+            disk[parameter.name] = DiskTensor(
                 parameter.name, parameter.shape, (place,), linear=parameter.linear
             )
-        elif stack.name not in found:
-            parts = stacks[stack.name]
-            places = tuple(
-                Place(one.name, one.shape, at.first, at.step, at.expert) for one, at in parts
-            )
-            held = StackedExperts(
-                stack.name, (), stack.transposed, any(at.step > 1 for _, at in parts)
-            )
-            found[stack.name] = DiskTensor(stack.name, stack.shape, places, held)
-    return list(found.values())
+        # All parts of a stack go to the position of its first part in the file.
+        elif stack.name not in disk:
+            disk[stack.name] = _build_stacked_tensor(stack, stacks[stack.name])
+    return list(disk.values())
+
+
+def _build_stacked_tensor(stack: Stack, parts: Sequence[tuple[OpaqueTensor, Stack]]) -> DiskTensor:
+    """Describe the tensor on disk that contains all linears of `parts`."""
+    places = []
+    interleaved = False
+    for tensor, place in parts:
+        places.append(Place(tensor.name, tensor.shape, place.first, place.step, place.expert))
+        # Rows of several linears alternate where a linear's rows are not adjacent.
+        interleaved = interleaved or place.step > 1
+    stacked = StackedExperts(stack.name, (), stack.transposed, interleaved)
+    return DiskTensor(stack.name, stack.shape, tuple(places), stacked)
 
 
 def _as_oriented(
     tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[DiskTensor]:
-    """Tensors with the orientation of stacked experts that the folder uses.
+    """Turn stacked experts to the orientation that the folder uses.
 
     Shapes show which axis comes first; a square tensor follows the other one of its layer. Encoded
     ones, which have no tensor under their own name, have outputs first.
     """
-    turned = {}
+    transposed_tensors = {}
+    transposed_layers = set()
     for tensor in tensors:
-        if tensor.stacked is not None and len(tensor.shape) == 3:
-            experts, rows, columns = tensor.shape
-            stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
-            turned[tensor.name] = replace(tensor, shape=(experts, columns, rows), stacked=stacked)
-    oblong = {name: other for name, other in turned.items() if other.shape[-1] != other.shape[-2]}
-    others = {_layer(name) for name, other in oblong.items() if shapes.get(name) == other.shape}
-    result = []
+        if tensor.stacked is None or len(tensor.shape) != 3:
+            continue
+        experts, rows, columns = tensor.shape
+        stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
+        transposed_shape = (experts, columns, rows)
+        transposed_tensors[tensor.name] = replace(tensor, shape=transposed_shape, stacked=stacked)
+        # The shape of a square matrix does not tell its orientation.
+        if rows != columns and shapes.get(tensor.name) == transposed_shape:
+            transposed_layers.add(_layer(tensor.name))
+    oriented = []
     for tensor in tensors:
-        other = turned.get(tensor.name, tensor)
+        transposed = transposed_tensors.get(tensor.name, tensor)
         shape = shapes.get(tensor.name)
-        encoded = shape is None and tensor.stacked is not None and tensor.stacked.transposed
-        result.append(
-            other if encoded or (shape == other.shape and _layer(tensor.name) in others) else tensor
-        )
-    return result
+        if shape is None:
+            use_transposed = tensor.stacked is not None and tensor.stacked.transposed
+        else:
+            use_transposed = shape == transposed.shape and _layer(tensor.name) in transposed_layers
+        oriented.append(transposed if use_transposed else tensor)
+    return oriented
 
 
 def _layer(name: str) -> str:
-    """Return the common prefix of a layer's stacked tensors."""
+    """Cut the common prefix of a layer's stacked tensors out of a name."""
     return name.rpartition(".")[0]
 
 
 def _tensors(
     config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()
 ) -> list[DiskTensor]:
-    """Return the tensors on disk, in the order of their first parts among a model's parameters.
+    """List the tensors on disk, in the order of their first parts among a model's parameters.
     `forms` are those of the experts by layer; in the layers of `renamed`, the router has its
     canonical name.
     """
@@ -430,8 +452,9 @@ def _tensors(
                     else:
                         template = stacked.bias or stacked.name + "_bias"
                     return template.format(layer=parameter.layer), stacked
-        own = parameter.role == "router" and parameter.layer in renamed
-        return parameter.name if own else _name(family, form, parameter), None
+        if parameter.role == "router" and parameter.layer in renamed:
+            return parameter.name, None
+        return _name(family, form, parameter), None
 
     return build_disk_tensors(config, locate_parameter, interleaved=family.interleaved_rotary)
 
@@ -442,31 +465,32 @@ def build_disk_tensors(
     *,
     interleaved: bool,
 ) -> list[DiskTensor]:
-    """Return the tensors on disk that hold a model's canonical ones, in the order of their first
-    parts.
+    """Group a model's canonical tensors into those on disk, in the order of their first parts.
 
     Args:
-        held: the tensor on disk that holds a canonical one, and how it holds experts, if it does.
+        locate_parameter: returns the name of the tensor on disk that contains a canonical one, and
+            how it stores experts, if it does.
         interleaved: whether the two rows of a rotary pair are adjacent.
     """
-    dims = [config.rope_of(layer).rotary_dim for layer in range(config.num_layers)]
+    # Rotary dimensions may differ between layers with and without a window.
     orders = []
-    for turned in dims:
-        orders.append(rotary_order(config.head_dim, turned, interleaved=interleaved))
+    for layer in range(config.num_layers):
+        rotary_dim = config.rope_of(layer).rotary_dim
+        orders.append(rotary_order(config.head_dim, rotary_dim, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         name, stacked = locate_parameter(parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
-    return [
-        _disk_tensor(
-            name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer]
-        )
-        for name, (stacked, parts) in groups.items()
-    ]
+    tensors = []
+    for name, (stacked, parts) in groups.items():
+        part_layer = parts[0].layer
+        order = None if part_layer is None else orders[part_layer]
+        tensors.append(_disk_tensor(name, stacked, parts, order))
+    return tensors
 
 
 def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
-    """Return the name of a tensor that does not hold all experts."""
+    """Build the name on disk of a tensor that does not contain all experts."""
     linear = parameter.linear
     if form is not None and parameter.role in form.names:
         template = form.names[parameter.role]
@@ -488,40 +512,41 @@ def _disk_tensor(
     parts: Sequence[Parameter],
     order: tuple[int, ...] | None,
 ) -> DiskTensor:
-    """Return the tensor on disk that holds some canonical ones; `order` is that of its layer's
+    """Describe the tensor on disk that contains some canonical ones; `order` is that of its layer's
     rotary rows, see `rotary_order`.
     """
     if stacked is None:
         rows = 0
         places = []
         for part in parts:
+            # Norms of queries and keys multiply rotated dimensions, so their weights are permuted
+            # with the rows.
             rotary = part.rotary or part.role in ("attention.q_norm", "attention.k_norm")
             places.append(Place(part.name, part.shape, rows, head_order=order if rotary else None))
             rows += part.shape[0]
+        # A tensor with a single part may have any number of dimensions, even none.
         if len(parts) == 1:
             shape = parts[0].shape
         else:
             shape = (rows, *parts[0].shape[1:])
-        return DiskTensor(
-            name,
-            shape,
-            tuple(places),
-            linear=parts[0].linear if parts[0].is_linear_weight else None,
-        )
-    roles = [part for part in parts if part.expert == parts[0].expert]
+        linear = parts[0].linear if parts[0].is_linear_weight else None
+        return DiskTensor(name, shape, tuple(places), linear=linear)
+    expert_parts = [part for part in parts if part.expert == parts[0].expert]
     firsts = {}
     rows = 0
-    for number, part in enumerate(roles):
+    for number, part in enumerate(expert_parts):
         firsts[part.role] = number if stacked.interleaved else rows
         rows += part.shape[0]
-    step = len(roles) if stacked.interleaved else 1
-    found = tuple(
-        Place(part.name, part.shape, firsts[part.role], step, part.expert) for part in parts
-    )
-    matrix = (rows, *parts[0].shape[1:])
-    experts = len(parts) // len(roles)
+    step = len(expert_parts) if stacked.interleaved else 1
+    places = []
+    for part in parts:
+        places.append(Place(part.name, part.shape, firsts[part.role], step, part.expert))
+    matrix: tuple[int, ...] = (rows, *parts[0].shape[1:])
+    experts = len(parts) // len(expert_parts)
+    # Biases are vectors, which have no orientation.
     if len(matrix) == 1:
-        return DiskTensor(name, (experts, rows), found, replace(stacked, transposed=False))
-    return DiskTensor(
-        name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked
-    )
+        unoriented = replace(stacked, transposed=False)
+        return DiskTensor(name, (experts, rows), tuple(places), unoriented)
+    if stacked.transposed:
+        matrix = matrix[::-1]
+    return DiskTensor(name, (experts, *matrix), tuple(places), stacked)

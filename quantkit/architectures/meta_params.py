@@ -67,29 +67,36 @@ def config_from_meta(
         UnsupportedError: for unknown keys.
     """
     settings = Settings(params, path)
-    where = settings.path
+    path_text = settings.path
     if "hidden_size" in params or "model_type" in params:
         raise CheckpointError(
             "holds Hugging Face keys",
-            path=where,
+            path=path_text,
             found="'hidden_size'",
             expected="Meta's 'dim'",
             hint="a config.json renamed to params.json? rename it back",
         )
     for key in ("quantization_args", "lora_args"):
         if params.get(key):
-            raise UnsupportedError(f"the checkpoint is quantized already ({key})", path=where)
+            raise UnsupportedError(f"the checkpoint is quantized already ({key})", path=path_text)
     if "moe" in params or "vision_chunk_size" in params:
-        raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
-    if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
-        raise UnsupportedError("unknown keys", path=where, found=format_value(unknown))
+        raise UnsupportedError(
+            "mixture-of-experts and vision models are not supported", path=path_text
+        )
+    # Unknown keys are refused, because each may change what the model computes.
+    unknown = sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"})
+    if unknown:
+        raise UnsupportedError("unknown keys", path=path_text, found=format_value(unknown))
     if settings.has("vocab_size"):
-        stated = settings.integer("vocab_size", -1, Limits.width)
+        listed_vocab_size = settings.integer("vocab_size", -1, Limits.width)
     else:
-        stated = -1
-    if stated not in (-1, vocab_size):
+        listed_vocab_size = -1
+    if listed_vocab_size not in (-1, vocab_size):
         raise CheckpointError(
-            "vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size
+            "vocab_size disagrees with the embedding",
+            path=path_text,
+            found=listed_vocab_size,
+            expected=vocab_size,
         )
     heads = settings.integer("n_heads", 1, Limits.heads)
     dim = settings.integer("dim", 1, Limits.width)
@@ -99,6 +106,15 @@ def config_from_meta(
     context = _family_context(rope, norm_eps)
     if settings.has("max_seq_len"):
         context = settings.integer("max_seq_len", 1, Limits.context)
+    # Llama 2's smaller models do not state the number of KV heads: they have as many as heads.
+    if settings.has("n_kv_heads"):
+        kv_heads = settings.integer("n_kv_heads", 1, Limits.heads)
+    else:
+        kv_heads = heads
+    if settings.has("head_dim"):
+        head_dim = settings.integer("head_dim", 1, Limits.heads)
+    else:
+        head_dim = dim // heads
     return ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
@@ -106,12 +122,8 @@ def config_from_meta(
         intermediate_size=intermediate_size,
         layers=(LayerConfig(),) * layers,
         num_heads=heads,
-        num_kv_heads=settings.integer("n_kv_heads", 1, Limits.heads)
-        if settings.has("n_kv_heads")
-        else heads,
-        head_dim=settings.integer("head_dim", 1, Limits.heads)
-        if settings.has("head_dim")
-        else dim // heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         norm_eps=norm_eps,
         rope=rope,
         max_context=context,
@@ -123,28 +135,23 @@ def config_from_meta(
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
-    """Meta's params.json for a model that the Meta format can hold; raises `UnsupportedError` if
-    the model has features, a head size or a rope scaling that Meta's format cannot state.
+    """Write Meta's params.json for a model; raises `UnsupportedError` if the model has features, a
+    head size or a rope scaling that Meta's format cannot state.
     """
-    blend = (
-        config.rope.low_freq_factor,
-        config.rope.high_freq_factor,
-        config.rope.original_context,
-    )
-    reasons = {}
+    rope = config.rope
+    # Several features have the same description, which a dict keeps once.
+    lost: dict[str, None] = {}
     for feature in sorted(config.features):
-        reasons[_NOT_IN_META.get(feature, feature.replace("_", " "))] = True
-    reasons |= {
-        "a head size other than dim / n_heads": config.head_dim * config.num_heads
-        != config.hidden_size,
-        "partial rotary positions": config.rope.rotary_dim is not None,
-        "queries scaled by position": config.rope.query_scaling_beta is not None,
-        f"{config.rope.type} rope scaling": (
-            config.rope.type not in ("default", "llama3")
-            or (config.rope.type == "llama3" and blend != (1.0, 4.0, _SCALED_ROPE_ORIGINAL_CONTEXT))
-        ),
-    }
-    if lost := [name for name, present in reasons.items() if present]:
+        lost[_NOT_IN_META.get(feature, feature.replace("_", " "))] = None
+    if config.head_dim * config.num_heads != config.hidden_size:
+        lost["a head size other than dim / n_heads"] = None
+    if rope.rotary_dim is not None:
+        lost["partial rotary positions"] = None
+    if rope.query_scaling_beta is not None:
+        lost["queries scaled by position"] = None
+    if not _has_meta_scaling(rope):
+        lost[f"{rope.type} rope scaling"] = None
+    if lost:
         raise UnsupportedError(
             f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead"
         )
@@ -157,25 +164,33 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "multiple_of": multiple_of,
         "norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        "rope_theta": rope.theta,
     }
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
-    if config.rope.type == "llama3":
+    if rope.type == "llama3":
         params["use_scaled_rope"] = True
-        params["rope_scaling_factor"] = config.rope.factor
-    if _family_context(config.rope, config.norm_eps) != config.max_context:
+        params["rope_scaling_factor"] = rope.factor
+    if _family_context(rope, config.norm_eps) != config.max_context:
         # Only if needed: Meta's own code passes it separately.
         params["max_seq_len"] = config.max_context
     return params
 
 
 def find_assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
-    """Return the Llama 3 rope factor that had to be assumed, or None if the file states it."""
-    stated = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
-    if stated:
+    """Find the Llama 3 rope factor that had to be assumed; None if the file states it."""
+    if config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None:
         return None
     return config.rope.factor
+
+
+def _has_meta_scaling(rope: RopeConfig) -> bool:
+    """Return whether Meta's code scales rotary positions in the same way."""
+    if rope.type == "llama3":
+        blend = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
+        # Constants of Meta's code, which params.json does not state.
+        return blend == (1.0, 4.0, _SCALED_ROPE_ORIGINAL_CONTEXT)
+    return rope.type == "default"
 
 
 def _rope(settings: Settings, dim: int) -> RopeConfig:
@@ -185,15 +200,17 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
         theta = 10000.0
     if not settings.flag("use_scaled_rope", False):
         return RopeConfig(theta=theta)
-    if dim >= _LLAMA_31_MIN_WIDTH:
-        assumed = 8.0
-    else:
-        assumed = 32.0
     key = "rope_scaling_factor"
+    if settings.has(key):
+        factor = settings.number(key, *SCALE)
+    elif dim >= _LLAMA_31_MIN_WIDTH:
+        factor = 8.0
+    else:
+        factor = 32.0
     return RopeConfig(
         theta=theta,
         type="llama3",
-        factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
+        factor=factor,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
@@ -201,21 +218,26 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
 
 
 def _family_context(rope: RopeConfig, norm_eps: float) -> int:
-    """Return the training context in tokens; params.json rarely states it, so it follows from the
-    family.
+    """Infer the training context in tokens from the family, because params.json rarely states
+    it.
     """
+    # Llama 3.1 and 3.2.
     if rope.type == "llama3":
         return 131072
+    # Llama 3.
     if rope.theta == 500000.0:
         return 8192
+    # Code Llama.
     if rope.theta == 1000000.0:
         return 16384
+    # Llama 1; Llama 2 has 1e-5.
     if norm_eps == 1e-6:
         return 2048
     return 4096
 
 
 def _ffn_hidden(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    # Meta's code: with three matrices instead of two, 2/3 of 4 * dim keeps the parameter count.
     hidden = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         hidden = int(multiplier * hidden)
@@ -223,8 +245,9 @@ def _ffn_hidden(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_formula(dim: int, hidden: int) -> tuple[int, float | None]:
-    """``multiple_of`` and ``ffn_dim_multiplier`` with which Meta's formula gives `hidden`."""
-    powers = [1 << p for p in range(12, -1, -1)]
+    """Find ``multiple_of`` and ``ffn_dim_multiplier`` with which Meta's formula gives `hidden`."""
+    powers = [1 << exponent for exponent in range(12, -1, -1)]
+    # Meta's usual value comes first, and no multiplier is simpler than one.
     for multiple_of in (256, *powers):
         if _ffn_hidden(dim, multiple_of, None) == hidden:
             return multiple_of, None

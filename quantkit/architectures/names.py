@@ -2,7 +2,7 @@
 llama.cpp's.
 
 Canonical names are those that most Hugging Face folders have, and the decoder's modules; a family
-whose names on disk differ says so in its file. Canonical rows of queries and keys lie in Hugging
+whose names on disk differ says so in its file. Canonical rows of queries and keys have Hugging
 Face's rotary layout (rotate-half).
 """
 
@@ -53,17 +53,24 @@ _TABLE = """
     shared_expert.gate_up    mlp.shared_experts.gate_up_proj    -                -
     shared_expert.down       mlp.shared_experts.down_proj       -                ffn_down_shexp
 """
-_OUTSIDE = ("embedding", "norm", "head")  # of the layers
+# Roles outside the layers, whose names have no prefix of a block.
+_OUTSIDE = ("embedding", "norm", "head")
 
 
 def _column(number: int, block: str) -> dict[str, str]:
-    """Modules by role, as one column of the table names them."""
-    rows = map(str.split, _TABLE.strip().splitlines())
-    result: dict[str, str] = {}
-    for row in rows:
-        if row[number] != "-":
-            result[row[0]] = ("" if row[0] in _OUTSIDE else block) + row[number]
-    return result
+    """Read the modules by role from one column of the table."""
+    modules: dict[str, str] = {}
+    for line in _TABLE.strip().splitlines():
+        row = line.split()
+        role = row[0]
+        module = row[number]
+        if module == "-":
+            continue
+        if role in _OUTSIDE:
+            modules[role] = module
+        else:
+            modules[role] = block + module
+    return modules
 
 
 CANONICAL = _column(1, BLOCK)
@@ -74,20 +81,21 @@ GGUF = _column(3, "blk.{layer}.")
 GPT_FAST = META | dict.fromkeys(
     ("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv"
 )
-"""Meta's, but for queries, keys and values, whose rows lie one below the other in one linear."""
+"""Meta's, except for queries, keys and values, which are one linear in this order of rows."""
 
 EMBEDDING = CANONICAL["embedding"]
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
 
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
+# Older releases of transformers, and Meta's early checkpoints, contain these tables.
 _DERIVED_BUFFERS = re.compile(
     r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attention\.inner_attention\.rope\.freqs)"
 )
 
 
 def expert_bank(module: str) -> str | None:
-    """Return the name of all experts of a layer, if a module is a linear of one of them; None if
-    not.
+    """Find the module of all experts of a layer from a linear of one of them; None for other
+    modules.
     """
     match = _EXPERT.fullmatch(module)
     if match is None:

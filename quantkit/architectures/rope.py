@@ -21,6 +21,7 @@ _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
+# The first models with LongRoPE have this name for it.
 _OLD_NAMES = {"su": "longrope"}
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -36,7 +37,8 @@ _BETA_SLOW = 1.0
 _IGNORED = {"rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor"}
 # Bounds far beyond what is published, within what float32 can compute.
 MAX_THETA = 1e15
-MIN_THETA = 1.001  # with 1 all dimensions would have the same frequency
+# With a base of 1 all dimensions would have the same frequency.
+MIN_THETA = 1.001
 DEFAULT_THETA = 10000.0
 SCALE = (1e-3, 1e6)
 _TURNS = (1e-3, 1e6)
@@ -115,25 +117,35 @@ class RopeConfig:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
             CheckpointError: if a setting that the type needs is missing.
         """
-        whole = Settings(raw, path)
-        settings = [
-            whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)
-        ]
-        inner = next((setting for setting in settings if setting.values), Settings({}, path))
-        stated = inner.values
-        where = whole.path
-        spelled = next((name for name in ("rope_type", "type") if name in stated), None)
-        if spelled is None:
-            kind = "default"
+        file_settings = Settings(raw, path)
+        # Both names are read before the choice, so that a wrong type of either is an error.
+        candidates = []
+        for key in ("rope_scaling", "rope_parameters"):
+            if file_settings.has(key):
+                candidates.append(file_settings.inside(key))
+        rope_settings = Settings({}, path)
+        for candidate in candidates:
+            if candidate.values:
+                rope_settings = candidate
+                break
+        rope_values = rope_settings.values
+        path_text = file_settings.path
+        if "rope_type" in rope_values:
+            kind = rope_settings.string("rope_type")
+        elif "type" in rope_values:
+            kind = rope_settings.string("type")
         else:
-            kind = inner.string(spelled)
+            kind = "default"
         kind = _OLD_NAMES.get(kind, kind)
         if kind not in _REQUIRED:
             raise UnsupportedError(
-                "rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED)
+                "rope type is not supported",
+                path=path_text,
+                found=kind,
+                expected=", ".join(_REQUIRED),
             )
         key = "partial_rotary_factor"
-        part_source = inner if key in stated else whole
+        part_source = rope_settings if key in rope_values else file_settings
         # null is 1, as in transformers
         if partial is None or key in part_source.values:
             default_part = 1.0
@@ -144,54 +156,56 @@ class RopeConfig:
         else:
             part = default_part
         rotated = int(head_dim * part)
+        # Rotation pairs dimensions, so an odd number of them cannot be rotated.
         if part != 1 and (partial is None or rotated < 2 or rotated % 2):
             raise UnsupportedError(
-                "partial rotary embedding is not supported", path=where, found=f"{part:g}"
+                "partial rotary embedding is not supported", path=path_text, found=f"{part:g}"
             )
-        known = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
-        ignored = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
-        if unknown := sorted(set(stated) - known - ignored):
+        kind_keys = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
+        ignored = set(_IGNORED)
+        if query_scaling:
+            ignored |= {_BETA, _CONTEXT}
+        unknown = sorted(set(rope_values) - kind_keys - ignored)
+        if unknown:
             raise UnsupportedError(
-                f"unknown setting of {kind} rope scaling", path=where, found=format_value(unknown)
+                f"unknown setting of {kind} rope scaling",
+                path=path_text,
+                found=format_value(unknown),
             )
         for name in _REQUIRED[kind]:
-            if not inner.has(name):
-                raise CheckpointError(f"rope scaling lacks the key '{name}'", path=where)
-        if "rope_theta" in stated:
-            base = inner
-        else:
-            base = whole
+            if not rope_settings.has(name):
+                raise CheckpointError(f"rope scaling lacks the key '{name}'", path=path_text)
         rope = cls(
-            theta=(
-                base.number("rope_theta", MIN_THETA, MAX_THETA)
-                if base.has("rope_theta")
-                else default_theta
-            ),
+            theta=_read_theta(rope_settings, file_settings, default_theta),
             type=kind,
-            original_context=_original_context(kind, inner, whole),
-            truncate=inner.flag(
-                "truncate", "truncate" not in stated
-            ),  # null is false, as in transformers
+            original_context=_original_context(kind, rope_settings, file_settings),
+            # null is false, as in transformers
+            truncate=rope_settings.flag("truncate", "truncate" not in rope_values),
             rotary_dim=None if part == 1 else rotated,
-            query_scaling_beta=inner.number(_BETA, 0, 1e3) if inner.has(_BETA) else None,
-            short_factor=inner.numbers("short_factor", *SCALE) if "short_factor" in known else None,
-            long_factor=inner.numbers("long_factor", *SCALE) if "long_factor" in known else None,
-            **{
-                name: inner.number(name, *_BOUNDS[name])
-                for name in known - _LISTS - {"truncate"}
-                if inner.has(name)
-            },
         )
-        rope._require_order(where)
+        if rope_settings.has(_BETA):
+            rope = replace(rope, query_scaling_beta=rope_settings.number(_BETA, 0, 1e3))
+        if kind == "longrope":
+            rope = replace(
+                rope,
+                short_factor=rope_settings.numbers("short_factor", *SCALE),
+                long_factor=rope_settings.numbers("long_factor", *SCALE),
+            )
+        numbers: dict[str, Any] = {}
+        for name in kind_keys - _LISTS - {"truncate"}:
+            if rope_settings.has(name):
+                numbers[name] = rope_settings.number(name, *_BOUNDS[name])
+        rope = replace(rope, **numbers)
+        rope._require_order(path_text)
+        # transformers derives the missing factor from both contexts.
         if (
             kind == "longrope"
-            and not inner.has("factor")
-            and whole.has(_CONTEXT)
+            and not rope_settings.has("factor")
+            and file_settings.has(_CONTEXT)
             and rope.original_context
         ):
-            return replace(
-                rope, factor=whole.integer(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context
-            )
+            context = file_settings.integer(_CONTEXT, 1, _MAX_CONTEXT)
+            return replace(rope, factor=context / rope.original_context)
         return rope
 
     def _require_order(self, path: str) -> None:
@@ -222,12 +236,14 @@ class RopeConfig:
                 )
 
     def to_hf(self, head_dim: int) -> dict[str, Any]:
-        """Return the keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
+        """Write the keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
         scaling: dict[str, Any] = {"rope_type": self.type}
         for key in _REQUIRED[self.type] + _OPTIONAL.get(self.type, ()):
             value = getattr(self, key)
-            if value is not None and not (key == "truncate" and value is True):
-                scaling[key] = list(value) if key in _LISTS else value
+            # Files of most models do not have `truncate`, so its default is not written.
+            if value is None or (key == "truncate" and value is True):
+                continue
+            scaling[key] = list(value) if key in _LISTS else value
         if self.query_scaling_beta is not None:
             scaling[_BETA] = self.query_scaling_beta
         if self.original_context is not None:
@@ -253,12 +269,12 @@ def ropes_by_layer(
     head_dim: int,
     windowed: Sequence[bool],
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rotary positions of the layers with full attention, and of those with a window if
+    """Read the rotary positions of the layers with full attention, and of those with a window if
     they differ.
 
-    Read as by transformers, for families with separate settings: ``rope_parameters`` by kind of
-    layer, or older keys, whose scaling is only for full attention. Settings of a kind that no layer
-    has are not read.
+    The order is that of transformers, for families with separate settings: ``rope_parameters`` by
+    kind of layer, or older keys, whose scaling is only for full attention. Settings of a kind that
+    no layer has are not read.
 
     Args:
         default_theta: of layers with full attention, if the file states none.
@@ -270,15 +286,16 @@ def ropes_by_layer(
             not by kind of layer, or a setting has another meaning in other releases of
             transformers.
     """
-    whole = Settings(raw, path)
-    if whole.has("rope_parameters"):
-        kinds = whole.inside("rope_parameters")
+    file_settings = Settings(raw, path)
+    if file_settings.has("rope_parameters"):
+        kinds = file_settings.inside("rope_parameters")
     else:
         kinds = Settings({}, path)
-    if unknown := sorted(set(kinds.values) - {FULL, SLIDING}):
+    unknown = sorted(set(kinds.values) - {FULL, SLIDING})
+    if unknown:
         raise UnsupportedError(
             "rope_parameters are not by kind of layer",
-            path=whole.path,
+            path=file_settings.path,
             found=format_value(unknown),
             expected=f"{FULL} and {SLIDING}",
         )
@@ -290,40 +307,49 @@ def ropes_by_layer(
             raise UnsupportedError(
                 "'truncate' of rope scaling by kind of layer is used by some readers and ignored by"
                 " transformers 5",
-                path=whole.path,
+                path=file_settings.path,
                 found=format_value(settings["truncate"]),
                 hint="remove the key to read it as transformers 5 does",
             )
         values = {**outer, "rope_theta": theta, "rope_parameters": dict(settings)}
         return RopeConfig.from_hf(values, path, default, head_dim=head_dim)
 
-    found: dict[bool, RopeConfig] = {}
+    full_rope: RopeConfig | None = None
+    window_rope: RopeConfig | None = None
     if not all(windowed):
-        found[False] = read(_whole_layers(whole, kinds), raw.get("rope_theta"), default_theta)
+        full_settings = _whole_layers(file_settings, kinds)
+        full_rope = read(full_settings, raw.get("rope_theta"), default_theta)
     if any(windowed):
-        key, default = windowed_theta
-        found[True] = read(
-            kinds.inside(SLIDING).values if kinds.has(SLIDING) else {}, raw.get(key), default
-        )
-    if len(found) == 1:
-        return next(iter(found.values())), None
-    if found[True].follows_length:
+        window_key, window_default = windowed_theta
+        window_settings: Mapping[str, Any] = {}
+        if kinds.has(SLIDING):
+            window_settings = kinds.inside(SLIDING).values
+        window_rope = read(window_settings, raw.get(window_key), window_default)
+    if full_rope is None:
+        # A model has at least one layer.
+        assert window_rope is not None
+        return window_rope, None
+    if window_rope is None:
+        return full_rope, None
+    if window_rope.follows_length:
         raise UnsupportedError(
             "rope scaling of layers with a window is not supported",
-            path=whole.path,
-            found=found[True].type,
+            path=file_settings.path,
+            found=window_rope.type,
         )
-    return found[False], None if found[True] == found[False] else found[True]
+    if window_rope == full_rope:
+        return full_rope, None
+    return full_rope, window_rope
 
 
 def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
-    """Return the settings of layers with full attention: ``rope_scaling`` overrides
+    """Merge the settings of layers with full attention: ``rope_scaling`` overrides
     ``rope_parameters``.
     """
     if kinds.has(FULL):
-        own = kinds.inside(FULL).values
+        parameters = kinds.inside(FULL).values
     else:
-        own = {}
+        parameters = {}
     if whole.has("rope_scaling"):
         scaling = whole.inside("rope_scaling").values
     else:
@@ -332,7 +358,7 @@ def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
         raise CheckpointError(
             f"rope_scaling overrides rope_parameters, which lack '{FULL}'", path=whole.path
         )
-    merged = {**own, **scaling}
+    merged = {**parameters, **scaling}
     if (
         not whole.has("rope_parameters")
         and "rope_type" not in scaling
@@ -348,10 +374,22 @@ def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
     return merged
 
 
+def _read_theta(rope_settings: Settings, file_settings: Settings, default_theta: float) -> float:
+    if "rope_theta" in rope_settings.values:
+        source = rope_settings
+    else:
+        source = file_settings
+    if source.has("rope_theta"):
+        return source.number("rope_theta", MIN_THETA, MAX_THETA)
+    return default_theta
+
+
 def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:
     if kind not in ("llama3", "yarn", "longrope") and not inner.has(_BETA):
         return None
-    low = 2 if kind == "longrope" else 1  # its logarithm divides
+    # LongRoPE divides by the logarithm of this context, which is 0 for 1.
+    low = 2 if kind == "longrope" else 1
+    # The order of transformers: the key outside of the rotary settings overrides that inside.
     for settings, name in ((whole, _ORIGINAL), (inner, _ORIGINAL), (whole, _CONTEXT)):
         if settings.has(name):
             return settings.integer(name, low, _MAX_CONTEXT)

@@ -16,6 +16,7 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.base.json_values import Settings
 from quantkit.errors import CheckpointError, UnsupportedError
 
+# The default of `tie_word_embeddings` differs between transformers' classes of these models.
 _Tied = Literal["by default", "if stated", "if either states it"]
 _MODEL, _EMBEDDING = EMBEDDING.split(".")
 _NORM = "norm"
@@ -28,7 +29,7 @@ _IDS = ("bos_token_id", "eos_token_id")
 _OF_FILES = ("dtype", "torch_dtype", "quantization_config")
 # One part of a head's angles each for time, row, column.
 _SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
-# Once the type; positions of text are the same in all three.
+# The type in the first configs with sections; positions of text are the same in all three.
 _WITH_SECTIONS = "mrope"
 
 _WHOLES: dict[str, tuple[str, _Tied]] = {
@@ -66,7 +67,7 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
 embedding.
 """
 
-# Whose older files have the settings of text among those of the whole.
+# Older files of these models have the settings of text among those of the whole model.
 _FLAT = (
     "qwen2_5_vl",
     "qwen2_vl",
@@ -80,7 +81,7 @@ class _Text:
     Attributes:
         family: which computes it.
         sizes: transformers' defaults of what the family requires.
-        more: its other defaults, where they are not the family's.
+        other_defaults: its defaults of other settings, where they differ from the family's.
         fixed: what its code does whatever the config states.
         fills: whether the heads have the width of the hidden states, whatever the config states.
     """
@@ -93,10 +94,12 @@ class _Text:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        stated = zip(_SIZES, self.sizes, strict=False)
-        return {key: value for key, value in stated if value is not None} | dict(
-            self.other_defaults
-        )
+        # Most kinds have no default of the last size, `head_dim`.
+        values: dict[str, Any] = {}
+        for key, value in zip(_SIZES, self.sizes, strict=False):
+            if value is not None:
+                values[key] = value
+        return values | dict(self.other_defaults)
 
 
 _SIZES = (
@@ -164,57 +167,69 @@ _TEXTS: dict[str, _Text] = {
 
 
 def text_family(raw: Mapping[str, Any]) -> str | None:
-    """Return the family that computes the text part of a config.json's model with other parts; None
+    """Find the family that computes the text part of a config.json's model with other parts; None
     if there is none.
     """
-    stated = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
-    if stated and _whole(raw) is not None:
-        text = _TEXTS.get(_kind(raw))
-    else:
-        text = None
+    has_text_settings = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
+    if not has_text_settings or _whole(raw) is None:
+        return None
+    text = _TEXTS.get(_kind(raw))
     if text is None:
         return None
     return text.family
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """Return the config.json of the text part of a model that has a `text_family`, as that states
-    it: with transformers' defaults, and without rotary settings that do not concern text.
+    """Build the config.json of the text part of a model that has a `text_family`: with
+    transformers' defaults, and without rotary settings that do not concern text.
 
     Raises:
         UnsupportedError: if its attention is not causal.
         CheckpointError: if a size that others follow from is invalid.
     """
-    own = _text(raw)
+    part_values = _text(raw)
     text = _TEXTS[_kind(raw)]
-    if own.get("use_bidirectional_attention"):
+    if part_values.get("use_bidirectional_attention"):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
-    result = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
-    result |= {key: value for key, value in own.items() if value is not None or key not in result}
-    result |= {key: raw[key] for key in _OF_FILES if raw.get(key) is not None}
+    merged = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
+    for key, value in part_values.items():
+        # A null of the text part does not hide the value of the whole model.
+        if value is not None or key not in merged:
+            merged[key] = value
+    for key in _OF_FILES:
+        # The tensors of a file are described by the settings of the whole model.
+        if raw.get(key) is not None:
+            merged[key] = raw[key]
     for key in _ROTARY:
-        if isinstance(own.get(key), dict):
-            result[key] = _for_text(own[key])
-    missing = {
-        key: value for key, value in text.defaults.items() if key not in own and key not in result
-    }
-    if any(isinstance(result.get(key), dict) and _THETA in result[key] for key in _ROTARY):
-        missing.pop(_THETA, None)
-    result |= {**missing, **text.fixed, _KIND: text.family}
+        if isinstance(part_values.get(key), dict):
+            merged[key] = _for_text(part_values[key])
+    missing = {}
+    for key, value in text.defaults.items():
+        if key not in part_values and key not in merged:
+            missing[key] = value
+    for key in _ROTARY:
+        # A default outside of the rotary settings would contradict the base inside.
+        if isinstance(merged.get(key), dict) and _THETA in merged[key]:
+            missing.pop(_THETA, None)
+    merged |= {**missing, **text.fixed, _KIND: text.family}
     if text.fills:
-        settings = Settings(result, path)
+        settings = Settings(merged, path)
         heads = settings.integer("num_attention_heads", 1, Limits.heads)
-        result["head_dim"] = settings.integer("hidden_size", 1, Limits.width) // heads
-    return result
+        merged["head_dim"] = settings.integer("hidden_size", 1, Limits.width) // heads
+    return merged
 
 
 def media_tokens(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens of a config.json that stand for images, video or sound in a text."""
-    kinds = []
+    """Collect the tokens of a config.json that stand for images, video or sound in a text."""
+    tokens: dict[int, None] = {}
     for kind in ("image", "video", "audio"):
-        for end in ("id", "index"):
-            kinds.append(f"{kind}_token_{end}")
-    return tuple(dict.fromkeys(raw[kind] for kind in kinds if type(raw.get(kind)) is int))
+        # Both spellings are in published files.
+        for ending in ("id", "index"):
+            token = raw.get(f"{kind}_token_{ending}")
+            # A boolean is an `int` for `isinstance`.
+            if type(token) is int:
+                tokens[token] = None
+    return tuple(tokens)
 
 
 @dataclass(frozen=True)
@@ -231,26 +246,30 @@ class TextNames:
 
     @classmethod
     def of(cls, names: Iterable[str], path: object) -> TextNames:
-        """Raises `CheckpointError` unless there is one decoder with an embedding, and at most
-        one head.
+        """Find the decoder and the head among tensor names. Raises `CheckpointError` unless there
+        is one decoder with an embedding, and at most one head.
         """
         modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        stems = {}
-        for last in (_EMBEDDING, _HEAD):
-            stems[last] = [
-                module.removesuffix(last) for module in modules if module.rpartition(".")[2] == last
-            ]
-        models = [stem for stem in stems[_EMBEDDING] if f"{stem}{_NORM}" in modules]
-        heads = stems[_HEAD]
-        for what, found, count in (
+        models = []
+        heads = []
+        for module in modules:
+            last_part = module.rpartition(".")[2]
+            # Towers may have embeddings too; a decoder also has a norm next to it.
+            if last_part == _EMBEDDING:
+                stem = module.removesuffix(_EMBEDDING)
+                if f"{stem}{_NORM}" in modules:
+                    models.append(stem)
+            elif last_part == _HEAD:
+                heads.append(module.removesuffix(_HEAD))
+        for part, stems, count in (
             ("text decoder", models, len(models)),
             ("output head", heads, len(heads) or 1),
         ):
             if count != 1:
                 raise CheckpointError(
-                    f"has no single {what}",
+                    f"has no single {part}",
                     path=str(path),
-                    found=", ".join(map(repr, found)) or "none",
+                    found=", ".join(map(repr, stems)) or "none",
                     expected=(
                         f"one module '{_EMBEDDING}' next to a '{_NORM}', and at most one '{_HEAD}'"
                     ),
@@ -258,8 +277,8 @@ class TextNames:
         return cls(models[0], heads[0] if heads else None)
 
     def plain(self, name: str) -> str | None:
-        """Return the name that a tensor on disk has in a folder of the text part alone; None for
-        one of another part.
+        """Translate a tensor's name on disk to its name in a folder of the text part alone; None
+        for a tensor of another part.
         """
         if self.head is not None and name.startswith(f"{self.head}{_HEAD}."):
             return name.removeprefix(self.head)
@@ -268,7 +287,7 @@ class TextNames:
         return None
 
     def on_disk(self, tensor: DiskTensor) -> DiskTensor:
-        """Return a tensor of such a folder, with its name on disk."""
+        """Rename a tensor of a folder of the text part alone to its name on disk."""
         name = tensor.name
         if name.startswith(f"{_HEAD}."):
             return replace(tensor, name=(self.head or "") + name)
@@ -282,11 +301,13 @@ def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
     whole = _whole(raw)
     assert whole is not None
     rule = whole[1]
-    own = _text(raw)
-    stated = raw.get(_TIED) is True or (rule == "by default" and raw.get(_TIED) is None)
-    return names.head is None and (
-        stated or (rule == "if either states it" and own.get(_TIED) is True)
-    )
+    if names.head is not None:
+        return False
+    if raw.get(_TIED) is True:
+        return True
+    if rule == "by default":
+        return raw.get(_TIED) is None
+    return rule == "if either states it" and _text(raw).get(_TIED) is True
 
 
 def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
@@ -297,23 +318,30 @@ def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
 
 
 def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = raw.get(_PART)
-    if isinstance(own, dict):
-        return own
+    part_values = raw.get(_PART)
+    if isinstance(part_values, dict):
+        return part_values
+    # The type of a flat file is that of the whole model.
     return {key: value for key, value in raw.items() if key != _KIND}
 
 
 def _kind(raw: Mapping[str, Any]) -> str:
+    """Return the ``model_type`` of the text part, or the default of the whole model's type."""
+    kind = _text(raw).get(_KIND)
+    if kind:
+        return str(kind)
     whole = _whole(raw)
-    return str(_text(raw).get(_KIND) or (whole[0] if whole else ""))
+    return whole[0] if whole else ""
 
 
 def _for_text(rotary: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings without those that tell rows and columns of images apart."""
-    found = {key: value for key, value in rotary.items() if key not in _SECTIONS}
-    result: dict[str, Any] = {}
-    for key, value in found.items():
-        result[key] = (
-            "default" if key in ("type", "rope_type") and value == _WITH_SECTIONS else value
-        )
-    return result
+    """Remove the rotary settings that distinguish rows and columns of images."""
+    text_rotary: dict[str, Any] = {}
+    for key, value in rotary.items():
+        if key in _SECTIONS:
+            continue
+        if key in ("type", "rope_type") and value == _WITH_SECTIONS:
+            text_rotary[key] = "default"
+        else:
+            text_rotary[key] = value
+    return text_rotary

@@ -60,7 +60,7 @@ class Linear:
 
     @property
     def parallel(self) -> Literal["column", "row", "replicated"]:
-        """Return how tensor parallelism splits it: by outputs, by inputs (then the results are
+        """Choose how tensor parallelism splits it: by outputs, by inputs (then the results are
         summed), or not.
         """
         if self.dims[0] in SPLIT:
@@ -131,8 +131,11 @@ class Parameter:
 
     @property
     def split_axis(self) -> int | None:
-        """Return the axis that tensor parallelism splits; None if the tensor is replicated."""
-        return next((axis for axis, dim in enumerate(self.dims) if dim in SPLIT), None)
+        """Find the axis that tensor parallelism splits; None if the tensor is replicated."""
+        for axis, dim in enumerate(self.dims):
+            if dim in SPLIT:
+                return axis
+        return None
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class InputGroup:
 
     @property
     def branch(self) -> str:
-        """Their residual branch of the block."""
+        """Return their residual branch of the block."""
         if self.site.startswith("attention."):
             return "attention"
         return "mlp"
@@ -163,8 +166,8 @@ class InputGroup:
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the numbers behind the names in `dims`."""
-    result = {
+    """Compute the numbers behind the names in `dims`."""
+    counts = {
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
@@ -175,14 +178,14 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "one": 1,
     }
     if config.experts is not None:
-        result |= {
+        counts |= {
             "experts": config.experts.count,
             "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
         }
     if config.latent_attention is not None:
         latent = config.latent_attention
-        result |= {
+        counts |= {
             "query_rank": latent.query_rank or 0,
             "kv_rank": latent.kv_rank,
             "kv_rank_and_rope": latent.kv_rank + latent.rope_dim,
@@ -190,36 +193,38 @@ def sizes(config: ModelConfig) -> dict[str, int]:
             "latent_kv": config.num_heads * (latent.plain_dim + latent.value_dim),
             "latent_value": config.num_heads * latent.value_dim,
         }
-    return result
+    return counts
 
 
 def block_items(config: ModelConfig, layer: int) -> list[Item]:
-    """Return the items of a layer, in the order of the data flow."""
+    """List the items of a layer, in the order of the data flow."""
     before = config.norms in ("before", "both")
     after = config.norms in ("after", "both")
-    attention = list(_latent_attention(config) if config.latent_attention else _attention(config))
-    mlp = _iter_gated_mlp("mlp", "intermediate", "mlp.in", config.mlp_bias)
-    feed_forward = list(_experts(config) if config.layers[layer].experts else mlp)
+    if config.latent_attention:
+        attention = list(_latent_attention(config))
+    else:
+        attention = list(_attention(config))
+    feed_forward: list[Item] = []
+    if config.layers[layer].experts:
+        feed_forward += _experts(config)
+    else:
+        feed_forward += _iter_gated_mlp("mlp", "intermediate", "mlp.in", config.mlp_bias)
     items: list[Item] = []
     for branch, inside in (("attention", attention), ("mlp", feed_forward)):
         if before:
-            items += [Vector(f"{branch}.norm", ("hidden",))]
-        else:
-            items += []
+            items.append(Vector(f"{branch}.norm", ("hidden",)))
         items += inside
         if after:
-            items += [Vector(f"{branch}.output_norm", ("hidden",))]
-        else:
-            items += []
+            items.append(Vector(f"{branch}.output_norm", ("hidden",)))
     return items
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every tensor of a model, layer by layer, in the order of files."""
+    """List every tensor of a model, layer by layer, in the order of files."""
     if config.tensors is not None:
         return [_opaque(tensor) for tensor in config.tensors]
     counts = sizes(config)
-    result = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
+    tensors = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
     # Computed once for equal layers.
     items: dict[LayerConfig, list[Item]] = {}
     for layer, features in enumerate(config.layers):
@@ -229,98 +234,100 @@ def parameters(config: ModelConfig) -> list[Parameter]:
             if isinstance(item, ExpertBank):
                 for expert in range(item.count):
                     for linear in item.linears:
-                        result += _parameters(linear, counts, layer, expert)
+                        tensors += _parameters(linear, counts, layer, expert)
             else:
-                result += _parameters(item, counts, layer)
-    result += _parameters(Vector("norm", ("hidden",)), counts, None)
+                tensors += _parameters(item, counts, layer)
+    tensors += _parameters(Vector("norm", ("hidden",)), counts, None)
+    # Files do not store a head that is the embedding.
     if not config.tied_embeddings:
-        result += _parameters(HEAD, counts, None)
-    return result
+        tensors += _parameters(HEAD, counts, None)
+    return tensors
 
 
 HEAD = Linear("head", ("vocab", "hidden"), "head.in")
-_OPAQUE = Linear("linear", ("", ""), "")  # of a model of unknown architecture
+# Linears of a model of unknown architecture, whose dimensions have no names.
+_OPAQUE = Linear("linear", ("", ""), "")
 _OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
 
 
 def linear_columns(config: ModelConfig) -> dict[str, int]:
-    """Every linear module that may be quantized, with its number of inputs."""
-    result: dict[str, int] = {}
-    for p in parameters(config):
-        if p.is_linear_weight and p.linear and p.linear.quantizable:
-            result[p.module] = p.shape[1]
-    return result
+    """Count the inputs of every linear module that may be quantized."""
+    columns: dict[str, int] = {}
+    for parameter in parameters(config):
+        linear = parameter.linear
+        if parameter.is_linear_weight and linear and linear.quantizable:
+            columns[parameter.module] = parameter.shape[1]
+    return columns
 
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
-    """Return the linear modules that stay floats unless a recipe names them: output heads; in a
+    """Collect the linear modules that stay floats unless a recipe names them: output heads; in a
     model of unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
     """
     if config.tensors is None:
         return frozenset({CANONICAL[HEAD.role]})
-    return frozenset(
-        tensor.module for tensor in config.tensors if tensor.role in ("head", "tower", "recurrent")
-    )
+    modules = set()
+    for tensor in config.tensors:
+        if tensor.role in ("head", "tower", "recurrent"):
+            modules.add(tensor.module)
+    return frozenset(modules)
 
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
-    """Return the linear modules of a model of unknown architecture that write or read a state
+    """Collect the linear modules of a model of unknown architecture that write or read a state
     carried from token to token: of linear attention, state spaces and short convolutions.
     """
-    return frozenset(tensor.module for tensor in config.tensors or () if tensor.role == "recurrent")
+    modules = set()
+    for tensor in config.tensors or ():
+        if tensor.role == "recurrent":
+            modules.add(tensor.module)
+    return frozenset(modules)
 
 
 def list_summed_modules(config: ModelConfig) -> list[str]:
-    """Return the modules whose results must be summed in tensor parallelism: linears whose inputs
+    """List the modules whose results must be summed in tensor parallelism: linears whose inputs
     are split, and mixtures of experts, each as a whole.
     """
-    result = []
+    modules = []
     for layer, features in enumerate(config.layers):
-        rows = []
         for item in block_items(config, layer):
-            if isinstance(item, Linear) and item.parallel == "row":
-                rows.append(item)
-        result += [
-            CANONICAL[linear.role].format(layer=layer)
-            for linear in rows
-            if not (features.experts and linear.role.startswith(("expert.", "shared_expert.")))
-        ]
+            if not isinstance(item, Linear) or item.parallel != "row":
+                continue
+            # The outputs of experts are added up within the mixture, whose sum is communicated
+            # once.
+            if features.experts and item.role.startswith(("expert.", "shared_expert.")):
+                continue
+            modules.append(CANONICAL[item.role].format(layer=layer))
         if features.experts:
-            result += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)]
-        else:
-            result += []
-    return result
+            modules.append(CANONICAL["router"].rpartition(".")[0].format(layer=layer))
+    return modules
 
 
 def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
-    """Return the linears of a layer that may be quantized, grouped by their input, in the order of
-    the data flow.
+    """Group the linears of a layer that may be quantized by their input, in the order of the data
+    flow.
     """
-    groups: dict[tuple[str, int | None], list[tuple[Linear, str]]] = {}
+    groups: dict[tuple[str, int | None], list[Linear]] = {}
     for linear, expert in _linears(config, layer):
         if linear.quantizable:
-            groups.setdefault((linear.site, expert), []).append(
-                (linear, _within(linear.role, expert))
-            )
-    return [
-        InputGroup(
-            site, tuple(linear for linear, _ in group), tuple(module for _, module in group), expert
-        )
-        for (site, expert), group in groups.items()
-    ]
+            groups.setdefault((linear.site, expert), []).append(linear)
+    input_group_list = []
+    for (site, expert), linears in groups.items():
+        modules = tuple(_within(linear.role, expert) for linear in linears)
+        input_group_list.append(InputGroup(site, tuple(linears), modules, expert))
+    return input_group_list
 
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
-    """Return the first layer of each kind with different linears, and the number of layers of this
-    kind.
-    """
-    first = {}
+    """Count the layers of each kind with different linears, by the first layer of the kind."""
+    first_layers = {}
+    # In reverse, so that the first layer of a kind overwrites the later ones.
     for index, layer in reversed(list(enumerate(config.layers))):
-        first[layer.experts] = index
-    result: dict[int, int] = {}
-    for experts, index in first.items():
-        result[index] = sum(layer.experts == experts for layer in config.layers)
-    return result
+        first_layers[layer.experts] = index
+    repeats: dict[int, int] = {}
+    for experts, index in first_layers.items():
+        repeats[index] = sum(layer.experts == experts for layer in config.layers)
+    return repeats
 
 
 def head_layers(config: ModelConfig) -> int:
@@ -338,39 +345,40 @@ def head_layers(config: ModelConfig) -> int:
         counts = sizes(config)
         for layer, repeats in layer_kinds(config).items():
             for group in input_groups(config, layer):
-                shared_by = 1.0
+                # An expert computes only the tokens that the router sends to it.
+                share_of_tokens = 1.0
                 if config.experts is not None and group.expert is not None:
-                    shared_by = config.experts.per_token / config.experts.count
+                    share_of_tokens = config.experts.per_token / config.experts.count
                 for linear in group.linears:
-                    rows, columns = (counts[dim] for dim in linear.dims)
-                    block_weights += int(repeats * shared_by * rows * columns)
+                    rows = counts[linear.dims[0]]
+                    columns = counts[linear.dims[1]]
+                    block_weights += int(repeats * share_of_tokens * rows * columns)
     return max(1, round(head_weights * config.num_layers / max(1, block_weights)))
 
 
 def group_fused_linears(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """Return the linears that are fused when a model is loaded, in order, by the name of the fused
+    """Group the linears that are fused when a model is loaded, in order, by the name of the fused
     one within the block.
     """
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for linear, expert in _linears(config, layer):
         if linear.fused is not None:
-            found.setdefault(_within(linear.fused, expert), []).append(_within(linear.role, expert))
-    return {fused: tuple(modules) for fused, modules in found.items()}
+            fused = _within(linear.fused, expert)
+            groups.setdefault(fused, []).append(_within(linear.role, expert))
+    return {fused: tuple(modules) for fused, modules in groups.items()}
 
 
 def _attention(config: ModelConfig) -> Iterator[Item]:
-    q, k, v = (
-        Linear(
-            f"attention.{role}",
+    for part, size in (("q", "query"), ("k", "kv"), ("v", "kv")):
+        yield Linear(
+            f"attention.{part}",
             (size, "hidden"),
             "attention.in",
             "attention.qkv",
             config.qkv_bias,
-            role != "v",
+            # Rotary positions apply to queries and keys only.
+            part != "v",
         )
-        for role, size in (("q", "query"), ("k", "kv"), ("v", "kv"))
-    )
-    yield from (q, k, v)
     yield Linear("attention.output", ("hidden", "query"), "attention.out", bias=config.output_bias)
     if config.qk_norm is not None:
         per_head = config.qk_norm == "head"
@@ -383,12 +391,12 @@ def _attention(config: ModelConfig) -> Iterator[Item]:
 def _latent_attention(config: ModelConfig) -> Iterator[Item]:
     assert config.latent_attention is not None
     low_rank = config.latent_attention.query_rank is not None
-    role, size = ("attention.q_down", "query_rank") if low_rank else ("attention.q", "latent_query")
+    fused: str | None = None
     if low_rank:
         fused = "attention.qkv_down"
+        yield Linear("attention.q_down", ("query_rank", "hidden"), "attention.in", fused)
     else:
-        fused = None
-    yield Linear(role, (size, "hidden"), "attention.in", fused)
+        yield Linear("attention.q", ("latent_query", "hidden"), "attention.in", fused)
     yield Linear("attention.kv_down", ("kv_rank_and_rope", "hidden"), "attention.in", fused)
     if low_rank:
         yield Vector("attention.q_down_norm", ("query_rank",))
@@ -431,31 +439,31 @@ def _linears(config: ModelConfig, layer: int) -> Iterator[tuple[Linear, int | No
             yield item, None
         elif isinstance(item, ExpertBank):
             for expert in range(item.count):
-                yield from ((linear, expert) for linear in item.linears)
+                for linear in item.linears:
+                    yield linear, expert
 
 
 def _parameters(
     item: Linear | Vector, counts: Mapping[str, int], layer: int | None, expert: int | None = None
 ) -> Iterator[Parameter]:
     module = CANONICAL[item.role].format(layer=layer, expert=expert)
+    linear: Linear | None = None
+    leaves: dict[str, tuple[str, ...]] = {}
     if isinstance(item, Linear):
         linear = item
+        leaves["weight"] = item.dims
+        if item.bias:
+            leaves["bias"] = item.dims[:1]
     else:
-        linear = None
-    if linear:
-        leaves = {"weight": item.dims}
-    else:
-        leaves = {item.leaf if isinstance(item, Vector) else "": item.dims}
-    if linear and linear.bias:
-        leaves["bias"] = item.dims[:1]
+        leaves[item.leaf] = item.dims
     for leaf, dims in leaves.items():
         shape = tuple(counts[dim] for dim in dims)
         yield Parameter(item.role, module, leaf, dims, shape, layer, expert, linear)
 
 
 def _opaque(tensor: OpaqueTensor) -> Parameter:
-    """Return a tensor of a model of unknown architecture: a linear's weight, or one that is copied
-    unchanged.
+    """Describe a tensor of a model of unknown architecture: a linear's weight, or one that is
+    copied unchanged.
     """
     if not tensor.role:
         return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
@@ -471,5 +479,5 @@ def _opaque(tensor: OpaqueTensor) -> Parameter:
 
 
 def _within(role: str, expert: int | None) -> str:
-    """Return a module's name within its block."""
+    """Build a module's name within its block."""
     return CANONICAL[role].removeprefix(BLOCK).format(expert=expert)

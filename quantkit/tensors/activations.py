@@ -27,12 +27,14 @@ class Activations(StrEnum):
 
     @staticmethod
     def of(scheme: QuantScheme) -> tuple[Activations, ...]:
-        """Return those with which runtimes multiply a scheme, its default first."""
+        """List the types that runtimes combine with a scheme, its default first."""
         none, int8, fp8 = Activations
         if scheme.of_small_floats:
-            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8)}.get(
-                scheme, (none,)
-            )
+            if scheme in (FP8, FP8_BLOCK):
+                return (fp8, none)
+            if scheme == MXFP4:
+                return (none, fp8)
+            return (none,)
         if scheme == QuantScheme(8, None):
             return none, int8
         if scheme.bits == 8 or scheme.group_size is None or not scheme.symmetric:
@@ -42,14 +44,15 @@ class Activations(StrEnum):
         return (none, int8)
 
 
-# The only one of vLLM's W4A8 with float8.
+# The only group size of vLLM's W4A8 kernels with float8 inputs.
 _CUTLASS_GROUP = 128
+# The largest values of int8, without -128, which has no positive counterpart, and of float8 e4m3.
 _LARGEST = {"int": 127.0, "float": 448.0}
 
 
 @dataclass(frozen=True)
 class InputRounding:
-    """How inputs are rounded, symmetrically, with scales that are found when a model runs.
+    """How inputs are rounded, symmetrically, with scales that are computed when a model runs.
 
     Attributes:
         type: ``int`` or ``float``, of 8 bits.
@@ -61,11 +64,13 @@ class InputRounding:
 
     @classmethod
     def of(cls, activations: Activations, scheme: QuantScheme) -> InputRounding | None:
-        """That of linears in a scheme; None for floats."""
+        """Choose the rounding for linears in a scheme; None for floats."""
         if activations is Activations.NONE:
             return None
-        size = TILE if scheme == FP8_BLOCK else None
-        return cls("int" if activations is Activations.INT8 else "float", size)
+        group_size = TILE if scheme == FP8_BLOCK else None
+        if activations is Activations.INT8:
+            return cls("int", group_size)
+        return cls("float", group_size)
 
     @property
     def activations(self) -> Activations:
@@ -75,13 +80,14 @@ class InputRounding:
         return Activations.FP8
 
     def round_inputs(self, x: torch.Tensor) -> torch.Tensor:
-        """Inputs [..., I] in float32 with the values that they are rounded to."""
+        """Round inputs [..., I] in float32."""
         if self.group_size is None:
             grouped = x
         else:
             grouped = torch.unflatten(x, -1, (-1, self.group_size))
         largest = _LARGEST[self.type]
         scale = grouped.abs().amax(-1, keepdim=True) / largest
+        # A group of zeros has the scale 0, by which nothing can be divided.
         steps = grouped / torch.where(scale > 0, scale, 1.0)
         if self.type == "int":
             codes = steps.round()

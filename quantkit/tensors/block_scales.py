@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.tensors.scheme import SUPER_BLOCK, QuantScheme, Scales
 
 _MINIMA = 63
-"""The largest integer for a minimum, and for a scale of groups that have one."""
+"""The largest integer for a minimum, and for a scale of groups that have one: of 6 bits."""
 _SIGNED = {3: 32, 6: 128}
 """By bits of symmetric codes, minus the smallest integer for a scale; the largest is one less
 than this.
@@ -40,59 +40,71 @@ class BlockScales:
 
     @classmethod
     def nearest(cls, steps: Tensor, offsets: Tensor | None, scheme: QuantScheme) -> BlockScales:
-        """Return those of a scheme that are nearest to steps and offsets [O, G] float32.
+        """Round steps and offsets [O, G] float32 to the nearest scales of a scheme.
 
         A group with a step keeps one, however small, and offsets below zero become zero.
         """
         if scheme.scales is not Scales.SUPER_BLOCKS:
-            return cls(steps.half(), None if offsets is None else offsets.half(), None, None)
+            minimum = None if offsets is None else offsets.half()
+            return cls(steps.half(), minimum, None, None)
         count = SUPER_BLOCK // (scheme.group_size or SUPER_BLOCK)
         if offsets is None:
             limit = _SIGNED[scheme.bits]
             grouped = _by_block(steps, count)
-            outer = (
-                grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1) / -limit
-            ).half()
+            largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1)
+            # The largest scale becomes the integer `-limit`: in the other direction integers end at
+            # `limit - 1`.
+            outer = (largest / -limit).half()
             return cls(_integers(steps, outer, -limit, limit - 1), None, outer, None)
         outer = (_by_block(steps, count).amax(-1) / _MINIMA).half()
         outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / _MINIMA).half()
         scale = _integers(steps, outer, 0, _MINIMA)
-        scale = torch.where(
-            (steps > 0) & (outer.repeat_interleave(count, 1) > 0), scale.clamp(min=1), scale
-        )
+        # A scale of 0 would turn all weights of the group into one value.
+        has_step = (steps > 0) & (outer.repeat_interleave(count, 1) > 0)
+        scale = torch.where(has_step, scale.clamp(min=1), scale)
         return cls(scale, _integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
-        """Return all tensors changed, which are [O, G] or [O, S]."""
-        found = (self.scale, self.minimum, self.outer, self.outer_minimum)
-        return BlockScales(*(None if one is None else change(one) for one in found))  # type: ignore[arg-type]
+        """Apply a change to all tensors, which are [O, G] or [O, S]."""
+
+        def change_existing(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return BlockScales(
+            change(self.scale),
+            change_existing(self.minimum),
+            change_existing(self.outer),
+            change_existing(self.outer_minimum),
+        )
 
     @property
     def steps(self) -> Tensor:
-        """Return the difference of the values of neighbouring codes, [O, G] float32."""
+        """Compute the difference of the values of neighbouring codes, [O, G] float32."""
         return _product(self.scale, self.outer)
 
     @property
     def offsets(self) -> Tensor | None:
-        """Minus the value of code 0, [O, G] float32; None for symmetric schemes."""
+        """Compute minus the value of code 0, [O, G] float32; None for symmetric schemes."""
         if self.minimum is None:
             return None
         return _product(self.minimum, self.outer_minimum)
 
 
 def _by_block(values: Tensor, count: int) -> Tensor:
-    """Values [O, G] as [O, S, count]."""
+    """View values [O, G] as [O, S, count]."""
     return values.reshape(len(values), -1, count)
 
 
 def _product(inner: Tensor, outer: Tensor | None) -> Tensor:
-    """Exact: an integer of 8 bits times a float16."""
+    """Multiply an integer of 8 bits by a float16, exactly."""
+    # 8 bits and the 11 of a float16 fit into the 24 of a float32.
     if outer is None:
         return inner.float()
     return inner.float() * outer.float().repeat_interleave(inner.shape[1] // outer.shape[1], 1)
 
 
 def _integers(values: Tensor, outer: Tensor, lowest: int, highest: int) -> Tensor:
-    """Return the integers with which a float16 is nearest to values [O, G]; 0 if it is zero."""
+    """Round values [O, G] to multiples of a float16, and return the integers; 0 if it is zero."""
     wide = outer.float().repeat_interleave(values.shape[1] // outer.shape[1], 1)
+    # float16 represents all integers up to 2048.
     return torch.where(wide == 0, 0, values / wide).round_().clamp_(lowest, highest).half()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Without -128, so that codes are symmetric.
 _MAX_CODE = 127
 
 
@@ -22,28 +23,28 @@ class CachedRows(NamedTuple):
     scales: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors there are; positions are the third dimension of each."""
+        """List the existing tensors; positions are the third dimension of each."""
         if self.scales is None:
             return [self.rows]
         return [self.rows, self.scales]
 
     def up_to(self, length: int) -> CachedRows:
-        """Return those of the first positions."""
+        """Slice the rows of the first positions, as views."""
         return CachedRows(*(tensor[:, :, :length] for tensor in self.tensors()))
 
     def of_slots(self, slots: Tensor) -> CachedRows:
-        """Return those of slots [B]."""
+        """Copy the rows of slots [B]."""
         return CachedRows(*(tensor.index_select(0, slots) for tensor in self.tensors()))
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """[slots, K, S, Dh]."""
+        """Convert the rows to floats [slots, K, S, Dh]."""
         if self.scales is None:
             return self.rows.to(dtype)
         return (self.rows.float() * self.scales.unsqueeze(-1)).to(dtype)
 
 
 def to_cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
-    """Floats [B, K, T, Dh] as a cache of a type stores them.
+    """Encode floats [B, K, T, Dh] as a cache of a type stores them.
 
     In int8 a row's scale is its largest absolute value over 127, or NaN where a value is not
     finite.
@@ -55,4 +56,5 @@ def to_cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
     # `where` would copy its number to a GPU.
     divisors = scales.masked_fill((scales > 0).logical_not(), 1)
     codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
+    # Codes of a value that is not finite are arbitrary: the scale passes it on to the logits.
     return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))

@@ -71,6 +71,7 @@ class DType(StrEnum):
     BCOMPLEX32 = ("bcomplex32", 4)
 
     def __new__(cls, name: str, itemsize: int = 1) -> DType:
+        # `str.__new__` would take the size as an encoding.
         member = str.__new__(cls, name)
         member._value_ = name
         member.itemsize = itemsize
@@ -78,17 +79,17 @@ class DType(StrEnum):
 
     @classmethod
     def of(cls, dtype: TorchDType) -> DType:
-        """Return what torch calls a type, by its name."""
+        """Return torch's type by its name."""
         return cls(str(dtype).removeprefix("torch."))
 
     @property
     def torch(self) -> TorchDType:
-        """Torch's own."""
+        """Return torch's type."""
         dtype: TorchDType = getattr(torch, self.value)
         return dtype
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """Return a tensor to be filled."""
+        """Allocate a tensor whose values are not initialized."""
         return torch.empty(shape, dtype=self.torch)
 
 
@@ -107,17 +108,18 @@ FloatName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 
 def float_name(dtype: FloatName | TorchDType | None) -> DType | None:
-    """Return a model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's
-    own; None stays None.
+    """Parse a model's float type, given by a name such as ``bf16`` or ``BFloat16``, or as torch's
+    type; None stays None.
 
     Raises:
         RequestError: for anything else.
     """
     if dtype is None:
         return None
-    result = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
-    if result is None:
+    # The text of torch's type is compared, so that torch need not be imported.
+    parsed = FLOAT_NAMES.get(str(dtype).removeprefix("torch.").lower())
+    if parsed is None:
         raise RequestError(
             "unknown float type", found=format_value(dtype), expected=", ".join(FLOAT_NAMES)
         )
-    return result
+    return parsed

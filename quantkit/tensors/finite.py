@@ -22,60 +22,64 @@ def cast_finite(
     allow_nonfinite: bool,
     hint: str = _HINT,
 ) -> Tensor:
-    """Return the tensor in another float type, unless values are or become NaN or Inf, or all
-    become zero.
+    """Cast a tensor to another float type, unless values are or become NaN or Inf, or all become
+    zero.
 
     Raises:
         NonFiniteError: naming the tensor and the count; also if all values become zero, and some
             were not.
     """
     if tensor.dtype == dtype:
-        result = tensor
+        cast = tensor
     else:
-        result = tensor.to(dtype)
+        cast = tensor.to(dtype)
     if allow_nonfinite:
-        return result
-    if all_finite(result):
-        if dtype == torch.float16 and tensor.dtype != dtype and not result.any() and tensor.any():
+        return cast
+    if all_finite(cast):
+        # Among the float types of models, only float16 has a smaller range than its sources.
+        narrowed = dtype == torch.float16 and tensor.dtype != dtype
+        if narrowed and not cast.any() and tensor.any():
             raise NonFiniteError(
                 f"tensor '{name}' holds only values that {dtype} has as zero",
                 path=path,
                 found=f"at most {tensor.abs().max().item():.3g}",
                 hint='use `dtype="bf16"`',
             )
-        return result
+        return cast
     before = _count_nonfinite(tensor)
-    after = _count_nonfinite(result)
+    after = _count_nonfinite(cast)
     if before:
-        what = f"{before} values that are NaN or Inf"
+        problem = f"{before} values that are NaN or Inf"
     else:
-        what = f"{after} values that overflow {dtype}"
+        problem = f"{after} values that overflow {dtype}"
     raise NonFiniteError(
-        f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}", hint=hint
+        f"tensor '{name}' holds {problem}",
+        path=path,
+        found=f"{after} of {cast.numel()}",
+        hint=hint,
     )
 
 
 def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
-    """See that the weights that codes mean are numbers in float32.
+    """Check that the weights that codes mean are numbers in float32.
 
     Raises:
         NonFiniteError: naming the tensor and the count.
     """
+    # Integer codes are below the number of levels, so no weight exceeds these products.
     if allow_nonfinite or all_finite(value.scale.float() * value.scheme.levels):
         return
     count = _count_nonfinite(value.scale)
     total = value.scale.numel()
-    what = "scales that are NaN or Inf"
+    problem = "scales that are NaN or Inf"
     if not count:
-        chunks = row_chunks(*value.shape)
-        count = sum(
-            _count_nonfinite(value.rows(start, stop).dequantize()) for start, stop in chunks
-        )
+        for start, stop in row_chunks(*value.shape):
+            count += _count_nonfinite(value.rows(start, stop).dequantize())
         total = value.codes.numel()
-        what = "values that overflow float32: scales times codes"
+        problem = "values that overflow float32: scales times codes"
     if count:
         raise NonFiniteError(
-            f"tensor '{name}' holds {count} {what}",
+            f"tensor '{name}' holds {count} {problem}",
             path=path,
             found=f"{count} of {total}",
             hint=_OF_CODES,
@@ -83,22 +87,23 @@ def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfin
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether no value is NaN or Inf; one pass, no temporaries but for types that torch does
-    not compare.
+    """Return whether no value is NaN or Inf; one pass without temporaries, except for types that
+    torch does not compare.
     """
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     if tensor.is_complex() or tensor.itemsize == 1:
         return _count_nonfinite(tensor) == 0
+    # NaN becomes both the smallest and the largest value.
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
-    """Return a model's logits, unless one is NaN or Inf.
+    """Check a model's logits and return them.
 
     Raises:
-        NonFiniteError: naming the model's path, if that is known.
+        NonFiniteError: if one is NaN or Inf; names the model's path, if that is known.
     """
     if not all_finite(logits):
         raise nonfinite_logits(path, logits.dtype)
@@ -108,7 +113,7 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
 def nonfinite_logits(
     path: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> NonFiniteError:
-    """Return the error that `finite_logits` raises for logits of a float type."""
+    """Build the error that `finite_logits` raises for logits of a float type."""
     hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
         hint = (
@@ -120,9 +125,13 @@ def nonfinite_logits(
 
 def _count_nonfinite(tensor: Tensor) -> int:
     matrix = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+    # torch does not tell the finite values of its float8 types.
     if tensor.itemsize == 1:
         wide = torch.float32
     else:
         wide = tensor.dtype
-    chunks = row_chunks(matrix.shape[0], matrix.shape[1])
-    return sum(int((~torch.isfinite(matrix[a:b].to(wide))).sum()) for a, b in chunks)
+    count = 0
+    for start, stop in row_chunks(matrix.shape[0], matrix.shape[1]):
+        chunk = matrix[start:stop].to(wide)
+        count += int((~torch.isfinite(chunk)).sum())
+    return count

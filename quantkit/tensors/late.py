@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 else:
 
     class _Late(ModuleType):
+        # Python calls this for attributes that the module object lacks: all of the module's.
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self.__name__), name)
 

@@ -52,16 +52,16 @@ _ALL = (
 )
 MIXES = {mix.name: mix for mix in _ALL}
 """By the names that a user may request instead of a scheme."""
-_SHORT = {name: MIXES[f"{name}_m"] for name in ("q3_k", "q4_k", "q5_k")}
+# llama.cpp takes the medium mix for a name without a size.
+_SHORT = {"q3_k": MIXES["q3_k_m"], "q4_k": MIXES["q4_k_m"], "q5_k": MIXES["q5_k_m"]}
 
 
 def mix_named(scheme: object) -> Mix | None:
-    """Return the mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
+    """Find the mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
 
     None for anything else.
     """
-    if isinstance(scheme, str):
-        name = scheme.strip().lower()
-    else:
-        name = ""
+    if not isinstance(scheme, str):
+        return None
+    name = scheme.strip().lower()
     return MIXES.get(name, _SHORT.get(name))

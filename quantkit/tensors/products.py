@@ -22,17 +22,21 @@ where it is 1.
 
 # Multiplications; for fewer, the call itself takes the time.
 MIN_MULTIPLICATIONS = 1 << 20
-_FEWEST_ROWS = 16  # with fewer, reading is what takes time
+# With fewer rows, reading the matrix takes the time.
+_FEWEST_ROWS = 16
+# A symmetric sum is computed in as many strips, which leave out most of what is below the diagonal.
 _STRIPS = 16
 # Of a product that is only added up: less than what the allocator maps anew each time.
 PRODUCT_ELEMENTS = 7 << 18
+# Sizes that are multiples of this are multiplied as they are.
 _STEP = 64
+# Other sizes are padded to multiples of this, so that oneDNN gets few different shapes.
 _WIDE_STEP = 128
 _CPU = torch.device("cpu")
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, [M, K] and [K, N] to [M, N].
+    """Multiply ``a @ b``, [M, K] and [K, N] to [M, N].
 
     torch leaves float32 to MKL, which is half as fast as oneDNN on processors of AMD, and faster on
     Intel's; both sum in float32.
@@ -42,9 +46,11 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     if not (of_float32 and large and _is_faster_through_onednn()):
         return a @ b
     rows, inner = a.shape
-    if more := _missing(inner):
-        a = F.pad(a, (0, more))
-        b = F.pad(b, (0, 0, 0, more))
+    padding = _missing(inner)
+    if padding:
+        a = F.pad(a, (0, padding))
+        b = F.pad(b, (0, 0, 0, padding))
+    # The operator of torch's compiler: `F.linear` leaves float32 to MKL.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(
         _dense(_pad_rows(a)), _dense(b).t(), None, "none", [], ""
     )
@@ -52,15 +58,16 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_square_(total: Tensor, columns: Tensor) -> None:
-    """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; of what lies below,
-    only parts are added.
+    """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; below the
+    diagonal, only parts are added.
     """
     step = _strip(len(columns))
     width = max(step, PRODUCT_ELEMENTS // step)
     for start in range(0, len(columns), step):
-        for left in range(start, len(columns), width):
-            here = slice(start, start + step), slice(left, left + width)
-            total[here].add_(times(columns[here[0]], columns[here[1]].t()))
+        for first in range(start, len(columns), width):
+            row_part = slice(start, start + step)
+            column_part = slice(first, first + width)
+            total[row_part, column_part].add_(times(columns[row_part], columns[column_part].t()))
 
 
 def fill_lower_(total: Tensor) -> None:
@@ -72,7 +79,7 @@ def fill_lower_(total: Tensor) -> None:
 
 
 def _strip(width: int) -> int:
-    """Rows of a symmetric sum that are added to together."""
+    """Choose the number of rows of a symmetric sum that are added to together."""
     return -(-width // (_STRIPS * _STEP)) * _STEP
 
 
@@ -87,45 +94,48 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    supported = (
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
-    return any(ask is not None and ask() for ask in supported)
+    # Private functions, which other releases of torch may lack.
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        is_supported = getattr(torch.cpu, name, None)
+        if is_supported is not None and is_supported():
+            return True
+    return False
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which calibration samples are multiplied on their way through a model."""
+    """Choose the dtype in which calibration samples are multiplied on their way through a model."""
     if multiplies_bfloat16(device):
         return torch.bfloat16
     return torch.float32
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in float32, [..., I] and [O, I] to [..., O], with both factors and the
-    result rounded to bfloat16; the weight is bfloat16 already.
+    """Multiply ``x @ weight.T`` in float32, [..., I] and [O, I] to [..., O], with both factors and
+    the result rounded to bfloat16; the weight is bfloat16 already.
     """
     rows = x.bfloat16().flatten(0, -2)
     if rows.device.type == "cpu":
-        passed = _pad_rows(rows)
+        padded = _pad_rows(rows)
     else:
-        passed = rows
-    return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
+        padded = rows
+    return F.linear(padded, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Products of float32 on a GPU without TF32, and sums of bfloat16 in float32, whatever the
-    process has set.
+    """Compute products of float32 on a GPU without TF32, and sums of bfloat16 in float32, whatever
+    the process has set.
     """
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    previous_precision = matmul.fp32_precision
+    previous_reduction = matmul.allow_bf16_reduced_precision_reduction
     matmul.fp32_precision = "ieee"
     matmul.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = before
+        matmul.fp32_precision = previous_precision
+        matmul.allow_bf16_reduced_precision_reduction = previous_reduction
 
 
 @functools.cache
@@ -140,9 +150,10 @@ def _is_faster_through_onednn() -> bool:
 
 def _is_intel() -> bool:
     processors = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (
-        processors.read_text() if processors.exists() else platform.processor()
-    )
+    # On Linux `platform.processor` may be empty.
+    if processors.exists():
+        return "GenuineIntel" in processors.read_text()
+    return "GenuineIntel" in platform.processor()
 
 
 def _onednn_is_built_in() -> bool:
@@ -150,16 +161,16 @@ def _onednn_is_built_in() -> bool:
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
-    """Rows [N, I] with rows of zeros behind them where a size is missing some."""
-    more = _missing(len(rows))
-    if more:
-        return F.pad(rows, (0, 0, 0, more))
+    """Append rows of zeros to rows [N, I], if their number is to be padded."""
+    padding = _missing(len(rows))
+    if padding:
+        return F.pad(rows, (0, 0, 0, padding))
     return rows
 
 
 def _missing(size: int) -> int:
-    """By how much a size is made larger: oneDNN keeps a kernel for every shape that it meets, and
-    experts are sent any number of tokens. What the solver takes at a time is left as it is.
+    """Compute by how much a size is padded: oneDNN keeps a kernel for every shape that it gets, and
+    experts are sent any number of tokens. The block sizes of the solver are not padded.
     """
     if size % _STEP:
         return -size % _WIDE_STEP
@@ -167,10 +178,10 @@ def _missing(size: int) -> int:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """Return a matrix without gaps, for which alone oneDNN's linear is fast."""
+    """Copy a matrix with gaps between its rows: oneDNN's linear is fast only without them."""
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
-    # in runs, as it lies
+    # Keep the order of elements in memory, so that the copy reads whole runs.
     if matrix.stride(0) == 1:
         return matrix.t().contiguous().t()
     return matrix.contiguous()

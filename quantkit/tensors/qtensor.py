@@ -16,21 +16,20 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 
 
 class Solver(StrEnum):
-    """How the codes of a weight were found, as manifests call it."""
+    """How the codes of a weight were computed, as manifests call it."""
 
     # `quantize_rtn`: on the scales that span each group.
     ROUNDING = "round-to-nearest"
-    SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
-    # the same, where inputs differ in size
+    # `solver.rounding.quantize_searched`.
+    SEARCHED = "round-to-nearest, searched scales"
+    # The same, where inputs differ in size.
     WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"
     # Codes are those of the source.
     CARRIED = "carried"
-    # codes and zero points are those of the source, scales are rounded to another type
+    # Codes and zero points are those of the source, scales are rounded to another type.
     SCALES_CAST = "scales cast"
-    SCALES_TRAINED = (
-        # Codes and zero points are those of the source, see `quantkit.refine`.
-        "scales trained"
-    )
+    # Codes and zero points are those of the source, see `quantkit.refine`.
+    SCALES_TRAINED = "scales trained"
     CODES_TRAINED = "scales and codes trained"
 
 
@@ -95,15 +94,16 @@ class QuantTensor:
             is_expected=asymmetric and not floats,
         )
         if self.scheme.of_small_floats:
-            there = self.scheme.scales is Scales.NESTED
-            self._require("outer", self.outer, (expected[0], 1), torch.float32, is_expected=there)
+            has_outer = self.scheme.scales is Scales.NESTED
+            outer_shape = (expected[0], 1)
+            self._require("outer", self.outer, outer_shape, torch.float32, is_expected=has_outer)
             return
-        outer = expected[0], self.codes.shape[1] // self.scheme.unit
-        self._require("outer", self.outer, outer, torch.float16, is_expected=nested)
+        outer_shape = (expected[0], self.codes.shape[1] // self.scheme.unit)
+        self._require("outer", self.outer, outer_shape, torch.float16, is_expected=nested)
         self._require(
             "outer_minimum",
             self.outer_minimum,
-            outer,
+            outer_shape,
             torch.float16,
             is_expected=nested and asymmetric,
         )
@@ -126,7 +126,7 @@ class QuantTensor:
 
     @classmethod
     def of_blocks(cls, codes: Tensor, scales: BlockScales, scheme: QuantScheme) -> QuantTensor:
-        """Return a weight in blocks of GGUF."""
+        """Build a weight in blocks of GGUF."""
         return cls(
             codes, scales.scale, None, scheme, scales.minimum, scales.outer, scales.outer_minimum
         )
@@ -143,40 +143,34 @@ class QuantTensor:
         return self.codes.shape[0], self.codes.shape[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """Return the weight with its codes, scales, minima and zero points changed, which are [O,
-        I], [O, G] and [O, S].
+        """Apply a change to the codes, scales, minima and zero points, which are [O, I], [O, G] and
+        [O, S].
         """
-        if self.zero is None:
-            zero = None
-        else:
-            zero = change(self.zero)
+        zero = None if self.zero is None else change(self.zero)
         blocks = self.block_scales
         if blocks is not None:
             return QuantTensor.of_blocks(change(self.codes), blocks.map(change), self.scheme)
-        if self.outer is None:
-            outer = None
-        else:
-            outer = change(self.outer)
+        outer = None if self.outer is None else change(self.outer)
         return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme, outer=outer)
 
     def rows(self, start: int, stop: int) -> QuantTensor:
-        """Some output rows, as views."""
+        """Slice output rows, as views."""
         return self.map(lambda tensor: tensor[start:stop])
 
     def take(self, index: Tensor) -> QuantTensor:
-        """Output rows by their numbers [N], in that order."""
+        """Select output rows by their numbers [N], in that order."""
         return self.map(lambda tensor: tensor[index])
 
     def merge_rows(self, rows: Tensor, other: QuantTensor) -> QuantTensor:
-        """Return the rows where a mask [O] is true, of another weight elsewhere, which has the same
-        scheme and shape.
+        """Combine the rows where a mask [O] is true with those of another weight elsewhere, which
+        has the same scheme and shape.
         """
-        both = concatenate_rows([self, other])
+        concatenated = concatenate_rows([self, other])
         index = torch.arange(len(rows), device=rows.device)
-        return both.take(torch.where(rows, index, index + len(rows)))
+        return concatenated.take(torch.where(rows, index, index + len(rows)))
 
     def columns(self, start: int, stop: int) -> QuantTensor:
-        """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
+        """Slice inputs; where a cut goes through a group, in smaller groups whose scales repeat.
 
         Raises:
             RequestError: see `QuantScheme.cut`.
@@ -185,30 +179,27 @@ class QuantTensor:
         codes = self.codes[:, start:stop]
         if self.scheme.group_size is None or scheme.group_size is None:
             return QuantTensor(codes, self.scale, self.zero, scheme)
-        if (blocks := self.block_scales) is not None:  # whole ones
+        blocks = self.block_scales
+        # `QuantScheme.cut` refuses cuts through a block.
+        if blocks is not None:
 
-            def part(values: Tensor) -> Tensor:
+            def slice_columns(values: Tensor) -> Tensor:
                 size = self.shape[1] // values.shape[1]
                 return values[:, start // size : stop // size]
 
-            return QuantTensor.of_blocks(codes, blocks.map(part), scheme)
-        groups = (
-            torch.arange(start, stop, scheme.group_size, device=codes.device)
-            // self.scheme.group_size
-        )
-        if self.zero is None:
-            zero = None
-        else:
-            zero = self.zero[:, groups]
+            return QuantTensor.of_blocks(codes, blocks.map(slice_columns), scheme)
+        first_inputs = torch.arange(start, stop, scheme.group_size, device=codes.device)
+        groups = first_inputs // self.scheme.group_size
+        zero = None if self.zero is None else self.zero[:, groups]
         return QuantTensor(codes, self.scale[:, groups], zero, scheme, outer=self.outer)
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """Return the same codes on another device."""
+        """Move the weight to another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
     def steps(self) -> Tensor:
-        """Return what codes less their zero points are multiplied with, [O, G] float32; of NVFP4
+        """Compute what codes less their zero points are multiplied with, [O, G] float32; of NVFP4
         the scale over the outer one, rounded to float32, as in compressed-tensors.
         """
         if self.scheme.scales is Scales.NESTED and self.outer is not None:
@@ -218,36 +209,37 @@ class QuantTensor:
         return self.block_scales.steps
 
     def dequantize(self) -> Tensor:
-        """Return the weights [O, I] in float32. This product, rounded once, is the truth."""
+        """Compute the weights [O, I] in float32. This product, rounded once, is the truth."""
         rows, columns = self.shape
         groups = self.scale.shape[1]
         if self.scheme.of_small_floats:
             values = float_codes.values(self.codes, self.scheme.codes).view(rows, groups, -1)
             return values.mul_(self.steps.unsqueeze(-1)).view(rows, columns)
         values = self.codes.view(rows, groups, -1).float()
-        if (blocks := self.block_scales) is not None and (offsets := blocks.offsets) is not None:
-            return (
-                values.mul_(blocks.steps.unsqueeze(-1))
-                .sub_(offsets.unsqueeze(-1))
-                .view(rows, columns)
-            )
-        zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
+        blocks = self.block_scales
         if blocks is None:
             steps = self.scale.float()
         else:
             steps = blocks.steps
+            offsets = blocks.offsets
+            if offsets is not None:
+                scaled = values.mul_(steps.unsqueeze(-1))
+                return scaled.sub_(offsets.unsqueeze(-1)).view(rows, columns)
+        # The difference of two codes is exact in float32, so only the product is rounded.
+        zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
         return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights [O, I], each computed in float32 and rounded once."""
-        result = torch.empty(self.shape, dtype=dtype)
+        """Compute the weights [O, I], each in float32 and rounded once."""
+        weights = torch.empty(self.shape, dtype=dtype)
+        # In chunks, so that float32 takes little memory.
         for start, stop in row_chunks(*self.shape):
-            result[start:stop] = self.rows(start, stop).dequantize()
-        return result
+            weights[start:stop] = self.rows(start, stop).dequantize()
+        return weights
 
 
 def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
-    """Return the same codes and zero points, with scales that are rounded to each type in turn.
+    """Round the scales of a weight to each type in turn, and keep its codes and zero points.
 
     Scales that are NaN or infinite stay so.
 
@@ -260,12 +252,13 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
         scale = scale.to(dtype)
     rows, groups = scale.shape
     zero = value.scheme.levels // 2 if value.zero is None else value.zero.short().unsqueeze(-1)
-    # Of the largest weight.
+    # Of the largest weight of each group, which moves furthest.
     steps = (value.codes.view(rows, groups, -1).short() - zero).abs().amax(-1)
+    # In float64, so that the comparison with half a step is not rounded.
     before = value.scale.double()
     after = scale.double()
-    moved = steps * (after - before).abs() <= before.abs() / 2
-    if not (moved | ~before.isfinite()).all():
+    within_half_step = steps * (after - before).abs() <= before.abs() / 2
+    if not (within_half_step | ~before.isfinite()).all():
         return None
     return QuantTensor(value.codes, scale, value.zero, value.scheme)
 
@@ -278,7 +271,7 @@ def quantize_rtn(
 
     Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps;
     asymmetric ones spread its range, zero included, over ``levels - 1`` steps. Codes are computed
-    against the scale as stored. Where storing rounds it down, the largest weights lie beyond the
+    against the scale as stored. Where storing rounds it down, the largest weights are beyond the
     last code and are clipped to it.
 
     Args:
@@ -289,20 +282,21 @@ def quantize_rtn(
             share; None is the weight's.
     """
     if scheme.of_small_floats:
-        return small_floats(
-            weight, *float_codes.spanning_scales(weight, scheme, scale_dtype, outer), scheme
-        )
-    if scheme.scales is not Scales.FLOATS:
-        chunks = row_chunks(weight.shape[0], weight.shape[1], CACHED_ELEMENTS)
-        return concatenate_rows([_round_in_blocks(weight[slice(*part)], scheme) for part in chunks])
+        span, span_outer = float_codes.spanning_scales(weight, scheme, scale_dtype, outer)
+        return small_floats(weight, span, span_outer, scheme)
     rows, columns = weight.shape
+    if scheme.scales is not Scales.FLOATS:
+        parts = []
+        for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
+            parts.append(_round_in_blocks(weight[start:stop], scheme))
+        return concatenate_rows(parts)
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    if scheme.symmetric:
-        zero = None
-    else:
+    zero: Tensor | None = None
+    if not scheme.symmetric:
         zero = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
+    # Rows in chunks whose temporaries stay in the cache.
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         scale[start:stop] = spanning_scales(grouped, scheme, scale_dtype)
@@ -322,70 +316,64 @@ def quantize_rtn(
 def small_floats(
     weight: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme
 ) -> QuantTensor:
-    """Return a weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an
-    outer one [O, 1].
+    """Round a weight [O, I] to the nearest small floats of given scales [O, G], and of an outer one
+    [O, 1].
     """
-    if outer is None:
-        steps = scale.float()
-    else:
-        steps = scale.float() / outer
+    steps = scale.float()
+    if outer is not None:
+        steps = steps / outer
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, scale.shape[1], -1)
-        codes[start:stop] = float_codes.nearest(
-            grouped, steps[start:stop].unsqueeze(-1), scheme.codes
-        ).flatten(1)
+        row_steps = steps[start:stop].unsqueeze(-1)
+        codes[start:stop] = float_codes.nearest(grouped, row_steps, scheme.codes).flatten(1)
     return QuantTensor(codes, scale, None, scheme, outer=outer)
 
 
 def _round_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
-    """Some rows [O, I] rounded to the nearest codes of scales that span the groups, held as
-    GGUF's blocks hold them.
+    """Round rows [O, I] to the nearest codes of scales that span the groups, both as GGUF's blocks
+    store them.
     """
     grouped = weight.float().reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     high = grouped.amax(-1).clamp(min=0)
     low = grouped.amin(-1).clamp(max=0)
     if scheme.symmetric:
-        scales = BlockScales.nearest(
-            torch.maximum(high, -low) / ((scheme.levels - 1) / 2), None, scheme
-        )
+        steps = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)
+        scales = BlockScales.nearest(steps, None, scheme)
     else:
         scales = BlockScales.nearest((high - low) / (scheme.levels - 1), -low, scheme)
     return QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
 
 
 def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> Tensor:
-    """Return the codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one
+    """Find the codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one
     where a step is zero.
     """
     steps = scales.steps.unsqueeze(-1)
     offsets = scales.offsets
     if offsets is None:
         low = scheme.levels // 2
-    else:
-        low = 0
-    if offsets is None:
         shifted = grouped
     else:
+        low = 0
         shifted = grouped + offsets.unsqueeze(-1)
-    codes = (
-        torch.where(steps == 0, 0, shifted / steps).round_().add_(low).clamp_(0, scheme.levels - 1)
-    )
+    codes = torch.where(steps == 0, 0, shifted / steps).round_()
+    codes = codes.add_(low).clamp_(0, scheme.levels - 1)
+    # Torch is slow from floats to bytes.
     return codes.flatten(1).to(torch.int16).to(torch.uint8)
 
 
 def concatenate_rows(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """Return one weight with the rows of all, in order, which have one scheme and one dtype of
-    scales.
-    """
-    first, *others = parts
-    if not others:
+    """Concatenate the rows of weights, in order, which have one scheme and one dtype of scales."""
+    first, *following = parts
+    # A copy of a single part would only take memory.
+    if not following:
         return first
 
     def concatenate_field(read: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
-        found = [one for one in map(read, parts) if one is not None]
-        if found:
-            return torch.cat(found)
+        tensors = [tensor for tensor in map(read, parts) if tensor is not None]
+        if tensors:
+            return torch.cat(tensors)
         return None
 
     codes = torch.cat([part.codes for part in parts])
@@ -402,8 +390,8 @@ def concatenate_rows(parts: Sequence[QuantTensor]) -> QuantTensor:
 
 
 def concatenate_if_uniform(parts: Sequence[QuantTensor]) -> QuantTensor | None:
-    """Return one weight with the rows of all, in order; None where they differ in scheme or dtype
-    of the scales.
+    """Concatenate the rows of weights, in order; None where they differ in scheme or dtype of the
+    scales.
     """
     if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
         return None
@@ -411,25 +399,26 @@ def concatenate_if_uniform(parts: Sequence[QuantTensor]) -> QuantTensor | None:
 
 
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
-    """Frobenius norm of the weight error over that of the weight; 0 for all zeros."""
-    error = norm = 0.0
+    """Compute the Frobenius norm of the weight error over that of the weight; 0 for all zeros."""
+    error = 0.0
+    norm = 0.0
+    # In chunks, whose float32 temporaries stay in the cache.
     for start, stop in row_chunks(*quantized.shape, CACHED_ELEMENTS):
         reference = weight[start:stop].float()
-        error = math.hypot(
-            error, frobenius(quantized.rows(start, stop).dequantize().sub_(reference))
-        )
+        difference = quantized.rows(start, stop).dequantize().sub_(reference)
+        error = math.hypot(error, frobenius(difference))
         norm = math.hypot(norm, frobenius(reference))
     return error / norm if norm else 0.0
 
 
 def frobenius(matrix: Tensor) -> float:
-    """Return the Frobenius norm, accumulated in float64."""
+    """Compute the Frobenius norm, accumulated in float64."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.item()
 
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
-    """Some rows of a weight in float32, dequantized where it is quantized."""
+    """Read rows of a weight in float32, dequantized where it is quantized."""
     if isinstance(value, QuantTensor):
         return value.rows(start, stop).dequantize()
     return value[start:stop].float()
@@ -438,8 +427,8 @@ def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
 def row_chunks(
     rows: int, columns: int, elements: int = CHUNK_ELEMENTS
 ) -> Iterator[tuple[int, int]]:
-    """Row ranges of `elements` elements, a million by default, so that float32 temporaries stay
-    small.
+    """Yield row ranges of `elements` elements, a million by default, so that float32 temporaries
+    stay small.
     """
     step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):
@@ -476,7 +465,7 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def spanning_scales(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
-    """Return the scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1
+    """Compute the scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1
     where a group is all zeros or too small to scale.
     """
     high = grouped.amax(-1)

@@ -18,7 +18,7 @@ _HEADS = frozenset({"lm_head"})
 
 @dataclass(frozen=True)
 class Override:
-    """A glob on module names and what holds for those it matches (``None``: keep as float).
+    """A glob on module names and the scheme of the modules it matches (``None``: keep as float).
 
     Raises:
         RequestError: for values of other types.
@@ -98,36 +98,34 @@ class Recipe:
                 found=error.found,
                 expected=error.expected or expected,
             ) from error
-        named = (
-            Override(pattern, None if name == "keep" else _scheme(name, path))
-            for pattern, name in overrides
-        )
-        return cls(_scheme(default, path), tuple(named))
+        default_scheme = _scheme(default, path)
+        parsed_overrides = []
+        for pattern, scheme_name in overrides:
+            scheme = None if scheme_name == "keep" else _scheme(scheme_name, path)
+            parsed_overrides.append(Override(pattern, scheme))
+        return cls(default_scheme, tuple(parsed_overrides))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form that `from_json` reads."""
-        return {
-            "default": str(self.default),
-            "overrides": [
-                {"pattern": o.pattern, "scheme": "keep" if o.scheme is None else str(o.scheme)}
-                for o in self.overrides
-            ],
-        }
+        """Write the JSON form that `from_json` reads."""
+        overrides = []
+        for override in self.overrides:
+            scheme = "keep" if override.scheme is None else str(override.scheme)
+            overrides.append({"pattern": override.pattern, "scheme": scheme})
+        return {"default": str(self.default), "overrides": overrides}
 
     def keeping(self, patterns: Iterable[str]) -> Recipe:
-        """This recipe with more layers kept as floats."""
-        return Recipe(
-            self.default,
-            self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)),
-        )
+        """Copy this recipe with more layers kept as floats."""
+        # At the end, because later overrides win.
+        added = [Override(pattern, None) for pattern in as_strings("patterns", patterns)]
+        return Recipe(self.default, (*self.overrides, *added))
 
     def find_scheme(
         self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS
     ) -> QuantScheme | None:
-        """Return the scheme that the recipe requests for a module, whatever its shape.
+        """Find the scheme that the recipe requests for a module, whatever its shape.
 
         Args:
-            on_disk: what it is called there, if otherwise; patterns match either name.
+            on_disk: its name on disk, if that differs; patterns match either name.
             kept: the modules that keep their floats unless an override names them.
         """
         for override in reversed(self.overrides):
@@ -140,26 +138,25 @@ class Recipe:
     def select_specific_overrides(
         self, modules: Collection[str], other_modules: Collection[str]
     ) -> Recipe:
-        """This recipe for modules that have to be named alone, given all names of them and of the
-        others: the overrides that keep floats, and those that match some of them and none of the
-        others. A pattern that matches everything names nothing.
+        """Reduce this recipe to modules that have to be named alone, given all names of them and of
+        the others: to the overrides that keep floats, and those that match some of them and none of
+        the others. A pattern that matches everything names nothing.
         """
 
         def is_specific(override: Override) -> bool:
-            alone = override.pattern.strip("*?.") and not any(map(override.matches, other_modules))
-            return bool(alone) and any(map(override.matches, modules))
+            has_name = bool(override.pattern.strip("*?."))
+            if not has_name or any(map(override.matches, other_modules)):
+                return False
+            return any(map(override.matches, modules))
 
-        return Recipe(
-            self.default,
-            tuple(
-                override
-                for override in self.overrides
-                if override.scheme is None or is_specific(override)
-            ),
-        )
+        specific = []
+        for override in self.overrides:
+            if override.scheme is None or is_specific(override):
+                specific.append(override)
+        return Recipe(self.default, tuple(specific))
 
     def assign(self, columns: Mapping[str, int]) -> dict[str, QuantScheme]:
-        """Return the scheme of every module that gets one, fitted to its columns.
+        """Choose the scheme of every module that gets one, fitted to its columns.
 
         Args:
             columns: every linear module by name with its number of inputs.
@@ -168,29 +165,33 @@ class Recipe:
             RequestError: if an override matches no module.
         """
         self.require_matches(columns)
-        requested = {module: self.find_scheme(module) for module in columns}
-        return {m: s.fit_to_columns(columns[m]) for m, s in requested.items() if s is not None}
+        schemes = {}
+        for module, count in columns.items():
+            requested = self.find_scheme(module)
+            if requested is not None:
+                schemes[module] = requested.fit_to_columns(count)
+        return schemes
 
     def require_matches(self, names: Collection[str], routers: Collection[str] = ()) -> None:
         """Require that each override matches something.
 
         Args:
-            names: of all linear modules, those on disk among them.
-            routers: of linears that never get a scheme; a pattern may keep them.
+            names: the names of all linear modules, including those on disk.
+            routers: the names of linears that never get a scheme; a pattern may keep them.
 
         Raises:
-            RequestError: if one matches no module, or wants a scheme for routers alone.
+            RequestError: if one matches no module, or requests a scheme for routers alone.
         """
         for override in self.overrides:
             if any(map(override.matches, names)):
                 continue
             pattern = format_value(override.pattern)
-            router = any(map(override.matches, routers))
-            if router and override.scheme is not None:
+            matches_router = any(map(override.matches, routers))
+            if matches_router and override.scheme is not None:
                 raise RequestError(
                     "routers and gates of shared experts keep their floats", found=pattern
                 )
-            if not router:
+            if not matches_router:
                 expected = "a glob such as 'model.layers.0.*' or '*.down_proj'"
                 raise RequestError(
                     "pattern matches no linear layer", found=pattern, expected=expected
@@ -203,7 +204,7 @@ def _require_scheme(name: str, scheme: object) -> None:
 
 
 def _scheme(name: str, path: str | Path) -> QuantScheme:
-    """`QuantScheme.parse` of what a file says."""
+    """Parse a scheme of a file, and name the file in errors."""
     try:
         return QuantScheme.parse(name)
     except RequestError as error:

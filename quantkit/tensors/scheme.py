@@ -1,4 +1,4 @@
-"""Quantization schemes: how a weight matrix is held as integers."""
+"""Quantization schemes: how a weight matrix is stored as integers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ points: ``-asym``.
 
 
 class Scales(StrEnum):
-    """How the scales of groups are held, and what an asymmetric group stores in addition to its
+    """How the scales of groups are stored, and what an asymmetric group stores in addition to its
     scale.
     """
 
@@ -35,7 +35,7 @@ class Scales(StrEnum):
     FLOATS = "floats"
     # A float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX.
     BLOCKS = "blocks"
-    # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
+    # Integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants.
     SUPER_BLOCKS = "super-blocks"
     # A float for `TILE` rows and as many columns.
     TILES = "tiles"
@@ -71,8 +71,8 @@ TILE = 128
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale *
-    code - minimum``; or as small floats: ``w = scale * code``.
+    """How one weight matrix [O, I] is stored: as integers, ``w = scale * (code - zero)`` or
+    ``w = scale * code - minimum``; or as small floats, ``w = scale * code``.
 
     Checkpoints that others made may have any that can be constructed; users are offered those of
     `SCHEMES`.
@@ -82,7 +82,7 @@ class QuantScheme:
         group_size: inputs that share a scale; ``None`` means one scale per row.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its
             own, or a minimum.
-        scales: how scales are held.
+        scales: how scales are stored.
         codes: what codes are; small floats are symmetric.
 
     Raises:
@@ -101,20 +101,23 @@ class QuantScheme:
         object.__setattr__(self, "bits", as_integer("bits", self.bits))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
+        # GGUF's blocks of 32 and its K-quants.
         expected: tuple[int, ...] = (3, 4, 5, 6)
         if self.scales is Scales.FLOATS or self.of_small_floats:
-            expected = 4, 8
+            expected = (4, 8)
+        # MLX has 8 bits with minima as well.
         elif self.scales is Scales.BLOCKS and not self.symmetric:
-            expected = 4, 5, 8
+            expected = (4, 5, 8)
         if self.bits not in expected:
-            one_of = " or ".join(map(str, expected))
+            expected_text = " or ".join(map(str, expected))
             raise RequestError(
-                "bits per weight are not supported", found=self.bits, expected=one_of
+                "bits per weight are not supported", found=self.bits, expected=expected_text
             )
-        bits = _FLOAT_BITS.get(self.codes)
-        if bits != (self.bits if self.of_small_floats else None) or (
-            bits is None and self.scales in _OF_SMALL_FLOATS
-        ):
+        if self.of_small_floats:
+            fits = _FLOAT_BITS.get(self.codes) == self.bits
+        else:
+            fits = self.scales not in _OF_SMALL_FLOATS
+        if not fits:
             raise RequestError(
                 "codes and scales do not go together",
                 found=f"{self.bits} bits, {self.codes}, {self.scales}",
@@ -129,10 +132,10 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """Return one of `SCHEMES` by its name.
+        """Parse the name of one of `SCHEMES`.
 
         Raises:
-            RequestError: if there is none of that name.
+            RequestError: if no scheme has that name.
         """
         name = as_string("scheme", text).strip().lower()
         if name in SCHEMES:
@@ -143,12 +146,10 @@ class QuantScheme:
             return GGUF_SCHEMES[name]
         if name in FLOAT_SCHEMES:
             return FLOAT_SCHEMES[name]
-        known = {**GGUF_SCHEMES, **FLOAT_SCHEMES, **SCHEMES}
-        near = [
-            close_match
-            for text in (name, name.replace("_", "-"))
-            for close_match in difflib.get_close_matches(text, known, 1)
-        ]
+        schemes = {**GGUF_SCHEMES, **FLOAT_SCHEMES, **SCHEMES}
+        # GGUF's names have underscores, the others hyphens; a user may mix them up.
+        matches = difflib.get_close_matches(name, schemes, 1)
+        matches += difflib.get_close_matches(name.replace("_", "-"), schemes, 1)
         raise RequestError(
             "unknown quantization scheme",
             found=format_value(text),
@@ -156,24 +157,26 @@ class QuantScheme:
                 f"{SPELLINGS}; int4 also with zero points: int4-g128-asym;"
                 f" {', '.join(FLOAT_SCHEMES)}; for GGUF also {GGUF_SPELLINGS}"
             ),
-            hint=f"did you mean {near[0]}?" if near else None,
+            hint=f"did you mean {matches[0]}?" if matches else None,
         )
 
     def __str__(self) -> str:
         if self.of_small_floats:
             return _FLOAT_NAMES[self.scales]
+        if self.scales is Scales.SUPER_BLOCKS:
+            return f"q{self.bits}_k"
         if self.scales is not Scales.FLOATS:
-            if self.scales is Scales.SUPER_BLOCKS:
-                kind = "k"
-            else:
-                kind = f"{int(not self.symmetric)}"
-            other = self.scales is Scales.BLOCKS and self.group_size != _BLOCK
-            return f"q{self.bits}_{kind}{f'-g{self.group_size}' if other else ''}"
-        if self.group_size is None:
-            group = ""
-        else:
-            group = f"-g{self.group_size}"
-        return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
+            # llama.cpp's names: 0 for symmetric blocks, 1 for blocks with a minimum.
+            name = f"q{self.bits}_{int(not self.symmetric)}"
+            if self.scales is Scales.BLOCKS and self.group_size != _BLOCK:
+                name += f"-g{self.group_size}"
+            return name
+        name = f"int{self.bits}"
+        if self.group_size is not None:
+            name += f"-g{self.group_size}"
+        if not self.symmetric:
+            name += "-asym"
+        return name
 
     @property
     def of_small_floats(self) -> bool:
@@ -187,12 +190,12 @@ class QuantScheme:
 
     @property
     def levels(self) -> int:
-        """Number of codes, ``2 ** bits``."""
+        """Count the codes, ``2 ** bits``."""
         return 1 << self.bits
 
     @property
     def unit(self) -> int:
-        """Return the columns that are stored together, of which rows consist; 1 without groups."""
+        """Return the number of columns that are stored as a unit; 1 without groups."""
         if self.scales is Scales.SUPER_BLOCKS:
             return SUPER_BLOCK
         return self.group_size or 1
@@ -202,12 +205,13 @@ class QuantScheme:
         """Return the scheme with as many codes, and a float scale for each group: to search scales
         with. It need not be one that can be constructed.
         """
-        result = replace(self)
-        object.__setattr__(result, "scales", Scales.FLOATS)
-        return result
+        changed = replace(self)
+        # `replace` with another field would check the bits, which may be those of blocks only.
+        object.__setattr__(changed, "scales", Scales.FLOATS)
+        return changed
 
     def groups(self, columns: int) -> int:
-        """Scales per row for a matrix with this many columns.
+        """Count the scales per row for a matrix with this many columns.
 
         Raises:
             RequestError: if the group size does not divide the columns.
@@ -221,7 +225,7 @@ class QuantScheme:
         return columns // self.group_size
 
     def cut(self, start: int, stop: int) -> QuantScheme:
-        """Return the scheme of the columns from `start` up to `stop`: groups are halved, or worse,
+        """Choose the scheme of the columns from `start` up to `stop`: groups are halved, or worse,
         where a cut goes through one, and both parts keep its scale and zero point.
 
         Raises:
@@ -242,7 +246,7 @@ class QuantScheme:
         return QuantScheme(self.bits, size, self.symmetric)
 
     def fit_to_columns(self, columns: int) -> QuantScheme:
-        """Return the scheme actually used for a matrix with this many columns.
+        """Choose the scheme actually used for a matrix with this many columns.
 
         The policy for rows that the group size does not divide: the largest smaller group of 128,
         64 or 32 that does; if none does, int8 per row. No layer is left unquantized for its shape.
@@ -267,7 +271,7 @@ class QuantScheme:
         return QuantScheme(8, None)
 
     def with_dividing_groups(self, columns: int) -> QuantScheme:
-        """Return a scheme that loses about as much, for rows that the group size need not divide.
+        """Derive a scheme that loses about as much, for rows that the group size need not divide.
 
         Bounds on errors use it, to find what a layer's scheme would cost the weight of another
         layer. `fit_to_columns` does not serve there, because it may choose more bits. Here the bits
@@ -284,11 +288,17 @@ class QuantScheme:
             scales = Scales.BLOCKS
         else:
             scales = self.scales
+        # A group size must be a multiple of 8.
         return replace(self, group_size=None if size % 8 else size, scales=scales)
 
 
 _IN_GROUPS = [
-    QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)
+    QuantScheme(4, 32),
+    QuantScheme(4, 64),
+    QuantScheme(4, 128),
+    QuantScheme(4, 32, False),
+    QuantScheme(4, 64, False),
+    QuantScheme(4, 128, False),
 ]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
 """The schemes that a user may request, by name: those that the gate lets through and that
@@ -296,19 +306,24 @@ kernels serve.
 """
 Q4_0 = QuantScheme(4, 32)
 Q8_0 = QuantScheme(8, 32)
-Q4_1, Q5_1 = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (4, 5))
+Q4_1 = QuantScheme(4, 32, False, Scales.BLOCKS)
+Q5_1 = QuantScheme(5, 32, False, Scales.BLOCKS)
 Q5_0 = QuantScheme(5, 32, True, Scales.BLOCKS)
-Q3_K, Q6_K = (QuantScheme(bits, 16, True, Scales.SUPER_BLOCKS) for bits in (3, 6))
-Q4_K, Q5_K = (QuantScheme(bits, 32, False, Scales.SUPER_BLOCKS) for bits in (4, 5))
+Q3_K = QuantScheme(3, 16, True, Scales.SUPER_BLOCKS)
+Q6_K = QuantScheme(6, 16, True, Scales.SUPER_BLOCKS)
+Q4_K = QuantScheme(4, 32, False, Scales.SUPER_BLOCKS)
+Q5_K = QuantScheme(5, 32, False, Scales.SUPER_BLOCKS)
 _BLOCKS = (Q3_K, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1)
-GGUF_SCHEMES = {**{str(one): one for one in (*_BLOCKS, Q8_0)}, "q4_0": Q4_0, "q8_0": Q8_0}
+# Q4_0 and Q8_0 are also int4-g32 and int8-g32, as `str` calls them, so GGUF's names are added.
+GGUF_SCHEMES = {str(scheme): scheme for scheme in (*_BLOCKS, Q8_0)}
+GGUF_SCHEMES |= {"q4_0": Q4_0, "q8_0": Q8_0}
 """Those that a user may request for GGUF, by name."""
 GGUF_SPELLINGS = "q3_k, q4_k, q5_k, q6_k, q4_0, q4_1, q5_0, q5_1, q8_0"
 FP8 = QuantScheme(8, None, codes=Codes.E4M3)
 FP8_BLOCK = QuantScheme(8, TILE, True, Scales.TILES, Codes.E4M3)
 MXFP4 = QuantScheme(4, 32, True, Scales.POWERS, Codes.E2M1)
 NVFP4 = QuantScheme(4, 16, True, Scales.NESTED, Codes.E2M1)
-FLOAT_SCHEMES = {_FLOAT_NAMES[one.scales]: one for one in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
+FLOAT_SCHEMES = {_FLOAT_NAMES[scheme.scales]: scheme for scheme in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
 """Those in small floats that a user may request for compressed-tensors, by name; there are no
 kernels for them here.
 """

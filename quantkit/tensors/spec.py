@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is there."""
+"""What is known of a tensor before it is read."""
 
 from __future__ import annotations
 

@@ -22,26 +22,27 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Along its axis."""
+        """Count the indices along its axis."""
         return sum(stop - start for start, stop in self.ranges)
 
     def rows(self, start: int, stop: int) -> TensorSlice:
-        """Some of the rows that this part of rows has, counted from its first."""
-        found = []
-        before = 0
+        """Select some of the rows of this part, counted from its first."""
+        ranges = []
+        rows_before = 0
         for first, last in self.ranges:
-            low = max(first, first + start - before)
-            high = min(last, first + stop - before)
+            low = max(first, first + start - rows_before)
+            high = min(last, first + stop - rows_before)
             if low < high:
-                found.append((low, high))
-            before += last - first
-        return TensorSlice(0, tuple(found))
+                ranges.append((low, high))
+            rows_before += last - first
+        return TensorSlice(0, tuple(ranges))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That part of a tensor; a view where it is one range."""
+        """Cut that part out of a tensor; a view where it is one range."""
         pieces = []
         for start, stop in self.ranges:
             pieces.append(tensor.narrow(self.axis, start, stop - start))
+        # `torch.cat` would copy even a single piece.
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(pieces, self.axis)
@@ -49,7 +50,7 @@ class TensorSlice:
     def of_weight(
         self, value: torch.Tensor | qtensor.QuantTensor
     ) -> torch.Tensor | qtensor.QuantTensor:
-        """That part of a weight, quantized or not.
+        """Cut that part out of a weight, quantized or not.
 
         Raises:
             RequestError: see `QuantTensor.columns`.

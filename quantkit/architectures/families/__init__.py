@@ -27,15 +27,14 @@ _OLD = "rope_scaling"
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every family by its ``model_type``."""
-    modules = []
-    for module in pkgutil.iter_modules(__path__):
-        modules.append(importlib.import_module(f"{__name__}.{module.name}"))
-    return {
-        family.model_type: family
-        for module in modules
-        for family in getattr(module, "FAMILIES", ())
-    }
+    """Find every family by its ``model_type``."""
+    by_type: dict[str, Family] = {}
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        # Modules without families are helpers, such as `keys`.
+        for family in getattr(module, "FAMILIES", ()):
+            by_type[family.model_type] = family
+    return by_type
 
 
 def is_known_family(raw: Mapping[str, Any]) -> bool:
@@ -43,11 +42,10 @@ def is_known_family(raw: Mapping[str, Any]) -> bool:
     at all.
     """
     kind = raw.get("model_type")
-    if isinstance(kind, str):
-        family = families().get(kind)
-    else:
-        family = None
-    return not isinstance(kind, str) or (family is not None and family.runs)
+    if not isinstance(kind, str):
+        return True
+    family = families().get(kind)
+    return family is not None and family.runs
 
 
 def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
@@ -58,12 +56,12 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
         UnsupportedError: for an architecture, activation or setting that is not supported.
     """
     settings = Settings(raw, path)
-    kind = settings.string(
-        "model_type", hint="this looks like Meta's params.json" if "dim" in raw else None
-    )
+    # `dim` is Meta's name for the hidden size.
+    hint = "this looks like Meta's params.json" if "dim" in raw else None
+    kind = settings.string("model_type", hint=hint)
     family = families().get(kind)
     if family is None or not family.runs:
-        supported = sorted(name for name, known in families().items() if known.runs)
+        supported = sorted(name for name, candidate in families().items() if candidate.runs)
         raise UnsupportedError(
             "architecture is not supported",
             path=settings.path,
@@ -80,9 +78,15 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a Hugging Face ``config.json`` that say all of `config`."""
+    """Write the keys of a Hugging Face ``config.json`` that say all of `config`."""
     family = families()[config.architecture]
     ends = config.eos_token_ids
+    # The usual forms: null for none, a number for one, a list for several.
+    end_value: int | list[int] | None = list(ends)
+    if not ends:
+        end_value = None
+    elif len(ends) == 1:
+        end_value = ends[0]
     return {
         "architectures": [family.class_name],
         "model_type": config.architecture,
@@ -99,15 +103,15 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": (ends[0] if len(ends) == 1 else list(ends)) if ends else None,
+        "eos_token_id": end_value,
         **config.rope.to_hf(config.head_dim),
         **family.write(config),
     }
 
 
 def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
-    """Return one line for each rotary setting of a config.json that transformers 5 ignores in
-    favour of another value.
+    """Describe each rotary setting of a config.json that transformers 5 ignores in favour of
+    another value.
 
     Readers differ in their order of precedence: what one ignores another uses. Values of the wrong
     type are ignored here; the reader of `raw` refuses them.
@@ -115,11 +119,16 @@ def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     new = _object(raw, _NEW)
     old = _object(raw, _OLD)
     family = families().get(str(raw.get("model_type")))
-    if not {FULL, SLIDING}.isdisjoint(new) or (
-        family is not None and "windowed_theta" in family.options
-    ):
+    by_layer = family is not None and "windowed_theta" in family.options
+    if by_layer or not {FULL, SLIDING}.isdisjoint(new):
         return list(_by_layer(raw, new, old))
-    used, name = (old, _OLD) if old else (new, _NEW)
+    # transformers 5 reads `rope_scaling` first if a file has both.
+    if old:
+        used = old
+        name = _OLD
+    else:
+        used = new
+        name = _NEW
     lines = list(_compare_type_spellings(used, name))
     for key in (_THETA, _PARTIAL):
         lines += _report_difference(raw.get(key), key, used.get(key), f"{name}.{key}")
@@ -127,44 +136,41 @@ def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
         used.get(_ORIGINAL), f"{name}.{_ORIGINAL}", raw.get(_ORIGINAL), _ORIGINAL
     )
     if old and new:
-        stated = {
+        # The older spelling keeps some settings outside of `rope_scaling`.
+        used_settings = {
             _THETA: raw.get(_THETA),
             _PARTIAL: raw.get(_PARTIAL),
             "rope_type": old.get("type"),
             **old,
         }
-        lines += _find_overridden_settings(new, _NEW, stated)
+        lines += _find_overridden_settings(new, _NEW, used_settings)
     return lines
 
 
 def _by_layer(
     raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> Iterator[str]:
+    """Yield a line for each ignored setting of a model with settings by kind of layer."""
     full = _object(new, FULL)
     sliding = _object(new, SLIDING)
-    places = {FULL: f"{_NEW}.{FULL}", SLIDING: f"{_NEW}.{SLIDING}"}
-    merged = {**full, **old}
-    yield from _find_overridden_settings(
-        {key: value for key, value in full.items() if key in old}, places[FULL], old
-    )
+    full_name = f"{_NEW}.{FULL}"
+    # `rope_scaling` overrides the settings of full attention, but only key by key.
+    overlapping = {key: value for key, value in full.items() if key in old}
+    yield from _find_overridden_settings(overlapping, full_name, old)
     for settings, name, base in (
-        (merged, places[FULL], _THETA),
-        (sliding, places[SLIDING], "rope_local_base_freq"),
+        ({**full, **old}, full_name, _THETA),
+        (sliding, f"{_NEW}.{SLIDING}", "rope_local_base_freq"),
     ):
         yield from _compare_type_spellings(settings, name)
         yield from _report_difference(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
         if settings.get("rope_type", settings.get("type")) in _WITH_ORIGINAL:
-            own = settings.get(_ORIGINAL)
-            if own is not None:
-                used = f"{name}.{_ORIGINAL}"
-            else:
-                used = "max_position_embeddings"
-            yield from _report_difference(
-                raw.get(_ORIGINAL),
-                _ORIGINAL,
-                raw.get("max_position_embeddings") if own is None else own,
-                used,
-            )
+            original = settings.get(_ORIGINAL)
+            original_name = f"{name}.{_ORIGINAL}"
+            # transformers does not look for the original context outside of these settings.
+            if original is None:
+                original = raw.get("max_position_embeddings")
+                original_name = "max_position_embeddings"
+            yield from _report_difference(raw.get(_ORIGINAL), _ORIGINAL, original, original_name)
 
 
 def _compare_type_spellings(settings: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -178,12 +184,14 @@ def _find_overridden_settings(
 ) -> Iterator[str]:
     """Yield the settings that ``rope_scaling`` states differently, or not at all."""
     for key, value in settings.items():
-        if value is not None and by.get(key) != value and key != "type":
-            if by.get(key) is not None:
-                found = f"states {format_value(by[key])}"
-            else:
-                found = "is used and does not have it"
-            yield f"{name}.{key} {format_value(value)} is ignored: {_OLD} {found}"
+        # `type` is compared with `rope_type` by `_compare_type_spellings`.
+        if value is None or by.get(key) == value or key == "type":
+            continue
+        if by.get(key) is not None:
+            reason = f"states {format_value(by[key])}"
+        else:
+            reason = "is used and does not have it"
+        yield f"{name}.{key} {format_value(value)} is ignored: {_OLD} {reason}"
 
 
 def _report_difference(ignored: Any, ignored_key: str, used: Any, used_key: str) -> Iterator[str]:

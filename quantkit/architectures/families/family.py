@@ -23,7 +23,7 @@ class StackedExperts:
 
     Attributes:
         name: of the tensor.
-        roles: the linears of each expert that it holds, with their outputs side by side.
+        roles: the linears of each expert that it contains, with their outputs side by side.
         transposed: whether inputs come before outputs.
         interleaved: whether the outputs of several roles alternate.
         bias: the name of the tensor of their biases, if they have any.
@@ -122,7 +122,7 @@ class Family:
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
     def read(self, settings: Settings) -> ModelConfig:
-        """Return the config that a config.json states.
+        """Read the config from a config.json.
 
         Raises `CheckpointError`, `UnsupportedError`, see `read_config`.
         """
@@ -133,12 +133,11 @@ class Family:
         return read_config(settings, **options)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the keys of config.json in addition to those of all families."""
-        result: dict[str, Any] = {}
+        """Write the keys of config.json in addition to those of all families."""
+        values: dict[str, Any] = {}
         for keys in self.keys:
-            for name, value in keys.write(config).items():
-                result[name] = value
-        return result
+            values.update(keys.write(config))
+        return values
 
 
 def read_config(
@@ -194,25 +193,21 @@ def read_config(
     count = layer_count(settings)
     if windows is None:
         windows = [None] * count
-    else:
-        windows = windows
     if rotary is None:
         rotary = [True] * count
-    else:
-        rotary = rotary
     if sparse is None:
         sparse = [features.get("experts") is not None] * count
-    else:
-        sparse = sparse
-    layers = tuple(LayerConfig(*one) for one in zip(windows, rotary, sparse, strict=True))
+    layers = []
+    for window, is_rotary, is_sparse in zip(windows, rotary, sparse, strict=True):
+        layers.append(LayerConfig(window, is_rotary, is_sparse))
+    # Null stands for the number of heads, but transformers replaces an absent key by the number of
+    # KV heads of one published model.
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
-    own_head_dim = settings.has("head_dim") or head_dim_required
-    if own_head_dim:
+    if settings.has("head_dim") or head_dim_required:
         head_dim = settings.integer("head_dim", 1, Limits.heads)
     else:
         head_dim = head_dim or hidden // heads
-    own_kv_heads = settings.has("num_key_value_heads")
     starts = settings.ids("bos_token_id")
     ends = settings.ids("eos_token_id")
     window_rope = None
@@ -241,6 +236,7 @@ def read_config(
             found=rope.type,
             expected=" or ".join(rope_types),
         )
+    # transformers 5 renames the key; without either, torch's default type is meant.
     if settings.has("dtype"):
         dtype_key = "dtype"
     else:
@@ -256,11 +252,9 @@ def read_config(
         vocab_size=settings.integer("vocab_size", 1, Limits.width),
         hidden_size=hidden,
         intermediate_size=settings.integer("intermediate_size", 1, Limits.width),
-        layers=layers,
+        layers=tuple(layers),
         num_heads=heads,
-        num_kv_heads=settings.integer("num_key_value_heads", 1, Limits.heads)
-        if own_kv_heads
-        else heads,
+        num_kv_heads=_read_kv_heads(settings, heads),
         head_dim=head_dim,
         norm_eps=settings.number("rms_norm_eps", *Limits.eps),
         rope=rope,
@@ -274,8 +268,14 @@ def read_config(
     ).validate(settings.path)
 
 
+def _read_kv_heads(settings: Settings, heads: int) -> int:
+    if settings.has("num_key_value_heads"):
+        return settings.integer("num_key_value_heads", 1, Limits.heads)
+    return heads
+
+
 def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Settings:
-    """Return the settings of a family that scales positions by default. An empty ``rope_scaling``
+    """Add the default rotary settings of a family that scales positions. An empty ``rope_scaling``
     is none, as in transformers.
     """
     if settings.has("rope_parameters") or settings.values.get("rope_scaling"):

@@ -22,7 +22,7 @@ _SCALAR = "query_pre_attn_scalar"
 
 
 def _causal_features(settings: Settings) -> dict[str, Any]:
-    """Return the features of all Gemma models, for `read_config`; raises `UnsupportedError` for
+    """Read the features of all Gemma models, for `read_config`; raises `UnsupportedError` for
     bidirectional attention.
     """
     if settings.flag("use_bidirectional_attention", False):
@@ -37,13 +37,16 @@ def _causal_features(settings: Settings) -> dict[str, Any]:
 
 # Gemma 1 (2403.08295).
 def _read_gemma(settings: Settings) -> dict[str, Any]:
-    own = settings.has("hidden_activation")
+    if settings.has("hidden_activation"):
+        activation_key = "hidden_activation"
+        activations: tuple[str, ...] = (_ACTIVATION,)
+    else:
+        activation_key = "hidden_act"
+        # The published files' name for it is "gelu".
+        activations = (_ACTIVATION, "gelu")
     return {
-        "activation_key": "hidden_activation" if own else "hidden_act",
-        "activations": (_ACTIVATION,)
-        if own
-        # The published files' name for it.
-        else (_ACTIVATION, "gelu"),
+        "activation_key": activation_key,
+        "activations": activations,
         **_causal_features(settings),
     }
 
@@ -70,6 +73,7 @@ def _read(settings: Settings) -> dict[str, Any]:
         scalar = settings.integer(_SCALAR, 1, Limits.heads)
     else:
         scalar = _HEAD_DIM
+    # The usual scale is None, so that it does not count as a feature that other formats lack.
     return {
         "activation_key": "hidden_activation",
         "activations": (_ACTIVATION,),
@@ -88,7 +92,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_FEATURES = Keys(_read, _write)  # of Gemma 2 and 3
+# The features of Gemma 2 and 3.
+_FEATURES = Keys(_read, _write)
 _NORMS = {
     "attention.output_norm": BLOCK + "post_attention_layernorm",
     "mlp.norm": BLOCK + "pre_feedforward_layernorm",
@@ -102,11 +107,11 @@ _DEFAULT_CAPS = {
 
 
 def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:
-    """llama.cpp has its own defaults for caps; it would divide by a cap of 0."""
-    stated = {}
+    """Read the caps as llama.cpp, which has defaults for them, and would divide by a cap of 0."""
+    caps = {}
     for key, default in _DEFAULT_CAPS.items():
-        stated[key] = gguf.number(key, *_CAPS) if gguf.has(key) else default
-    return {"hidden_activation": _ACTIVATION, **stated}
+        caps[key] = gguf.number(key, *_CAPS) if gguf.has(key) else default
+    return {"hidden_activation": _ACTIVATION, **caps}
 
 
 _GEMMA2 = Family(
@@ -155,9 +160,12 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
     if any(full):
         interval = full.index(True) + 1
     else:
+        # Beyond the last layer, so that no layer has full attention.
         interval = config.num_layers + 1
-    if full == [(layer + 1) % interval == 0 for layer in range(config.num_layers)]:
-        written[_PATTERN] = interval  # for older readers, without ``layer_types``
+    regular = [(layer + 1) % interval == 0 for layer in range(config.num_layers)]
+    # For older readers, without ``layer_types``.
+    if full == regular:
+        written[_PATTERN] = interval
     return written
 
 

@@ -13,7 +13,8 @@ from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError
 
-DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
+# Of transformers, if the key is absent; null means none.
+DEFAULT_WINDOW = 4096
 # Transformers 5 writes some families' under the second name.
 _EXPERT_COUNTS = (
     "num_experts",
@@ -36,7 +37,7 @@ class Keys:
 
 
 def flag(key: str, *fields: str, default: bool = False) -> Keys:
-    """Return a boolean that determines some fields of `ModelConfig`, which are equal."""
+    """Declare a boolean that determines some fields of `ModelConfig`, which are equal."""
     return Keys(
         lambda settings: dict.fromkeys(fields, settings.flag(key, default)),
         lambda config: {key: getattr(config, fields[-1])},
@@ -53,7 +54,7 @@ def number(
     null: float | None,
     inverse: bool = False,
 ) -> Keys:
-    """Return a number that determines a field of `ModelConfig`.
+    """Declare a number that determines a field of `ModelConfig`.
 
     Args:
         default: if the key is absent.
@@ -68,11 +69,15 @@ def number(
             value = default
         if settings.has(key):
             value = settings.number(key, low, high)
-        return {field: 1 / value if inverse and value else value}
+        if inverse and value:
+            value = 1 / value
+        return {field: value}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         value = getattr(config, field)
-        return {key: 1 / value if inverse else value}
+        if inverse:
+            value = 1 / value
+        return {key: value}
 
     return Keys(read, write)
 
@@ -88,7 +93,7 @@ def experts(
     norm_key: str | None = None,
     **features: Any,
 ) -> Keys:
-    """Return a mixture of experts.
+    """Declare the keys of a mixture of experts.
 
     Args:
         count_key: the key to write for the number of experts.
@@ -99,41 +104,54 @@ def experts(
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        counts = [key for key in _EXPERT_COUNTS if settings.has(key)] or [
+        count_keys = [key for key in _EXPERT_COUNTS if settings.has(key)]
+        if not count_keys:
             settings.need(_EXPERT_COUNTS[0])
-        ]
-        found = [settings.integer(key, 1, Limits.experts) for key in counts]
-        if len(set(found)) > 1:
-            problem = f"{' and '.join(counts)} disagree"
+        # A file may have both names: readers use different ones, so the numbers must agree.
+        counts = [settings.integer(key, 1, Limits.experts) for key in count_keys]
+        if len(set(counts)) > 1:
+            problem = f"{' and '.join(count_keys)} disagree"
             raise CheckpointError(
-                problem, path=settings.path, found=format_value(found), expected="one count"
+                problem, path=settings.path, found=format_value(counts), expected="one count"
             )
-        stated = ExpertsConfig(
-            count=found[0],
-            size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
-            per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
-            shared_size=settings.integer(shared_key, 1, Limits.width) if shared_key else 0,
-            normalized=settings.flag(norm_key, False) if norm_key else True,
+        size = settings.integer(size_key or "intermediate_size", 1, Limits.width)
+        per_token = settings.integer("num_experts_per_tok", 1, Limits.experts)
+        shared_size = 0
+        if shared_key:
+            shared_size = settings.integer(shared_key, 1, Limits.width)
+        normalized = True
+        if norm_key:
+            # transformers' default, if the key is absent.
+            normalized = settings.flag(norm_key, False)
+        experts_config = ExpertsConfig(
+            count=counts[0],
+            size=size,
+            per_token=per_token,
+            shared_size=shared_size,
+            normalized=normalized,
             **features,
         )
-        return {"experts": stated}
+        return {"experts": experts_config}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         assert config.experts is not None
-        stated = {
+        values: dict[str, Any] = {
             count_key: config.experts.count,
             "num_experts_per_tok": config.experts.per_token,
-            size_key: config.experts.size,
-            shared_key: config.experts.shared_size,
-            norm_key: config.experts.normalized,
         }
-        return {key: value for key, value in stated.items() if key is not None}
+        if size_key is not None:
+            values[size_key] = config.experts.size
+        if shared_key is not None:
+            values[shared_key] = config.experts.shared_size
+        if norm_key is not None:
+            values[norm_key] = config.experts.normalized
+        return values
 
     return Keys(read, write)
 
 
 def _read_sparse(settings: Settings) -> dict[str, Any]:
-    """Return which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
+    """Read which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
     step_key = "decoder_sparse_step"
     dense_key = "mlp_only_layers"
     if settings.has(step_key):
@@ -146,26 +164,23 @@ def _read_sparse(settings: Settings) -> dict[str, Any]:
         dense = []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         settings.wrong_type(dense_key, "a list of layers")
-    return {
-        "sparse": [
-            layer not in dense and (layer + 1) % step == 0 for layer in range(layer_count(settings))
-        ]
-    }
+    sparse = []
+    for layer in range(layer_count(settings)):
+        sparse.append(layer not in dense and (layer + 1) % step == 0)
+    return {"sparse": sparse}
 
 
-SPARSE_LAYERS = Keys(
-    _read_sparse,
-    lambda config: {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [
-            number for number, layer in enumerate(config.layers) if not layer.experts
-        ],
-    },
-)
+def _write_sparse(config: ModelConfig) -> dict[str, Any]:
+    """Write a list of the layers without experts, which expresses any step as well."""
+    dense = [number for number, layer in enumerate(config.layers) if not layer.experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE_LAYERS = Keys(_read_sparse, _write_sparse)
 
 
 def one_window(default: int | None) -> Keys:
-    """Return a window that all layers have, if there is one; `default` if the key is absent."""
+    """Declare a window that all layers have, if there is one; `default` if the key is absent."""
     return Keys(
         lambda settings: {"windows": [sliding_window(settings, default)] * layer_count(settings)},
         lambda config: {"sliding_window": only_window(config)},
@@ -173,8 +188,8 @@ def one_window(default: int | None) -> Keys:
 
 
 def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAULT_WINDOW) -> Keys:
-    """Windows in the layers that ``layer_types`` lists; without it, in all but every `interval`-th
-    layer.
+    """Declare windows in the layers that ``layer_types`` lists; without it, in all but every
+    `interval`-th layer.
 
     `key` states another interval. `default` is the width if its key is absent, and is written if no
     layer has a window.
@@ -186,14 +201,12 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
             step = settings.integer(key, 1, Limits.layers)
         else:
             step = interval
-        types = layer_types(settings, count) or [
-            SLIDING if (i + 1) % step else FULL for i in range(count)
-        ]
-        return {
-            "windows": windows_of(
-                settings, [kind == SLIDING for kind in types], sliding_window(settings, default)
-            )
-        }
+        types = layer_types(settings, count)
+        windowed = [kind == SLIDING for kind in types]
+        if not types:
+            windowed = [(layer + 1) % step != 0 for layer in range(count)]
+        window = sliding_window(settings, default)
+        return {"windows": windows_of(settings, windowed, window)}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         return {
@@ -208,8 +221,8 @@ def make_switched_window_keys(
     read: Callable[[Settings], Sequence[int | None]],
     write_extra_keys: Callable[[ModelConfig], dict[str, Any]],
 ) -> Keys:
-    """Windows that ``use_sliding_window`` enables: `read` returns that of each layer, `more`
-    further keys to write.
+    """Declare windows that ``use_sliding_window`` enables: `read` returns that of each layer,
+    `write_extra_keys` further keys to write.
     """
 
     def write(config: ModelConfig) -> dict[str, Any]:
@@ -226,8 +239,8 @@ def make_switched_window_keys(
 def windows_of(
     settings: Settings, windowed: Sequence[bool], window: int | None
 ) -> list[int | None]:
-    """Return the window of each layer; raises `CheckpointError` if some layers have a window, and
-    `window` is None.
+    """Give some layers a window; raises `CheckpointError` if some layers have one, and `window` is
+    None.
     """
     if window is None and any(windowed):
         raise CheckpointError(
@@ -240,27 +253,26 @@ def windows_of(
 
 
 def optional_number(settings: Settings, key: str) -> float | None:
-    """Return a multiplier or soft cap; absent, null and 0 are None."""
+    """Read a multiplier or soft cap; absent, null and 0 are None."""
     if settings.has(key):
         return settings.number(key, 0, _MAX_MULTIPLIER) or None
     return None
 
 
 def layer_count(settings: Settings) -> int:
-    """Return the number of layers."""
+    """Read the number of layers."""
     return settings.integer("num_hidden_layers", 1, Limits.layers)
 
 
 def layer_types(settings: Settings, layers: int) -> list[str]:
-    """Return the kind of attention of each layer; empty if the file does not state it. Raises
+    """Read the kind of attention of each layer; empty if the file does not state it. Raises
     `CheckpointError` if the kinds are unknown, or their number is wrong.
     """
     key = "layer_types"
-    if settings.has(key):
-        types = settings.strings(key)
-    else:
-        types = []
-    if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):
+    if not settings.has(key):
+        return []
+    types = settings.strings(key)
+    if len(types) != layers or set(types) - {FULL, SLIDING}:
         raise CheckpointError(
             "layer_types does not fit the layers",
             path=settings.path,
@@ -271,15 +283,15 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
 
 
 def write_layer_types(config: ModelConfig) -> list[str]:
-    """Return the key ``layer_types``."""
-    result: list[str] = []
+    """Write the value of the key ``layer_types``."""
+    types: list[str] = []
     for window in config.windows:
-        result.append(FULL if window is None else SLIDING)
-    return result
+        types.append(FULL if window is None else SLIDING)
+    return types
 
 
 def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> int | None:
-    """Return the window of a config's sliding layers; None if there is none."""
+    """Read the window of a config's sliding layers; None if there is none."""
     if "sliding_window" not in settings.values:
         return default
     if settings.has("sliding_window"):
@@ -288,20 +300,21 @@ def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> 
 
 
 def only_window(config: ModelConfig) -> int | None:
-    """Return the window of the layers that have one; a family has only one."""
-    return next((window for window in config.windows if window is not None), None)
+    """Find the window of the layers that have one; a family has only one."""
+    for window in config.windows:
+        if window is not None:
+            return window
+    return None
 
 
 def _write_layer_ropes(config: ModelConfig) -> dict[str, Any]:
-    """``rope_parameters`` of both kinds of layers, which transformers expects even if a model
+    """Write ``rope_parameters`` of both kinds of layers, which transformers expects even if a model
     has only one kind.
     """
-    ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
-    return {
-        "rope_parameters": {
-            kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()
-        }
-    }
+    parameters = {}
+    for kind, rope in ((FULL, config.rope), (SLIDING, config.window_rope or config.rope)):
+        parameters[kind] = rope.to_hf(config.head_dim)["rope_parameters"]
+    return {"rope_parameters": parameters}
 
 
 LAYER_ROPES = Keys(write=_write_layer_ropes)

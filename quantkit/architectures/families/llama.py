@@ -27,6 +27,7 @@ _ALL_BIASES = ("qkv", "output", "mlp")
 # Llama 1 to 3.x and CodeLlama (2302.13971, 2307.09288, 2407.21783).
 _LLAMA_GGUF = GgufArchitecture(
     "llama",
+    # Mixtral's experts have the width of the feed-forward, so files do not state it separately.
     keys=EXPERT_KEYS[:2],
     interleaved_rotary=True,
     biases=_ALL_BIASES,
@@ -48,15 +49,14 @@ _EVERY_WINDOW = keys.one_window(keys.DEFAULT_WINDOW)
 
 
 def _mistral_windows(settings: Settings) -> dict[str, Any]:
-    result = _EVERY_WINDOW.read(settings)
-    if (
-        FULL in keys.layer_types(settings, keys.layer_count(settings))
-        and result["windows"][0] is not None
-    ):
+    values = _EVERY_WINDOW.read(settings)
+    types = keys.layer_types(settings, keys.layer_count(settings))
+    # transformers' Mistral gives all layers the same window, whatever the file lists.
+    if FULL in types and values["windows"][0] is not None:
         raise UnsupportedError(
             "mixed attention layers in a Mistral model are not supported", path=settings.path
         )
-    return result
+    return values
 
 
 _MISTRAL = Family(
@@ -69,7 +69,8 @@ _MISTRAL = Family(
 
 # Ministral 3 (Mistral AI): Mistral with YaRN, and queries scaled by their positions, as in Llama 4.
 # The published models also have a vision tower, and the name ``mistral3``.
-_MINISTRAL_ROPE = {  # of transformers, if a config has no rotary settings
+# The defaults are those of transformers, if a config has no rotary settings.
+_MINISTRAL_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -132,8 +133,20 @@ def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
             found="'rope.scaling.finetuned' false",
         )
     gguf.need("logit_scale")
-    stated = {name: keys.optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
-    return {**stated, "attention_multiplier": stated["attention_multiplier"] or head_dim**-0.5}
+    values = {name: keys.optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
+    # Without a factor llama.cpp scales attention in the usual way; the default of config.json is 1.
+    if values["attention_multiplier"] is None:
+        values["attention_multiplier"] = head_dim**-0.5
+    return values
+
+
+def _declare_multipliers() -> list[Keys]:
+    declared = []
+    for key, field in _MULTIPLIERS.items():
+        # config.json states what logits are divided by, the decoder multiplies.
+        inverse = key == "logits_scaling"
+        declared.append(keys.number(key, field, *_BOUNDS, 1.0, null=1.0, inverse=inverse))
+    return declared
 
 
 _GRANITE = Family(
@@ -142,10 +155,7 @@ _GRANITE = Family(
     (
         keys.ATTENTION_BIAS,
         keys.MLP_BIAS,
-        *(
-            keys.number(key, field, *_BOUNDS, 1.0, null=1.0, inverse=key == "logits_scaling")
-            for key, field in _MULTIPLIERS.items()
-        ),
+        *_declare_multipliers(),
     ),
     options={"kv_heads_required": False},
     gguf=GgufArchitecture(
@@ -168,16 +178,15 @@ def _smollm_windows(settings: Settings) -> list[int | None]:
     enabled = settings.flag("use_sliding_window", False)
     windowed = [kind == SLIDING for kind in keys.layer_types(settings, count)]
     window = keys.sliding_window(settings, None)
-    # Otherwise the flag has no effect, as in transformers.
+    # If the file lists the layers, the flag has no effect, as in transformers.
     if not windowed:
-        windowed = []
         for rotated in _rotary(settings, count):
             windowed.append(enabled and window is not None and not rotated)
     return keys.windows_of(settings, windowed, window)
 
 
 def _rotary(settings: Settings, count: int) -> list[bool]:
-    """Return whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its
+    """Read whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its
     name.
     """
     key = "no_rope_layers"
@@ -188,16 +197,21 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
         else:
             interval = _INTERVAL
         return [(layer + 1) % interval != 0 for layer in range(count)]
-    stated = settings.need(key)
-    listed = isinstance(stated, list) and all(type(one) is int and one in (0, 1) for one in stated)
-    if not listed or len(stated) < count:
+    listed = settings.need(key)
+    # A longer list is valid: transformers reads it by the number of a layer.
+    if not _is_list_of_bits(listed) or len(listed) < count:
         raise CheckpointError(
             f"{key} does not fit the layers",
             path=settings.path,
-            found=format_value(stated),
+            found=format_value(listed),
             expected=f"0 or 1 for each of {count}",
         )
-    return [rotated == 1 for rotated in stated[:count]]
+    return [rotated == 1 for rotated in listed[:count]]
+
+
+def _is_list_of_bits(value: Any) -> bool:
+    # A boolean equals 0 or 1, but is not a number in JSON.
+    return isinstance(value, list) and all(type(bit) is int and bit in (0, 1) for bit in value)
 
 
 _ROTARY = Keys(
@@ -215,38 +229,43 @@ _SMOLLM3 = Family(
     gguf=GgufArchitecture(
         "smollm3",
         interleaved_rotary=True,
-        read=lambda gguf, head_dim: {
-            "no_rope_layer_interval": _INTERVAL
-        },  # llama.cpp has no key for it
+        # llama.cpp has no key for it.
+        read=lambda gguf, head_dim: {"no_rope_layer_interval": _INTERVAL},
     ),
 )
 
 # Phi-3, 3.5 and 4 (2404.14219): fused projections on disk: one tensor for q, k, v, one for gate and
 # up.
 _CONTEXT = "original_max_position_embeddings"
-_PHI_DEFAULTS = {_CONTEXT: 4096}  # of transformers, whatever the scaling itself states
-_OLD_NAME = "yarn"  # of LongRoPE in this family's first configs; another was "su"
+# Of transformers, whatever the scaling itself states.
+_PHI_DEFAULTS = {_CONTEXT: 4096}
+# Of LongRoPE in this family's first configs; another is "su".
+_OLD_NAME = "yarn"
 _FUSED = ("attention.qkv", "mlp.gate_up")
 
 
 def _with_new_names(settings: Settings) -> Settings:
-    values = _PHI_DEFAULTS | {
-        key: value for key, value in settings.values.items() if value is not None
-    }
+    values: dict[str, Any] = dict(_PHI_DEFAULTS)
+    for key, value in settings.values.items():
+        if value is not None:
+            values[key] = value
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(scaling := values.get(key), dict):
-            values[key] = {
-                name: "longrope" if name in ("type", "rope_type") and value == _OLD_NAME else value
-                for name, value in scaling.items()
-            }
+        scaling = values.get(key)
+        if not isinstance(scaling, dict):
+            continue
+        renamed = dict(scaling)
+        for type_key in ("type", "rope_type"):
+            if renamed.get(type_key) == _OLD_NAME:
+                renamed[type_key] = "longrope"
+        values[key] = renamed
     return Settings(values, settings.path)
 
 
 def _write_phi(config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
-    if rope.type != "longrope" or not (
-        rope.short_factor and rope.long_factor and rope.original_context
-    ):
+    if rope.type != "longrope":
+        return {}
+    if not (rope.short_factor and rope.long_factor and rope.original_context):
         return {}
     # Older readers accept only these three keys.
     scaling: dict[str, Any] = {
@@ -289,7 +308,8 @@ _GLM = Family(
     "glm",
     "GlmForCausalLM",
     (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
-    options={"head_dim": 128, "partial_rotary": 0.5},  # of transformers, if the keys are absent
+    # Of transformers, if the keys are absent.
+    options={"head_dim": 128, "partial_rotary": 0.5},
     fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]},
     interleaved_rotary=True,
 )
@@ -332,16 +352,17 @@ _OLMO_WINDOWS = keys.windows_by_kind(4)
 
 
 def _olmo_windows(settings: Settings) -> dict[str, Any]:
-    """Return the windows of layers; raises `UnsupportedError` for a rotary base that some readers
+    """Read the windows of layers; raises `UnsupportedError` for a rotary base that some readers
     use for all layers, and transformers for those without a window.
     """
-    result = _OLMO_WINDOWS.read(settings)
+    values = _OLMO_WINDOWS.read(settings)
     if settings.has("rope_parameters"):
         kinds = settings.inside("rope_parameters")
     else:
         kinds = settings
-    stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
-    ambiguous = any(result["windows"]) and settings.has("rope_theta") and not stated
+    has_window_base = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
+    has_windows = any(values["windows"])
+    ambiguous = has_windows and settings.has("rope_theta") and not has_window_base
     if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:
         raise UnsupportedError(
             "readers differ on the rotary base of layers with a window",
@@ -349,7 +370,7 @@ def _olmo_windows(settings: Settings) -> dict[str, Any]:
             found=f"rope_theta {settings.values['rope_theta']}",
             expected="rope_parameters by kind of layer",
         )
-    return result
+    return values
 
 
 _OLMO3 = replace(

@@ -26,6 +26,7 @@ _HEAD_DIM = 64
 _WINDOW = 128
 _ALPHA = 1.702
 _LIMIT = 7.0
+# The scaling of the published models, used if the key is absent.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -69,17 +70,18 @@ _GPT_OSS = Family(
 # DeepSeek-V3 (2412.19437): latent attention; after some dense layers, experts, some of which get
 # every token.
 def _read(settings: Settings) -> dict[str, Any]:
+    query_rank = None
+    if settings.has("q_lora_rank"):
+        query_rank = settings.integer("q_lora_rank", 1, Limits.width)
     latent = LatentAttentionConfig(
-        query_rank=settings.integer("q_lora_rank", 1, Limits.width)
-        if settings.has("q_lora_rank")
-        else None,
+        query_rank=query_rank,
         kv_rank=settings.integer("kv_lora_rank", 1, Limits.width),
         rope_dim=settings.integer("qk_rope_head_dim", 2, Limits.heads),
         plain_dim=settings.integer("qk_nope_head_dim", 1, Limits.heads),
         value_dim=settings.integer("v_head_dim", 1, Limits.heads),
     )
     size = settings.integer("moe_intermediate_size", 1, Limits.width)
-    found = ExpertsConfig(
+    experts_config = ExpertsConfig(
         count=settings.integer("n_routed_experts", 1, Limits.experts),
         size=size,
         per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
@@ -90,8 +92,9 @@ def _read(settings: Settings) -> dict[str, Any]:
     sparse = [layer >= dense for layer in range(layer_count(settings))]
     return {
         "sparse": sparse,
+        # Only these dimensions of a head are rotated.
         "head_dim": latent.rope_dim,
-        "experts": found,
+        "experts": experts_config,
         "latent_attention": latent,
     }
 

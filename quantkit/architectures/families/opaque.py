@@ -81,8 +81,9 @@ HEADS = frozenset(
     {"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"}
 )
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
-_ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
-# Not read through its module.
+# Parts of the names of linears with one output per expert.
+_ROUTING = ("gate", "router", "classifier")
+# Mamba's code does not read this weight through its module.
 NEVER = frozenset({"dt_proj"})
 _READ_OUT = ("out_proj", "o_proj")
 _TOWER = re.compile(
@@ -98,9 +99,9 @@ _TABLE = re.compile(
 _EXTRA = ("mtp", "nextn")
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
-_MAX_DIGITS = (
-    9  # of the number of a layer; longer ones are no numbers, and Python refuses to parse some
-)
+# Of the number of a layer. Longer ones do not count layers, and Python refuses to parse very long
+# ones.
+_MAX_DIGITS = 9
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
@@ -154,31 +155,40 @@ _STATE_NAMES = frozenset(
 
 # Inputs of a convolution over tokens; those over sound have more.
 _NUM_SHORT = 4
-_SHORT_FILTERS = frozenset(
-    shape for size in range(1, _NUM_SHORT + 1) for shape in ((1, size), (size, 1))
-)
+
+
+def _list_short_filters() -> frozenset[tuple[int, int]]:
+    shapes = set()
+    for size in range(1, _NUM_SHORT + 1):
+        shapes.add((1, size))
+        shapes.add((size, 1))
+    return frozenset(shapes)
+
+
+_SHORT_FILTERS = _list_short_filters()
 """Shapes of one channel, in the layouts of torch and MLX."""
 
 
 def opaque_config(
     raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> ModelConfig:
-    """Return a model that is described by its tensors, in the order of the output: shape and type
-    of each by name. Of the config.json only the values that `inspect` shows are used, and the float
-    type.
+    """Describe a model by its tensors, in the order of the output: shape and type of each by name.
+    Of the config.json only the values that `inspect` shows are used, and the float type.
     """
     text = _language(raw)
+    # Blocks are numbered in the order of their first tensors: an encoder and a decoder may both
+    # have a block 0.
     layers: dict[str, int] = {}
-    found = []
+    opaque_tensors = []
     for name, (shape, dtype) in tensors.items():
         block = _block(name)
-        if block is None:
-            layer = None
-        else:
+        layer: int | None = None
+        if block is not None:
             layer = layers.setdefault(block, len(layers))
-        found.append(OpaqueTensor(name, shape, str(dtype), layer=layer))
+        opaque_tensors.append(OpaqueTensor(name, shape, str(dtype), layer=layer))
     heads = _size(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(text, "hidden_size", "d_model", "n_embd")
+    default_head_dim = hidden // heads if heads else 0
     return ModelConfig(
         architecture=_architecture(raw),
         vocab_size=_size(text, "vocab_size"),
@@ -187,7 +197,7 @@ def opaque_config(
         layers=(LayerConfig(),) * max(1, len(layers)),
         num_heads=heads,
         num_kv_heads=_size(text, "num_key_value_heads") or heads,
-        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0),
+        head_dim=_size(text, "head_dim") or default_head_dim,
         norm_eps=0.0,
         rope=RopeConfig(),
         max_context=_size(text, "max_position_embeddings", "n_positions", "max_target_positions"),
@@ -196,7 +206,7 @@ def opaque_config(
         dtype=_dtype(raw, text, tensors),
         bos_token_id=None,
         eos_token_ids=(),
-        tensors=tuple(found),
+        tensors=tuple(opaque_tensors),
     )
 
 
@@ -205,16 +215,17 @@ def with_roles(
     roles: Mapping[str, tuple[str, str | None]],
     unstored: tuple[str, ...] | None = None,
 ) -> ModelConfig:
-    """Return the same model with the roles of its linears' weights: role and alias, see
-    `OpaqueTensor`, by tensor name.
+    """Set the roles of a model's linears' weights: role and alias, see `OpaqueTensor`, by tensor
+    name.
     """
     assert config.tensors is not None
-    tensors = (
-        replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1])
-        if tensor.name in roles
-        else tensor
-        for tensor in config.tensors
-    )
+    tensors = []
+    for tensor in config.tensors:
+        if tensor.name in roles:
+            role, alias = roles[tensor.name]
+            tensors.append(replace(tensor, role=role, alias=alias))
+        else:
+            tensors.append(tensor)
     return replace(config, tensors=tuple(tensors), unstored=unstored)
 
 
@@ -236,13 +247,17 @@ class Hints:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Hints:
-        """From a config.json, and the shapes of all tensors by name."""
-        values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
-        experts = frozenset(value for value in values if type(value) is int and value > 1)
-        multimodal = any(
-            isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config")
-        )
-        return cls(experts, is_tied(raw), multimodal, recurrent_modules(shapes))
+        """Derive them from a config.json, and the shapes of all tensors by name."""
+        experts: set[int] = set()
+        for settings in (raw, _language(raw)):
+            for key in _EXPERTS:
+                count = settings.get(key)
+                # A count of 1 would match every linear with one output.
+                if type(count) is int and count > 1:
+                    experts.add(count)
+        part_keys = (*_LANGUAGE, "vision_config", "audio_config")
+        multimodal = any(isinstance(raw.get(key), dict) for key in part_keys)
+        return cls(frozenset(experts), is_tied(raw), multimodal, recurrent_modules(shapes))
 
     def is_recurrent(self, module: str) -> bool:
         """Return whether a linear is in a module that carries a state; vision and audio parts
@@ -251,22 +266,18 @@ class Hints:
         return is_within(module, self.recurrent) and not self.is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
-        """Return the role of the weight of a linear, whose `module` is on disk or in readers; None
+        """Infer the role of the weight of a linear, whose `module` is on disk or in readers; None
         for a plain linear.
         """
         *parents, last = module.split(".")
-        routes = (
-            tensor.shape[0] in self.experts
-            and last not in LINEARS
-            and any(word in last for word in _ROUTING)
-        )
-        if (
-            last in ROUTERS
-            or last.endswith("_router")
-            or last in NEVER
-            or routes
-            or not ROUTERS.isdisjoint(parents)
-        ):
+        if last in ROUTERS or last.endswith("_router") or last in NEVER:
+            return "float"
+        # A router may be a module with a linear inside.
+        if not ROUTERS.isdisjoint(parents):
+            return "float"
+        # A word such as "gate" alone does not tell: `gate_proj` is no router.
+        per_expert = tensor.shape[0] in self.experts and last not in LINEARS
+        if per_expert and any(word in last for word in _ROUTING):
             return "float"
         if last == "lm_head":
             return "float" if self.tied else "head"
@@ -286,11 +297,11 @@ class Hints:
 def infer_roles_by_name(
     raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]
 ) -> dict[str, tuple[str, str | None]]:
-    """Return the roles of tensors that follow from their names: of matrices with a name in
+    """Infer the roles of tensors that follow from their names: of matrices with a name in
     `LINEARS`, and of those in modules that carry a state. Those of layers that predict further
     tokens have none.
     """
-    result: dict[str, tuple[str, str | None]] = {}
+    roles: dict[str, tuple[str, str | None]] = {}
     hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     for tensor in tensors:
         if not may_be_linear(tensor) or is_extra_layer(tensor.name, raw):
@@ -304,8 +315,8 @@ def infer_roles_by_name(
         elif role is None and last in HEADS:
             role = "float" if hints.tied else "head"
         if role is not None:
-            result[tensor.name] = (role, None)
-    return result
+            roles[tensor.name] = (role, None)
+    return roles
 
 
 def may_be_linear(tensor: OpaqueTensor) -> bool:
@@ -315,73 +326,72 @@ def may_be_linear(tensor: OpaqueTensor) -> bool:
 
 
 def list_copied_modules(config: ModelConfig) -> list[str]:
-    """Return the modules whose weights are copied although they may be linears in some readers,
+    """List the modules whose weights are copied although they may be linears in some readers,
     such as layers that predict further tokens, or experts in one tensor; none for a model that
     runs.
     """
-    result: list[str] = []
+    modules: list[str] = []
     for tensor in config.tensors or ():
         if not tensor.role:
-            for module in possible_linears(tensor):
-                result.append(module)
-    return result
+            modules += possible_linears(tensor)
+    return modules
 
 
 def possible_linears(tensor: OpaqueTensor) -> list[str]:
-    """Return the linears whose weights a tensor may hold, by the names of their modules in readers:
-    one, or those of all experts.
+    """List the linears whose weights a tensor may contain, by the names of their modules in
+    readers: one, or those of all experts.
     """
     if may_be_linear(tensor):
         return [tensor.module]
-    if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES:
-        stacked = _STACKED.fullmatch(tensor.name)
-    else:
-        stacked = None
+    if len(tensor.shape) != 3 or tensor.dtype not in _FLOAT_TYPES:
+        return []
+    stacked = _STACKED.fullmatch(tensor.name)
     if stacked is None:
         return []
     linears = _SIDE_BY_SIDE.get(stacked[2], (stacked[2],))
-    result: list[str] = []
+    modules: list[str] = []
     for expert in range(tensor.shape[0]):
         for linear in linears:
-            result.append(f"{stacked[1]}.{expert}.{linear}")
-    return result
+            modules.append(f"{stacked[1]}.{expert}.{linear}")
+    return modules
 
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
     """Return whether a tensor is in a layer that predicts further tokens: by its name, or beyond a
     config.json's layers.
     """
-    return (
-        any(part.startswith(_EXTRA) for part in name.split("."))
-        or layer_beyond(name, raw) is not None
-    )
+    if any(part.startswith(_EXTRA) for part in name.split(".")):
+        return True
+    return layer_beyond(name, raw) is not None
 
 
 def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
-    """Return the number of the layer that a tensor is in, if it is beyond those that a config.json
+    """Read the number of the layer that a tensor is in, if it is beyond those that a config.json
     counts.
     """
     count = _num_layers(raw)
     parts = name.split(".")
-    if "layers" in parts[:-1]:
-        at = parts.index("layers") + 1
-    else:
-        at = 0
-    language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
-    if not (count and at and language and parts[at].isdecimal() and len(parts[at]) <= _MAX_DIGITS):
+    if not count or "layers" not in parts[:-1]:
         return None
-    layer = int(parts[at])
+    place = parts.index("layers")
+    # The config counts the layers of the language model, not those of a vision tower.
+    if any(part not in _BEFORE_LAYERS for part in parts[:place]):
+        return None
+    number = parts[place + 1]
+    if not number.isdecimal() or len(number) > _MAX_DIGITS:
+        return None
+    layer = int(number)
     return layer if layer >= count else None
 
 
 def _num_layers(raw: Mapping[str, Any]) -> int:
-    """Return the number of layers that a config.json states; 0 if it does not."""
+    """Read the number of layers from a config.json; 0 if it does not state it."""
     return _size(_language(raw), "num_hidden_layers", "n_layer", "num_layers")
 
 
 def list_ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
-    """Return how compressed-tensors states that the layers that predict further tokens are not
-    quantized: the names of their linears, and patterns.
+    """List the entries by which compressed-tensors leaves the layers that predict further tokens
+    unquantized: the names of their linears, and patterns.
 
     Runtimes build some of these modules under names that no tensor has: q, k and v as one linear,
     all experts as one module (vllm#53387, sglang#35797). Unless they are ``mtp.layers``, vLLM
@@ -391,43 +401,46 @@ def list_ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str,
     patterns: dict[str, None] = {}
     layers: dict[int, None] = {}
     for tensor in tensors:
-        if not tensor.role and is_extra_layer(tensor.name, raw):
-            linears = possible_linears(tensor)
-        else:
-            linears = []
+        if tensor.role or not is_extra_layer(tensor.name, raw):
+            continue
+        linears = possible_linears(tensor)
         if not linears:
             continue
         names |= dict.fromkeys(linears)
-        parts = tensor.name.split(".")
-        if (layer := layer_beyond(tensor.name, raw)) is not None:
+        layer = layer_beyond(tensor.name, raw)
+        if layer is not None:
             layers[layer] = None
             continue
-        at = next(index for index, part in enumerate(parts) if part.startswith(_EXTRA))
-        patterns[f"re:^{re.escape('.'.join(parts[: at + 1]))}.*"] = None
-        if at > 0 or parts[1].isdecimal():
-            number = next((int(part) for part in parts[at:] if part.isdecimal()), 0)
+        parts = tensor.name.split(".")
+        place = next(index for index, part in enumerate(parts) if part.startswith(_EXTRA))
+        patterns[f"re:^{re.escape('.'.join(parts[: place + 1]))}.*"] = None
+        # Except for `mtp.layers`, the numbers continue those of the model's layers.
+        if place > 0 or parts[1].isdecimal():
+            number = next((int(part) for part in parts[place:] if part.isdecimal()), 0)
             layers[_num_layers(raw) + number] = None
     prefixes = "|".join(sorted(_BEFORE_LAYERS))
-    patterns |= dict.fromkeys(rf"re:^(({prefixes})\.)*layers\.{layer}\..*" for layer in layers)
+    for layer in layers:
+        patterns[rf"re:^(({prefixes})\.)*layers\.{layer}\..*"] = None
     if layers and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
         patterns[r"re:^model\.decoder\..*"] = None
-    # A class may have more layers than its config counts.
-    known = [tensor.module for tensor in tensors if tensor.role]
-    return [
-        *names,
-        *(
-            pattern
-            for pattern in patterns
-            if not any(re.match(pattern[3:], module) for module in known)
-        ),
-    ]
+    # A class may have more layers than its config counts, so a pattern that matches a quantized
+    # module is left out.
+    quantizable = [tensor.module for tensor in tensors if tensor.role]
+    entries = [*names]
+    for pattern in patterns:
+        expression = pattern.removeprefix("re:")
+        if not any(re.match(expression, module) for module in quantizable):
+            entries.append(pattern)
+    return entries
 
 
 def is_table(name: str) -> bool:
     """Return whether a tensor is an embedding, a norm, a convolution or a table of positions, by
     its name.
     """
-    return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
+    # Parts further up say what a module belongs to, not what the tensor is.
+    last_parts = name.removesuffix(".weight").split(".")[-2:]
+    return _TABLE.search(".".join(last_parts)) is not None
 
 
 def is_tied(raw: Mapping[str, Any]) -> bool:
@@ -436,43 +449,56 @@ def is_tied(raw: Mapping[str, Any]) -> bool:
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json of the same model with another float type, in all places that state
-    one.
-    """
-    result: dict[str, Any] = {}
+    """Copy a config.json with another float type, in all places that state one."""
+    changed: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, dict):
-            result[key] = with_dtype(value, dtype)
+            changed[key] = with_dtype(value, dtype)
+        elif key in _DTYPE_KEYS and isinstance(value, str):
+            changed[key] = dtype
         else:
-            result[key] = dtype if key in _DTYPE_KEYS and isinstance(value, str) else value
-    return result
+            changed[key] = value
+    return changed
 
 
 def _language(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the language model, which may be the whole config.json."""
-    return next((raw[key] for key in _LANGUAGE if isinstance(raw.get(key), dict)), raw)
+    """Find the settings of the language model, which may be the whole config.json."""
+    for key in _LANGUAGE:
+        settings = raw.get(key)
+        if isinstance(settings, dict):
+            return settings
+    return raw
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    """Return the model's architecture in a config.json."""
+    """Read the model's architecture from a config.json."""
+    names = [raw.get("model_type")]
     classes = raw.get("architectures")
-    names = [raw.get("model_type"), *(classes if isinstance(classes, list) else [])]
-    return next((name for name in names if isinstance(name, str) and name), "unknown")
+    if isinstance(classes, list):
+        names += classes
+    for name in names:
+        if isinstance(name, str) and name:
+            return name
+    return "unknown"
 
 
 def _block(name: str) -> str | None:
-    """Return the name of the block that a tensor is in: up to its first number."""
+    """Cut the name of a tensor's block out of its name: up to the first number."""
     parts = name.split(".")
-    place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    if place is None:
-        return None
-    return ".".join(parts[: place + 1])
+    for index, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: index + 1])
+    return None
 
 
 def _size(values: Mapping[str, Any], *keys: str) -> int:
     """Return the first size that exists; 0 if there is none."""
-    found = (values.get(key) for key in keys)
-    return next((one for one in found if type(one) is int and 0 <= one <= Limits.context), 0)
+    for key in keys:
+        size = values.get(key)
+        # Such a model is not run, so an invalid size is ignored instead of refused.
+        if type(size) is int and 0 <= size <= Limits.context:
+            return size
+    return 0
 
 
 def _dtype(
@@ -480,50 +506,52 @@ def _dtype(
     text: Mapping[str, Any],
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> str:
-    """Return the float type that a config.json states; otherwise the one of most elements."""
+    """Read the float type from a config.json; without it, choose that of most elements."""
     for values in (raw, text):
         for key in _DTYPE_KEYS:
-            named = values.get(key)
-            if isinstance(named, str) and named.removeprefix("torch.") in _FLOAT_TYPES:
-                return named.removeprefix("torch.")
+            dtype_name = values.get(key)
+            if not isinstance(dtype_name, str):
+                continue
+            dtype_name = dtype_name.removeprefix("torch.")
+            if dtype_name in _FLOAT_TYPES:
+                return dtype_name
     counts: Counter[str] = Counter()
     for shape, dtype in tensors.values():
         if dtype in _FLOAT_TYPES:
             counts[dtype] += math.prod(shape)
-        else:
-            counts[dtype] += 0
     return max(_FLOAT_TYPES, key=lambda dtype: counts[dtype])
 
 
 def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Return the names of all modules that carry a state from token to token: linear attention,
+    """Find the names of all modules that carry a state from token to token: linear attention,
     state spaces and short convolutions.
 
     Rounding errors there accumulate in the state: published models with 4 bits in it write garbage
     (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722). `shapes` are those of all tensors,
     in any layout.
     """
-    found = set()
+    modules = set()
     for name, shape in shapes.items():
         parts = name.split(".")
         # The tensor, and its module.
         for index in range(max(0, len(parts) - 2), len(parts)):
             if parts[index] in _STATE_MARKS:
-                found.add(".".join(parts[:index]))
+                modules.add(".".join(parts[:index]))
         for index, part in enumerate(parts):
             if part in _STATE_NAMES and any(map(str.isdecimal, parts[:index])):
-                found.add(".".join(parts[: index + 1]))
+                modules.add(".".join(parts[: index + 1]))
         short = len(shape) == 3 and shape[1:] in _SHORT_FILTERS and parts[-1] == "weight"
         if short and len(parts) > 2 and "conv" in parts[-2]:
-            *layer, own = parts[:-2]
-            if any(map(str.isdecimal, layer)) and not own.isdecimal():
-                found.add(".".join(parts[:-2]))
-    return frozenset(found - {""})
+            *parents, parent = parts[:-2]
+            # The module with the convolution, unless this is the whole block.
+            if any(map(str.isdecimal, parents)) and not parent.isdecimal():
+                modules.add(".".join(parts[:-2]))
+    return frozenset(modules - {""})
 
 
 def may_change_state(module: str) -> bool:
     """Return whether a linear of such a module may change its state: all but the output projection,
-    which gets what was read from it, so that its errors are not carried to the next token.
+    whose input is read from the state, so that its errors do not reach the next token.
     """
     return module.rpartition(".")[2] not in _READ_OUT
 

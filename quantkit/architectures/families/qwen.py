@@ -11,25 +11,26 @@ from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import SLIDING
 from quantkit.base.json_values import Settings
 
-# of transformers, if the key is absent
 _MAX_KEY = "max_window_layers"
+# Of transformers, if the key is absent.
 _MAX_WINDOW_LAYERS = 28
 
 
 # Qwen2 and Qwen2.5 (2407.10671): biases of queries, keys and values; windows in some layers.
 def _windows(settings: Settings) -> list[int | None]:
-    """Windows, if the config enables them, in the layers that it lists, or from a layer on."""
+    """Read windows, if the config enables them, in the layers that it lists, or from a layer on."""
     layers = keys.layer_count(settings)
     types = keys.layer_types(settings, layers)
     window = keys.sliding_window(settings)
     if window is None or not settings.flag("use_sliding_window", False):
         return [None] * layers
-    stated = settings.has(_MAX_KEY) and not types
-    if stated:
-        first = settings.integer(_MAX_KEY, 0, Limits.context)
+    if types:
+        windowed = [kind == SLIDING for kind in types]
     else:
         first = _MAX_WINDOW_LAYERS
-    windowed = [kind == SLIDING for kind in types] or [layer >= first for layer in range(layers)]
+        if settings.has(_MAX_KEY):
+            first = settings.integer(_MAX_KEY, 0, Limits.context)
+        windowed = [layer >= first for layer in range(layers)]
     windows: list[int | None] = []
     for has_window in windowed:
         windows.append(window if has_window else None)
@@ -37,9 +38,12 @@ def _windows(settings: Settings) -> list[int | None]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    first = next(
-        (i for i, window in enumerate(config.windows) if window is not None), config.num_layers
-    )
+    # Older readers only know the first layer with a window; `layer_types` also expresses others.
+    first = config.num_layers
+    for layer, window in enumerate(config.windows):
+        if window is not None:
+            first = layer
+            break
     return {_MAX_KEY: first, "layer_types": keys.write_layer_types(config)}
 
 
@@ -56,8 +60,8 @@ _QWEN2 = Family(
 # Qwen2-MoE, Qwen1.5-MoE (2407.10671): Qwen2 with many small experts, and a shared one with a
 # separate gate.
 def _moe_windows(settings: Settings) -> list[int | None]:
-    """Windows in the layers that the config lists, or else in every other one up to a layer, as
-    in transformers.
+    """Read windows in the layers that the config lists, or else in every other one up to a layer,
+    as in transformers.
     """
     layers = keys.layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
@@ -65,10 +69,12 @@ def _moe_windows(settings: Settings) -> list[int | None]:
         last = settings.integer(_MAX_KEY, 0, Limits.context)
     else:
         last = _MAX_WINDOW_LAYERS
-    windowed = [kind == SLIDING for kind in keys.layer_types(settings, layers)] or [
-        enabled and layer % 2 == 0 and layer < last for layer in range(layers)
-    ]
-    return keys.windows_of(settings, windowed, keys.sliding_window(settings) if enabled else None)
+    windowed = [kind == SLIDING for kind in keys.layer_types(settings, layers)]
+    if not windowed:
+        for layer in range(layers):
+            windowed.append(enabled and layer % 2 == 0 and layer < last)
+    window = keys.sliding_window(settings) if enabled else None
+    return keys.windows_of(settings, windowed, window)
 
 
 _MOE_WINDOWS = keys.make_switched_window_keys(
@@ -89,9 +95,11 @@ _QWEN2_MOE = Family(
         ),
         keys.SPARSE_LAYERS,
     ),
+    # The canonical name of the module has a plural, DeepSeek's.
     names={
-        f"shared_expert.{part}": f"{BLOCK}mlp.shared_expert.{part}_proj"
-        for part in ("gate", "up", "down")
+        "shared_expert.gate": BLOCK + "mlp.shared_expert.gate_proj",
+        "shared_expert.up": BLOCK + "mlp.shared_expert.up_proj",
+        "shared_expert.down": BLOCK + "mlp.shared_expert.down_proj",
     },
     gguf=GgufArchitecture(
         "qwen2moe",
@@ -114,10 +122,9 @@ _QWEN3 = Family(
 
 # Qwen3-MoE (2505.09388): Qwen3 with many small experts, in all layers or some.
 def _every_window(settings: Settings) -> list[int | None]:
+    window = None
     if settings.flag("use_sliding_window", False):
         window = keys.sliding_window(settings)
-    else:
-        window = None
     return [window] * keys.layer_count(settings)
 
 
