@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
+from quantkit.tensors.float_codes import LARGEST
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 
 _HINT = "use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same"
@@ -66,8 +67,10 @@ def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfin
     Raises:
         NonFiniteError: naming the tensor and the count.
     """
-    # Integer codes are below the number of levels, so no weight exceeds these products.
-    if allow_nonfinite or all_finite(value.scale.float() * value.scheme.levels):
+    # Integer codes are below the number of levels, and small floats go up to their largest, so no
+    # weight exceeds these products.
+    largest_code = LARGEST.get(value.scheme.codes, value.scheme.levels)
+    if allow_nonfinite or all_finite(value.scale.float() * largest_code):
         return
     count = _count_nonfinite(value.scale)
     total = value.scale.numel()
