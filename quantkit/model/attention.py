@@ -17,10 +17,12 @@ from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 MAX_QUERY_ROWS = 2048
-"""Positions beyond which masks and scores, which grow with their square, are made for a piece of
-them at a time.
+"""With more positions than this, masks and scores are computed for one chunk of queries at a time,
+because their size grows with the square of the number of positions.
 """
-SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
+# The size of the scores of one chunk. For larger tensors, the allocator requests memory from the
+# system each time instead of reusing its own.
+SCORES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Scores:
     """How products of queries and keys become shares of attention.
 
     Attributes:
-        scale: what they are multiplied by; None is 1 over the root of the head size.
-        softcap: what they are bent to stay below, softcap * tanh(score / softcap); None for no
-            bound.
-        sinks: a score of each head that takes a share and gives no value, [H]; None for none.
+        scale: multiplies the products; None is 1 over the root of the head size.
+        softcap: bounds the scores, softcap * tanh(score / softcap); None for no bound.
+        sinks: one score per head that takes a share of attention and adds no value, [H]; None
+            for no sinks.
     """
 
     scale: float | None = None
@@ -63,8 +65,8 @@ class CachedAttention(Protocol):
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        """Mixed values [B, T, H * Dh] of queries [B, H, T, Dh] over cached keys and values [slots,
-        K, S, Dh]; each query sees the positions of its slot up to its own.
+        """Mix the cached values [slots, K, S, Dh] for queries [B, H, T, Dh] into [B, T, H * Dh].
+        Each query sees the positions of its slot up to its own.
 
         Args:
             positions: the queries', [T] or [B, T].
@@ -77,24 +79,29 @@ class CachedAttention(Protocol):
 def make_causal_attention(
     positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
 ) -> Attend:
-    """Return each of the tokens at rising positions, [T] or [B, T], sees itself and those of its
-    sequence before it, with keys and values as a cache of type `cache_dtype` stores them; None is
-    as they are.
+    """Build attention without a cache for tokens at rising positions, [T] or [B, T]: each sees
+    itself and those of its sequence before it. Keys and values are rounded as a cache of type
+    `cache_dtype` stores them; None does not round them.
     """
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
-    limits = () if long else set(windows)
-    masks = {}
-    for window in limits:
-        masks[window] = None if window is None else _causal_mask(positions, positions, window)
+    # Layers with the same window share one mask. Chunks of long inputs make their own masks.
+    masks: dict[int | None, Tensor | None] = {}
+    if not long:
+        for window in set(windows):
+            if window is None:
+                # Selects `is_causal` of torch's fused attention, which needs no mask in memory.
+                masks[window] = None
+            else:
+                masks[window] = _causal_mask(positions, positions, window)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
-            keys, values = (
-                to_cached_rows(each, cache_dtype).floats(each.dtype) for each in (keys, values)
-            )
+            keys = to_cached_rows(keys, cache_dtype).floats(keys.dtype)
+            values = to_cached_rows(values, cache_dtype).floats(values.dtype)
         if long and not (windows[layer] is None and scores.plain):
             return _mix_values_in_chunks(queries, keys, values, positions, windows[layer], scores)
         mask = masks.get(windows[layer])
+        # Softcaps and sinks are computed step by step, which needs an explicit mask.
         if mask is None and not scores.plain:
             mask = _causal_mask(positions, positions, None)
         return _mix_values(queries, keys, values, mask, scores)
@@ -111,9 +118,9 @@ def make_cached_attention(
     *,
     first: bool = False,
 ) -> Attend:
-    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence
-    up to it. The `first` tokens, for which the cache holds nothing yet that they should see, attend
-    as in `make_causal_attention`.
+    """Build attention that stores keys and values in the cache: each token sees all cached
+    positions of its sequence up to its own. With `first`, the cache has no earlier positions of
+    these sequences, so the tokens attend to each other as in `make_causal_attention`.
     """
     if first:
         to_each_other = make_causal_attention(positions, windows)
@@ -138,13 +145,14 @@ def attend_with_mask(
     window: int | None,
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """Return the `CachedAttention` of torch, under a mask: over the whole cache, or on a CPU over
-    what is seen.
+    """Run the `CachedAttention` of torch under a mask: over the whole cache, or on a CPU only over
+    the positions up to the last query.
     """
+    # Reading the largest position would synchronize with a GPU and break a compiled graph.
     if _eager_on_cpu(positions):
-        seen = int(positions.max()) + 1
-        keys = keys.up_to(seen)
-        values = values.up_to(seen)
+        cached_count = int(positions.max()) + 1
+        keys = keys.up_to(cached_count)
+        values = values.up_to(cached_count)
     if slots is not None:
         keys = keys.of_slots(slots)
         values = values.of_slots(slots)
@@ -159,7 +167,7 @@ def attend_with_mask(
 def _mix_values(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Mixed values [B, T, H * Dh] under a mask, or each token seeing those up to it."""
+    """Mix values into [B, T, H * Dh] under a mask; without one, each token sees those up to it."""
     if scores.plain:
         mixed = F.scaled_dot_product_attention(
             queries,
@@ -172,26 +180,26 @@ def _mix_values(
         )
         return mixed.transpose(1, 2).flatten(2)
     assert mask is not None
-    # [B, K, H / K, T, Dh]
+    # Queries that share a KV head side by side: [B, K, H / K, T, Dh]. The keys broadcast over the
+    # third dimension, so they are not repeated.
     grouped = torch.unflatten(queries, 1, (keys.shape[1], -1))
     products = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
     products = products * (queries.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
-    if mask.dim() == 2:
-        mask = mask
-    else:
+    if mask.dim() != 2:
+        # A dimension for the heads that share keys.
         mask = mask.unsqueeze(1)
     products = products.masked_fill(~mask, -torch.inf)
     if scores.sinks is None:
         shares = products.softmax(-1)
     else:
-        sinks = (
-            scores.sinks.float().view(1, keys.shape[1], -1, 1, 1).expand(*products.shape[:-1], 1)
-        )
+        # A sink takes part in the softmax like one more key, and its share is then dropped.
+        sinks = scores.sinks.float().view(1, keys.shape[1], -1, 1, 1)
+        sinks = sinks.expand(*products.shape[:-1], 1)
         shares = torch.cat((products, sinks), dim=-1).softmax(-1)[..., :-1]
-    given: Tensor = shares.to(values.dtype) @ values.unsqueeze(2)
-    return given.flatten(1, 2).transpose(1, 2).flatten(2)
+    grouped_values: Tensor = shares.to(values.dtype) @ values.unsqueeze(2)
+    return grouped_values.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def _mix_values_in_chunks(
@@ -202,59 +210,60 @@ def _mix_values_in_chunks(
     window: int | None,
     scores: Scores,
 ) -> Tensor:
-    """Mixed values [B, T, H * Dh] of tokens at rising positions, [T] or [B, T]: of some queries of
-    the heads that share keys at a time, with what any of them sees.
+    """Mix values into [B, T, H * Dh] for tokens at rising positions, [T] or [B, T]: for one chunk
+    of queries of the heads that share keys at a time, over the keys that any of them sees.
     """
     batch, kv_heads, count, _ = keys.shape
     heads = queries.shape[1] // kv_heads
     if window is None:
-        seen = count
+        keys_per_chunk = count
     else:
-        seen = min(count, window + MAX_QUERY_ROWS)
-    size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // (4 * batch * heads * seen)))
+        keys_per_chunk = min(count, window + MAX_QUERY_ROWS)
+    # Scores are float32, 4 bytes each.
+    bytes_per_query = 4 * batch * heads * keys_per_chunk
+    size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // bytes_per_query))
     mixed = torch.empty(
         batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device
     )
     for start in range(0, count, size):
         stop = min(start + size, count)
-        # positions rise by one at least
+        # Positions rise by at least one, so no key before this index is within the window.
         if window is None:
             first = 0
         else:
             first = max(0, start - window + 1)
         mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
         for head in range(kv_heads):
-            own = slice(head * heads, (head + 1) * heads)
+            group = slice(head * heads, (head + 1) * heads)
             shared = slice(head, head + 1)
             parts = (
-                queries[:, own, start:stop],
+                queries[:, group, start:stop],
                 keys[:, shared, first:stop],
                 values[:, shared, first:stop],
             )
             if scores.sinks is None:
                 sinks = None
             else:
-                sinks = scores.sinks[own]
+                sinks = scores.sinks[group]
             mixed[:, start:stop, head] = _mix_values(*parts, mask, replace(scores, sinks=sinks))
     return mixed.flatten(2)
 
 
 def _eager_on_cpu(positions: Tensor) -> bool:
-    return (
-        type(positions) is Tensor
-        and positions.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    )
+    # Tracers, such as torchax's, are subclasses of Tensor whose values cannot be read.
+    if type(positions) is not Tensor or positions.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling()
 
 
 def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return which key positions each query position sees: bool [T, S] for [T] and [S], or [B, 1,
+    """Mark the key positions that each query position sees: bool [T, S] for [T] and [S], or [B, 1,
     T, S] for [B, T] and [S] or [B, S].
     """
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
-    seen = distance >= 0
+    visible = distance >= 0
     if window is not None:
-        seen &= distance < window
-    if seen.dim() == 2:
-        return seen
-    return seen.unsqueeze(1)
+        visible &= distance < window
+    if visible.dim() == 2:
+        return visible
+    return visible.unsqueeze(1)

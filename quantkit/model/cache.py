@@ -12,7 +12,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 _LAZY_BYTES = 1 << 20
-"""Smaller tensors are not worth a mapping."""
+"""Tensors below this size are allocated normally, because a mapping costs more than it saves."""
 
 
 class KVCache:
@@ -32,16 +32,15 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         self.length = length
-        self.keys, self.values = (
-            [
-                _zeros((slots, config.num_kv_heads, length), config.head_dim, dtype, device)
-                for _ in config.layers
-            ]
-            for _ in range(2)
-        )
+        self.keys: list[CachedRows] = []
+        self.values: list[CachedRows] = []
+        shape = slots, config.num_kv_heads, length
+        for _ in config.layers:
+            self.keys.append(_zeros(shape, config.head_dim, dtype, device))
+            self.values.append(_zeros(shape, config.head_dim, dtype, device))
 
     def tensors(self) -> list[Tensor]:
-        """Return all that it consists of; slots are the first dimension of each, positions the
+        """List all tensors of the cache; in each, slots are the first dimension and positions the
         third.
         """
         tensors: list[Tensor] = []
@@ -59,25 +58,31 @@ class KVCache:
         slots: Tensor | None = None,
     ) -> tuple[CachedRows, CachedRows]:
         """Store keys and values [B, KV heads, T, head_dim] at positions [T] or [B, T] of slots [B],
-        None for all slots in order; returns the whole layer's, as stored.
+        None for all slots in order; returns all cached rows of the layer.
         """
         for stored, floats in ((self.keys[layer], keys), (self.values[layer], values)):
             new = to_cached_rows(floats, stored.rows.dtype)
-            for into, rows in zip(stored.tensors(), new.tensors(), strict=True):
+            for target, rows in zip(stored.tensors(), new.tensors(), strict=True):
                 if slots is None and positions.dim() == 1:
-                    into.index_copy_(2, positions, rows)
+                    target.index_copy_(2, positions, rows)
                 else:
                     if slots is None:
                         batch = torch.arange(len(rows), device=rows.device)
                     else:
                         batch = slots
-                    into[batch.unsqueeze(1), :, positions] = rows.transpose(1, 2)
+                    # Index tensors on both sides of a slice move their dimensions to the front, so
+                    # the target is [B, T, KV heads, ...].
+                    target[batch.unsqueeze(1), :, positions] = rows.transpose(1, 2)
         return self.keys[layer], self.values[layer]
 
 
 def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype) -> int:
-    """Return what a cache takes."""
-    row = config.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
+    """Compute the size of a cache."""
+    row = config.head_dim * dtype.itemsize
+    if dtype == torch.int8:
+        # The scale of a row.
+        row += torch.float32.itemsize
+    # Keys and values.
     return 2 * config.num_layers * slots * config.num_kv_heads * length * row
 
 
@@ -85,12 +90,15 @@ def _zeros(
     shape: tuple[int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> CachedRows:
     rows = zeros((*shape, head_dim), dtype, device)
-    return CachedRows(rows, zeros(shape, torch.float32, device) if dtype == torch.int8 else None)
+    if dtype != torch.int8:
+        return CachedRows(rows, None)
+    return CachedRows(rows, zeros(shape, torch.float32, device))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros of a shape; on a CPU a page of them takes memory only once it is written."""
+    """Allocate zeros of a shape; on a CPU, a page of them uses memory only after it is written."""
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < _LAZY_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
+    # An anonymous mapping contains zeros, and the system adds a page at the first write.
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)

@@ -1,5 +1,5 @@
-"""Keys and values as a quantized cache holds them, see `formats.kv_scales`, and the scales that
-such a cache needs.
+"""Round keys and values as a quantized cache stores them, see `formats.kv_scales`, and measure the
+maxima from which the scales of such a cache follow.
 
 B batch, T positions, K KV heads, Dh head size.
 """
@@ -31,13 +31,13 @@ class Fp8Rounding(nn.Module):
             )
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in their own type."""
+        """Round both; each keeps its dtype."""
         return _round_rows(keys, self.k_scale), _round_rows(values, self.v_scale)
 
 
 class CacheMaxima(nn.Module):
-    """Leaves keys and values as they are, and remembers the largest absolute value of each:
-    `largest`, [2], float32, NaN once one was NaN.
+    """Passes keys and values through unchanged, and records the largest absolute value of each:
+    `largest`, [2], float32, NaN after any NaN.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -45,9 +45,10 @@ class CacheMaxima(nn.Module):
         self.largest = torch.zeros(2, device=device)
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what was given."""
-        own = torch.stack([rows.abs().amax().float() for rows in (keys, values)])
-        self.largest = torch.maximum(self.largest, own)
+        """Update the maxima and return both unchanged."""
+        maxima = torch.stack((keys.abs().amax().float(), values.abs().amax().float()))
+        # `torch.maximum` propagates NaN, so that it is not lost in later batches.
+        self.largest = torch.maximum(self.largest, maxima)
         return keys, values
 
 

@@ -1,5 +1,5 @@
-"""The device's kernels for the solver's loops over columns, checked on a small layer before they
-are used.
+"""Select the device's kernels for the solver's loops over columns, and check them on a small layer
+before they are used.
 """
 
 from __future__ import annotations
@@ -19,55 +19,58 @@ from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import FINE, list_trial_steps, search_scales
 from quantkit.tensors.scheme import QuantScheme
 
-# in one call
+# Columns that the kernels round in one call.
 _CPU_COLUMNS = 128
 _GPU_COLUMNS = 32
-# More than one program has.
+# More rows than one Triton program processes, so that the test covers several programs.
 _ROWS = 40
-# More than a panel has.
+# More columns than a panel has, so that the test covers the update between panels.
 _COLUMNS = 288
 _SCHEMES = ("int4-g32", "int4-g32-asym")
-_TOLERANCE = (
-    0.01  # of the output error; codes may differ where two are equally good, and later ones follow
-)
+# Of the output error. Codes are not compared: where two are equally good, kernels may choose the
+# other one, and GPTQ carries the difference into all later columns.
+_TOLERANCE = 0.01
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """Return the kernels of a device; if torch replaces them, a warning is logged. An unknown
-    variant of the CPU kernels is a `RequestError`.
+    """Load and test the kernels of a device; if torch replaces them, a warning is logged. An
+    unknown variant of the CPU kernels is a `RequestError`.
     """
     on_cpu = device.type == "cpu"
     if on_cpu:
-        wrong = None
+        problem = None
     else:
-        wrong = TritonBackend().explain_unsupported(QuantScheme(8, None), device, torch.float32)
-    if wrong is None:
+        # Any scheme will do: this asks whether Triton runs on the device at all.
+        problem = TritonBackend().explain_unsupported(QuantScheme(8, None), device, torch.float32)
+    if problem is None:
         try:
             if on_cpu:
                 kernels = cpu_kernels()
             else:
                 kernels = gpu_kernels()
-            wrong = _what_is_wrong(kernels, device)
+            problem = _what_is_wrong(kernels, device)
         except RequestError:
             raise
-        except Exception as error:  # of a driver or a compiler, which have their own types
-            wrong = (" ".join(str(error).split()) or type(error).__name__)[:300]
-        if wrong is None:
+        except Exception as error:
+            # Drivers and compilers have their own exception types.
+            text = " ".join(str(error).split()) or type(error).__name__
+            problem = text[:300]
+        if problem is None:
             return kernels
     if on_cpu:
         slower = "2 to 5 times slower"
     else:
         slower = "slower"
-    _log.warning("int4 rounding and GPTQ run without kernels on %s, %s; %s", device, slower, wrong)
+    _log.warning(
+        "int4 rounding and GPTQ run without kernels on %s, %s; %s", device, slower, problem
+    )
     return TORCH
 
 
 def kernels_name(device: torch.device) -> str:
-    """Return what rounds columns on a device: ``torch``, ``triton`` or the name of the CPU
-    kernels.
-    """
+    """Name the kernels of a device: ``torch``, ``triton`` or the name of the CPU kernels."""
     if column_kernels(device) is TORCH:
         return "torch"
     if device.type == "cpu":
@@ -105,19 +108,20 @@ def gpu_kernels() -> ColumnKernels:
 
 
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
-    """Return how the kernels are wrong on a small layer; None if they are not."""
+    """Compare the kernels with torch on a small layer and describe an error, if any."""
     generator = torch.Generator().manual_seed(0)
+    # The cumulative sum correlates neighbouring columns, so errors carried between them matter.
     inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
     weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)
     hessian = Damped.of_((inputs.t() @ inputs).to(device))
     for name in _SCHEMES:
         scheme = QuantScheme.parse(name)
-        (_, found), (_, expected) = (
-            solve(weight, hessian, scheme, torch.bfloat16, kernels=one) for one in (kernels, TORCH)
-        )
-        if not abs(found.output_error / expected.output_error - 1) <= _TOLERANCE:
+        _, actual = solve(weight, hessian, scheme, torch.bfloat16, kernels=kernels)
+        _, expected = solve(weight, hessian, scheme, torch.bfloat16, kernels=TORCH)
+        # Not `>`, which is false for NaN.
+        if not abs(actual.output_error / expected.output_error - 1) <= _TOLERANCE:
             return (
-                f"their output error is {found.output_error:.4g}, that of torch"
+                f"their output error is {actual.output_error:.4g}, that of torch"
                 f" {expected.output_error:.4g}"
             )
     return None

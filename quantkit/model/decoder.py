@@ -1,8 +1,9 @@
-"""The decoder, from the whole model down to its norms.
+"""The decoder, from the model down to its norms.
 
 B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward size, V
-vocabulary. Modules are named as Hugging Face names their tensors, so a checkpoint's canonical names
-are its state's. What a block does follows from the config's features; nothing here knows a family.
+vocabulary. Modules have the names of Hugging Face's tensors, so a checkpoint's canonical names are
+also the names of the parameters. The config's features decide what a block computes; this file does
+not depend on a family.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What every block gets in one pass through the decoder: the angles of the tokens'
+    """The inputs that all blocks share in one pass through the decoder: the angles of the tokens'
     positions, and attention.
     """
 
@@ -52,12 +53,12 @@ class DecoderOps:
     Attributes:
         cached_attention: attention over a cache.
         float_linear: the product with a head whose weight is floats.
-        blocks: all blocks, in place of the modules, for the steps that they serve; None runs the
-            modules.
-        ragged: whether that attention takes rows [N, 1] of any sequences, several of one among
-            them, as fast as rectangles [B, T].
-        single_threaded: keeps torch's operations to the calling thread while in it; for what is
-            small compared with the kernels, such as drawing a token.
+        blocks: runs all blocks in place of the modules, in the steps that it supports; None runs
+            the modules.
+        ragged: whether the attention is as fast for rows [N, 1] of any sequences, also several
+            rows of one sequence, as for rectangles [B, T].
+        single_threaded: a context in which torch's operations use only the calling thread; for
+            operations that are small compared with the kernels, such as drawing a token.
     """
 
     cached_attention: CachedAttention = attend_with_mask
@@ -78,14 +79,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head: nn.Module | None = (
-            # The embedding's weight, or where its codes are the head's, that head.
-            None
-        )
+        # With tied embeddings, None uses the embedding's weight. If the embedding is quantized,
+        # loading sets a head that shares its codes.
+        self.lm_head: nn.Module | None = None
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
-        # The processes that share the model.
+        # The processes that share the model; loading replaces it.
         self.group: ProcessGroup = SINGLE
         self.ops = DecoderOps()
 
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits [..., T, V] for token ids [T] or [B, T].
+        """Compute logits [..., T, V] for token ids [T] or [B, T].
 
         Args:
             positions: of the tokens, [T]; None is 0 to T - 1.
@@ -113,6 +113,8 @@ class Decoder(nn.Module):
             RequestError: if the tokens are no ids of the vocabulary; a tensor with positions is not
                 checked.
         """
+        # Engines pass a tensor and positions. Reading the ids from a GPU would wait for it in each
+        # step, so these are not checked.
         if not isinstance(tokens, Tensor) or positions is None:
             tokens = check_token_ids(tokens, self.config.vocab_size).to(self.device)
         if positions is None:
@@ -131,15 +133,15 @@ class Decoder(nn.Module):
         lengths: Tensor | None = None,
         first: bool = False,
     ) -> Tensor:
-        """Hidden states [B, T, D] after the final norm, for tokens [B, T].
+        """Compute hidden states [B, T, D] after the final norm, for tokens [B, T].
 
         Args:
             positions: rising in each sequence: [T], the same for all, or [B, T].
             cache: stores keys and values; attention sees all positions stored so far in a
-                sequence's slot. Without one it sees the given tokens only.
+                sequence's slot. Without a cache, attention sees only `tokens`.
             slots: the sequences' places in the cache, [B]; None is all of them in order.
             lengths: for rotary positions, see `Rotary`.
-            first: the cache holds nothing yet that the tokens should see.
+            first: whether the cache has no earlier positions that the tokens should see.
         """
         x = self.model.embed(tokens)
         angles = self.rotary(positions, lengths)
@@ -160,8 +162,8 @@ class Decoder(nn.Module):
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute
-        whole blocks in it, else the model's.
+        """Compute logits [..., V] of hidden states [..., D], in their dtype: float32 if kernels run
+        complete blocks in float32, else the model's dtype.
         """
         if self.lm_head is None:
             logits = self.ops.float_linear(hidden, self.model.embed_tokens.weight)
@@ -171,15 +173,17 @@ class Decoder(nn.Module):
             logits = self.lm_head(hidden)
         if self.config.logit_softcap is None or torch.compiler.is_compiling():
             return final_logits(logits, self.config)
+        # The softcap is small compared with the kernels, so torch's threads are not worth waking.
         with self.ops.single_threaded():
             return final_logits(logits, self.config)
 
 
 def final_logits(products: Tensor, config: ModelConfig) -> Tensor:
-    """Logits [..., V] from the products of hidden states with the head."""
+    """Apply multiplier and softcap to the products of hidden states with the head, [..., V]."""
     if config.logit_multiplier != 1:
         products = products * config.logit_multiplier
     if config.logit_softcap is not None:
+        # The division makes a new tensor, so the operations in place do not change the input.
         products = (products / config.logit_softcap).tanh_().mul_(config.logit_softcap)
     return products
 
@@ -195,26 +199,28 @@ class Backbone(nn.Module):
         self._multiplier = config.embedding_multiplier
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return what the first block is given, [B, T, D], for tokens [B, T]."""
+        """Look up and scale the first block's inputs [B, T, D] for tokens [B, T]."""
         return scale_embeddings(self.embed_tokens(tokens), self._multiplier)
 
 
 def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
-    """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
+    """Multiply embeddings by the model's multiplier, rounded to their dtype first as in Gemma."""
     if multiplier == 1:
         return embeddings
-    # A recorded step must not copy a number to the GPU.
+    # A step recorded as a CUDA graph must not copy a number to the GPU, so the rounded multiplier
+    # becomes a Python number.
     if embeddings.is_cuda and not torch.compiler.is_compiling():
         return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype).item()
     return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 
 
 class Block(nn.Module):
-    """One decoder layer: residual branches one after the other, with norms before them, after them
-    or both.
+    """One decoder layer: two residual branches in sequence, with norms before them, after them or
+    both.
 
-    A branch has two halves: `inner` leads up to its last linear, or to its experts; `finish`
-    applies that and adds the output to the hidden states.
+    A branch has two halves: `inner` computes the inputs of its last linear, or of its experts;
+    `finish` applies that module and adds the output to the hidden states. Quantization needs the
+    inputs in between.
     """
 
     BRANCHES: ClassVar = ("attention", "mlp")
@@ -236,25 +242,25 @@ class Block(nn.Module):
         self._multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Hidden states [B, T, D] to hidden states."""
+        """Run both branches on hidden states [B, T, D]."""
         for branch in self.BRANCHES:
             x = self.finish(branch, x, self.inner(branch, x, step))
         return x
 
     def apply_norm(self, branch: str, x: Tensor) -> Tensor:
-        """Return what a branch's first linears are applied to, [B, T, D], for hidden states [B,
-        T, D].
-        """
+        """Compute the inputs [B, T, D] of a branch's first linears from hidden states [B, T, D]."""
         if branch == "attention":
             norm = self.input_layernorm
         else:
             norm = self.post_attention_layernorm
-        normed: Tensor = x if norm is None else norm(x)
+        if norm is None:
+            return x
+        normed: Tensor = norm(x)
         return normed
 
     def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
-        """Return what a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D],
-        for hidden states [B, T, D].
+        """Compute the inputs of a branch's last linear, [B, T, I], or of its experts, [B, T, D],
+        from hidden states [B, T, D].
         """
         states = self.apply_norm(branch, x)
         if branch == "attention":
@@ -262,14 +268,12 @@ class Block(nn.Module):
         return self.mlp.inner(states)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
-        """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for
-        them.
-        """
+        """Add a branch's output to hidden states [B, T, D], given the result of `inner`."""
         module = self.self_attn if branch == "attention" else self.mlp
         return self.add(branch, x, module.output(inner))
 
     def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
-        """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts,
+        """Add the output [B, T, D] of a branch's last linear, or of its experts, to hidden states
         [B, T, D].
         """
         if branch == "attention":
@@ -296,25 +300,28 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        # Takes the place of the three where they are fused.
+        # Replaces the three above if loading fuses them: one product of many rows is faster than
+        # several of few rows.
         self.qkv_proj: nn.Module | None = None
         self.widths = [query, kv, kv]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
-        self.shared_norms: nn.Module | None = (
-            # Takes the place of both where processes share the width.
-            None
-        )
+        # Replaces both norms if processes share the width, because the mean square is then a sum
+        # over processes.
+        self.shared_norms: nn.Module | None = None
         if config.qk_norm is not None:
-            self.q_norm = rms_norm(config, config.head_dim if self.norms_heads else query)
-            self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
+            if self.norms_heads:
+                query_size = key_size = config.head_dim
+            else:
+                query_size = query
+                key_size = kv
+            self.q_norm = rms_norm(config, query_size)
+            self.k_norm = rms_norm(config, key_size)
         self.clip = config.clip_qkv
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
-        self.as_cached: nn.Module | None = (
-            # What a quantized cache makes of keys and values [B, K, T, Dh]
-            None
-        )
+        # Rounds keys and values [B, K, T, Dh] as a quantized cache does, or records their maxima.
+        self.as_cached: nn.Module | None = None
         self._scale = config.attention_scale
         self._softcap = config.attention_softcap
 
@@ -323,11 +330,13 @@ class Attention(nn.Module):
         return Scores(self._scale, self._softcap, self.sinks)
 
     def inner(self, x: Tensor, step: Step) -> Tensor:
-        """Values mixed by attention, [B, T, H * Dh], of normed hidden states [B, T, D]."""
+        """Mix values by attention, [B, T, H * Dh], for normed hidden states [B, T, D]."""
         if self.qkv_proj is None:
             parts: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         else:
             parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
+        # Norms over the width (OLMo 2) precede the split into heads, norms per head (Qwen 3)
+        # follow it.
         if not self.norms_heads:
             parts = self._apply_qk_norm(*parts)
         if self.clip is not None:
@@ -344,15 +353,16 @@ class Attention(nn.Module):
             keys = rotate(keys, *turn)
         if step.angles.query_scale is not None:
             scale = step.angles.query_scale.unsqueeze(-1)
-            queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(
-                queries.dtype
-            )
+            if scale.dim() == 3:
+                # With one row of positions per sequence, the heads need a dimension.
+                scale = scale.unsqueeze(1)
+            queries = queries * scale.to(queries.dtype)
         if self.as_cached is not None:
             keys, values = self.as_cached(keys, values)
         return step.attend(self.layer, queries, keys, values, self.scores)
 
     def output(self, mixed: Tensor) -> Tensor:
-        """Return what is added to the hidden states, [B, T, D]."""
+        """Project mixed values to the branch's output, [B, T, D]."""
         out: Tensor = self.o_proj(mixed)
         return out
 
@@ -374,18 +384,18 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize_by_mean_square(
-            x, torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square() / x.shape[-1]
-        )
+        squares = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square()
+        return self.normalize_by_mean_square(x, squares / x.shape[-1])
 
     def normalize_by_mean_square(self, x: Tensor, mean_square: Tensor) -> Tensor:
-        """Normed values of x [..., N], given the mean of their squares, [..., 1]."""
+        """Normalize x [..., N], given the mean of its squares, [..., 1]."""
         normed = x.float() * torch.rsqrt(mean_square + self.eps)
+        # Gemma multiplies in float32, Llama rounds first: transformers does the same.
         if self.offset:
             return (normed * (self.weight.float() + self.offset)).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)
 
 
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """Return a norm of a model, over its hidden states, or over a given number of elements."""
+    """Make a norm of a model, over its hidden states, or over a given number of elements."""
     return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)

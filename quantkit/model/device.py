@@ -14,11 +14,11 @@ from quantkit.tensors.dtypes import FloatName, float_name
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """Return a device by torch's name for it, checked by writing and reading a number; for None a
+    """Check a device, by torch's name for it, by writing and reading a number; for None choose a
     GPU if there is one.
 
     Raises:
-        RequestError: if not.
+        RequestError: if the device cannot be used.
     """
     if name is None:
         if torch.cuda.is_available():
@@ -31,7 +31,7 @@ def usable_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        # Torch raises any of these.
+        # Torch raises any of these: for unknown names, builds without the device, missing drivers.
         raise RequestError(
             "the device cannot be used", found=name, expected="cpu, or cuda with a GPU"
         ) from error
@@ -39,32 +39,35 @@ def usable_device(name: str | torch.device | None) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a device has left for tensors."""
+    """Measure the memory of a device that is free for tensors."""
     if device.type != "cuda":
         return available_bytes()
-    # By torch, for later tensors.
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+    # torch reserves memory for later tensors, which the driver does not report as free.
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
-    """`float_name` as torch's type."""
-    named = float_name(dtype)
-    if named is None:
+    """Convert the result of `float_name` to torch's type."""
+    name = float_name(dtype)
+    if name is None:
         return None
-    return named.torch
+    return name.torch
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on a device, without waiting for a GPU."""
-    found = torch.tensor(values, dtype=torch.long)
+    """Copy integers to a device, without waiting for a GPU."""
+    on_host = torch.tensor(values, dtype=torch.long)
     if device.type == "cuda":
-        return found.pin_memory().to(device, non_blocking=True)
-    return found.to(device)
+        # Only copies from pinned memory are asynchronous.
+        return on_host.pin_memory().to(device, non_blocking=True)
+    return on_host.to(device)
 
 
 def check_token_ids(tokens: object, vocab_size: int) -> Tensor:
-    """Token ids [T] or [B, T]; raises `RequestError` if they are not of the vocabulary."""
+    """Convert token ids to a tensor [T] or [B, T]; raises `RequestError` if one is not in the
+    vocabulary.
+    """
     expected = f"token ids from 0 to {vocab_size - 1}, [T] or [B, T]"
     try:
         ids = torch.as_tensor(tokens)
@@ -72,20 +75,22 @@ def check_token_ids(tokens: object, vocab_size: int) -> Tensor:
         raise wrong_type("tokens", tokens, expected) from error
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
         raise wrong_type("tokens", tokens, expected)
-    for one in (ids.min(), ids.max()) if ids.numel() else ():
-        if not 0 <= one < vocab_size:
+    # An empty tensor has no minimum.
+    if not ids.numel():
+        return ids
+    for extreme in (ids.min(), ids.max()):
+        if not 0 <= extreme < vocab_size:
             raise RequestError(
-                "`tokens` holds an id outside the vocabulary", found=int(one), expected=expected
+                "`tokens` holds an id outside the vocabulary", found=int(extreme), expected=expected
             )
     return ids
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host; one from a GPU holds its values once an event that is recorded
-    later has happened.
+    """Copy a tensor to the host; a copy from a GPU is complete only after an event that is recorded
+    later.
     """
     if tensor.device.type != "cuda":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

@@ -26,29 +26,30 @@ class MLP(nn.Module):
         self.config = config
         self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
-        self.gate_up_proj: nn.Module | None = (
-            # Takes the place of the two where they are fused.
-            None
-        )
+        # Replaces gate and up if loading fuses them: one product of many rows is faster than two
+        # of few rows.
+        self.gate_up_proj: nn.Module | None = None
         self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
 
     def inner(self, x: Tensor) -> Tensor:
-        """Gated inner states, [..., F], of normed hidden states [..., D]."""
+        """Compute gated inner states [..., F] of normed hidden states [..., D]."""
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate = self.gate_proj(x)
             up = self.up_proj(x)
-        own = self.config
-        return apply_gate(gate, up, own.activation, own.activation_limit, own.activation_alpha)
+        config = self.config
+        return apply_gate(
+            gate, up, config.activation, config.activation_limit, config.activation_alpha
+        )
 
     def output(self, inner: Tensor) -> Tensor:
-        """Return what is added to the hidden states, [..., D]."""
+        """Project inner states to the branch's output, [..., D]."""
         out: Tensor = self.down_proj(inner)
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normed hidden states [..., D] to what is added to the hidden states."""
+        """Compute the branch's output of normed hidden states [..., D]."""
         return self.output(self.inner(x))
 
 
@@ -56,7 +57,7 @@ class Experts(nn.Module):
     """A mixture of experts (1701.06538): each token goes to the few that a router chooses for it,
     weighted by their shares, and to shared ones if there are any.
 
-    Its `inner` gives the states as they are: the branch ends with the experts.
+    Its `inner` returns the states unchanged, because the whole branch is in `output`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,10 +68,10 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count)
         )
-        self.sum: Callable[[Tensor], Tensor] | None = (
-            None  # of what the processes give that share the experts
-        )
-        self.bank: ExpertBank | None = None  # a kernel for `routed`
+        # Adds the outputs of the processes that share the experts.
+        self.sum: Callable[[Tensor], Tensor] | None = None
+        # A kernel that replaces the loop over experts.
+        self.bank: ExpertBank | None = None
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False)
@@ -82,43 +83,44 @@ class Experts(nn.Module):
         return x
 
     def output(self, x: Tensor) -> Tensor:
-        """Return what is added to the hidden states, [B, T, D], of normed hidden states [B, T,
-        D].
-        """
+        """Compute the branch's output [B, T, D] of normed hidden states [B, T, D]."""
         weights, chosen = self.route(x)
         out = self.apply_chosen_experts(
             x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
         ).view(x.shape)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
-            gate = self.shared_expert_gate
-            out = out + (shared if gate is None else shared * torch.sigmoid(_product(x, gate)))
+            if self.shared_expert_gate is not None:
+                shared = shared * torch.sigmoid(_product(x, self.shared_expert_gate))
+            out = out + shared
+        # Shared experts are split like routed ones, so one all-reduce adds both.
         if self.sum is None:
             return out
         return self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shares, float32 [..., K], and numbers [..., K] of the experts chosen for
-        tokens [..., D]; of equal ones those of the lower numbers.
+        """Choose the experts of tokens [..., D]: their shares, float32 [..., K], and numbers
+        [..., K]. Of equal shares, those of lower numbers come first.
         """
+        # A stable sort: `topk` does not define which of equal shares it returns.
         shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights, chosen = (
-            found[..., : self.config.per_token].contiguous() for found in (shares, numbers)
-        )
+        weights = shares[..., : self.config.per_token].contiguous()
+        chosen = numbers[..., : self.config.per_token].contiguous()
         if self.config.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return what the router gives for tokens [..., D], float32 [..., E]."""
+        """Compute the router's logits of tokens [..., D], float32 [..., E]."""
         return _product(x, self.gate).float()
 
     def apply_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        """Sum the outputs of the chosen experts [N, K] for rows [N, D], weighted: [N, D]."""
         if self.bank is not None:
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        # Where what is computed cannot depend on the choice.
+        # A recorded or compiled step cannot depend on the choice, so all experts run, and those
+        # that are not chosen have the weight 0.
         if rows.is_cuda or torch.compiler.is_compiling():
             shares = weights.new_zeros(len(rows), len(self.experts)).scatter_(1, chosen, weights)
             for number, expert in enumerate(self.experts):
@@ -126,17 +128,17 @@ class Experts(nn.Module):
             return out.to(rows.dtype)
         for number in sorted(set(chosen.flatten().tolist())):
             tokens, places = (chosen == number).nonzero(as_tuple=True)
-            given = self.experts[number](rows[tokens]).float()
-            out.index_add_(0, tokens, given * weights[tokens, places].unsqueeze(-1))
+            outputs = self.experts[number](rows[tokens]).float()
+            out.index_add_(0, tokens, outputs * weights[tokens, places].unsqueeze(-1))
         return out.to(rows.dtype)
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:
-    """Return what a linear of floats gives for states of any dtype, in theirs."""
-    # Its weight is on disk.
+    """Apply a linear of floats to states of any dtype, in that dtype."""
+    # An offloaded linear, whose weight is on disk.
     if not isinstance(linear, nn.Linear):
-        given: Tensor = linear(x)
-        return given
+        product: Tensor = linear(x)
+        return product
     if linear.bias is None:
         bias = None
     else:
@@ -146,8 +148,8 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """The experts of a layer, their quantized weights side by side, for a kernel that reads those
-    of the chosen ones in one call.
+    """The experts of a layer with their quantized weights stacked, for a kernel that reads those of
+    the chosen experts in one call.
     """
 
     kernel: ExpertKernel
@@ -156,17 +158,18 @@ class ExpertBank:
     config: ModelConfig
 
     def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum [N, D] of what the chosen experts [N, K] give for rows [N, D]."""
+        """Sum the outputs of the chosen experts [N, K] for rows [N, D], weighted: [N, D]."""
         activation = self.config.activation
         limit = self.config.activation_limit
         return self.kernel.run(rows, weights, chosen, self.gate_up, self.down, activation, limit)
 
 
 def stack_experts(module: nn.Module, config: ModelConfig) -> None:
-    """Give each mixture of experts in a loaded module its bank, if its linears have one scheme and
-    a backend with a kernel for experts.
+    """Stack the experts of each mixture of experts in a loaded module into a bank, if all linears
+    have the same scheme and their backend has a kernel for experts.
 
-    The experts' own linears then hold views of the bank, so that there is one copy of the weights.
+    The buffers of the experts' linears become views of the bank, so that there is only one copy of
+    the weights.
     """
     for experts in module.modules():
         if isinstance(experts, Experts):
@@ -177,12 +180,12 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
     wide = _same_kind([mlp.gate_up_proj for mlp in mlps])
     narrow = _same_kind([mlp.down_proj for mlp in mlps])
-    if (
-        not wide
-        or not narrow
-        or wide[0].backend != narrow[0].backend
-        or config.activation_alpha != OAI_ALPHA
-    ):
+    if not wide or not narrow:
+        return None
+    if wide[0].backend != narrow[0].backend:
+        return None
+    # The kernels have this factor as a constant.
+    if config.activation_alpha != OAI_ALPHA:
         return None
     operations = wide[0].backend.operations()
     if operations is None or operations.experts is None:
@@ -192,13 +195,16 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
 
 
 def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
-    """Return all of them; none where one is not quantized, or not as the others."""
-    result = [linear for linear in linears if isinstance(linear, QuantLinear)]
+    """Return all linears if they are quantized in the same way, otherwise none."""
+    quantized: list[QuantLinear] = []
     kinds = set()
-    for linear in result:
+    for linear in linears:
+        if not isinstance(linear, QuantLinear):
+            return []
+        quantized.append(linear)
         kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))
-    if len(result) == len(linears) and len(kinds) == 1:
-        return result
+    if len(kinds) == 1:
+        return quantized
     return []
 
 
@@ -206,8 +212,15 @@ def _stack_linears(kernel: ExpertKernel, linears: list[QuantLinear]) -> Prepared
     prepared = {}
     for name in linears[0].backend_tensors:
         prepared[name] = kernel.stack([linear.backend_tensors[name] for linear in linears])
-        for linear, own in zip(linears, prepared[name], strict=True):
-            setattr(linear, name, own)
+        for linear, view in zip(linears, prepared[name], strict=True):
+            setattr(linear, name, view)
+        # Both copies of a tensor exist for a moment; return the old one to the system before the
+        # next tensor is stacked.
         malloc_trim()
-    biases = [linear.bias.detach().float() for linear in linears if linear.bias is not None]
-    return PreparedLinear(prepared, linears[0].scheme, torch.stack(biases) if biases else None)
+    biases: list[Tensor] = []
+    for linear in linears:
+        if linear.bias is not None:
+            biases.append(linear.bias.detach().float())
+    if not biases:
+        return PreparedLinear(prepared, linears[0].scheme, None)
+    return PreparedLinear(prepared, linears[0].scheme, torch.stack(biases))

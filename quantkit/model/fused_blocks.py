@@ -1,4 +1,4 @@
-"""Decoder blocks through kernels that compute whole blocks."""
+"""Run decoder blocks with kernels that compute a complete block each."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from quantkit.model.rope import Angles
 _OUTSIDE = frozenset(
     {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
 )
-"""Features that blocks have no part in, or that their weights and angles already hold."""
+"""Features outside the blocks, and those that a block's weights and angles already include."""
 
 
 def block_features(config: ModelConfig) -> frozenset[str]:
-    """Return what blocks of a config do beyond the plainest. A feature that is new is one that no
-    kernel serves until it says so.
+    """List the features that a kernel must support to run a config's blocks. No kernel supports
+    a new feature until it declares so.
     """
+    # Features of nested configs, which `config.features` does not list.
+    inner: set[str] = set()
     if config.rope.query_scaling_beta is not None:
-        inner = {"query_scaling_beta"}
-    else:
-        inner = set()
+        inner.add("query_scaling_beta")
     if config.experts is not None and config.experts.score_correction:
         inner.add("score_correction")
     return config.features - _OUTSIDE | inner
@@ -45,8 +45,8 @@ def block_features(config: ModelConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of a decoder in one call: `run` is what the kernel prepared, `layers` what the blocks
-    do, by their numbers, and `dtype` that of hidden states.
+    """Blocks of a decoder that run in one call: `run` is the function that the kernel prepared,
+    `layers` the configs of the blocks by their numbers, and `dtype` the dtype of hidden states.
     """
 
     kernel: BlockKernel
@@ -55,14 +55,13 @@ class FusedBlocks:
     dtype: torch.dtype
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
-        """Return whether they may be called for hidden states [B, T, D] and a cache, or for none;
-        else the modules run.
+        """Return whether the kernel supports hidden states [B, T, D] with this cache, or without
+        one; if not, the modules run.
         """
+        if cache is None and self.kernel.needs_cache:
+            return False
         limit = self.kernel.max_tokens
-        tokens = x.shape[0] * x.shape[1]
-        return (limit is None or tokens <= limit) and (
-            cache is not None or not self.kernel.needs_cache
-        )
+        return limit is None or x.shape[0] * x.shape[1] <= limit
 
     def __call__(
         self,
@@ -74,9 +73,9 @@ class FusedBlocks:
         *,
         first: bool,
     ) -> Tensor:
-        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after
-        all blocks, which may be float32 where the model is not; `cache`, `slots` and `first` as for
-        `Decoder.hidden`.
+        """Run all blocks on hidden states [B, T, D] at rising positions, with their angles. The
+        result may be float32 although the model has another dtype. `cache`, `slots` and `first` are
+        those of `Decoder.hidden`.
         """
         cached = None
         if cache is not None:
@@ -91,35 +90,37 @@ class FusedBlocks:
 def fuse_blocks(
     model: Decoder, layers: Mapping[int, LayerConfig] | None = None
 ) -> FusedBlocks | None:
-    """Return a model's blocks through a kernel.
+    """Prepare a model's blocks for a kernel.
 
-    None where a layer is not quantized throughout by a backend with such a kernel, or the kernel
-    does not serve what the model does.
+    Returns None if a layer has linears that are not quantized, their backend has no such kernel, or
+    the kernel does not support the model's features.
 
     Args:
-        layers: by their numbers those to take, and what they do; None is all, as the config has
-            them.
+        layers: configs of the layers to prepare, by their numbers; None is all layers of the
+            model's config.
     """
     config = model.config
     if layers is None:
         layers = dict(enumerate(config.layers))
-    else:
-        layers = layers
     kernel: BlockKernel | None = None
-    blocks = []
+    blocks: list[tuple[BlockWeights, BlockSettings]] = []
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        linears = []
+        linears: list[QuantLinear] = []
+        kernels: list[BlockKernel] = []
         for linear in _find_fused_linears(block):
-            if isinstance(linear, QuantLinear):
-                linears.append(linear)
-        offered = [linear.backend.operations() for linear in linears]
-        kernels = [operations.block for operations in offered if operations is not None]
-        if len(kernels) < len(_find_fused_linears(block)) or None in kernels:
-            return None
+            if not isinstance(linear, QuantLinear):
+                return None
+            operations = linear.backend.operations()
+            if operations is None or operations.block is None:
+                return None
+            linears.append(linear)
+            kernels.append(operations.block)
+        # Experts run in the block through their bank.
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
+        # Kernels do not round keys and values to a quantized cache's scales.
         if block.self_attn.as_cached is not None:
             return None
         kernel = kernels[0]
@@ -134,10 +135,14 @@ def fuse_blocks(
 
 
 def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
-    """Return the linears in the order of the data's flow, one for each site; None where a site's
-    are not fused. Those of a mixture of experts are the shared ones'.
+    """List the linears of a block in the order of the data flow, one for each site; None if the
+    linears of a site are not fused. For a mixture of experts, they are those of the shared experts.
     """
-    mlp = block.mlp if isinstance(block.mlp, MLP) else block.mlp.shared_experts
+    mlp: MLP | None
+    if isinstance(block.mlp, MLP):
+        mlp = block.mlp
+    else:
+        mlp = block.mlp.shared_experts
     attention = block.self_attn
     if mlp is None:
         return attention.qkv_proj, attention.o_proj
@@ -145,22 +150,20 @@ def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
 
 
 def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
-    qkv, out, *rest = (
-        PreparedLinear(
-            linear.backend_tensors,
-            linear.scheme,
-            None if linear.bias is None else linear.bias.detach(),
-        )
-        for linear in linears
-    )
-    gate_up, down = rest or (None, None)
-    own = block.self_attn
+    prepared: list[PreparedLinear] = []
+    for linear in linears:
+        bias = None if linear.bias is None else linear.bias.detach()
+        prepared.append(PreparedLinear(linear.backend_tensors, linear.scheme, bias))
+    qkv, out, *feed_forward = prepared
+    # A mixture of experts without shared experts has neither.
+    gate_up, down = feed_forward or (None, None)
+    attention = block.self_attn
     return BlockWeights(
         _norm(block.input_layernorm),
         qkv,
-        _norm(own.q_norm),
-        _norm(own.k_norm),
-        _floats(own.sinks),
+        _norm(attention.q_norm),
+        _norm(attention.k_norm),
+        _floats(attention.sinks),
         out,
         _norm(block.attention_output_layernorm),
         _norm(block.post_attention_layernorm),
@@ -214,4 +217,5 @@ def _norm(norm: nn.Module | None) -> Tensor | None:
     assert norm is None or isinstance(norm, RMSNorm)
     if norm is None:
         return None
+    # Kernels know no offset, so the weight includes it.
     return norm.weight.detach().float() + norm.offset

@@ -1,4 +1,4 @@
-"""Put the kernels that a backend offers besides its linears into a loaded model, each after a
+"""Install the kernels that a backend offers besides its linears in a loaded model, each after a
 self-test.
 """
 
@@ -34,28 +34,30 @@ from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
-# Tokens that kernels are tried with besides one: more than those for few tokens take.
+# Tokens of the test with many tokens: more than the kernels for few tokens support.
 _MANY = 20
-# share of a result that float32 arithmetic in another order may be off by, through a whole block
+# Relative error that float32 arithmetic in another order may cause in a complete block.
 _FLOATS = 1e-3
-# The widest window that blocks are tried with.
+# The widest window in tests of blocks: less than their number of tokens, so that it has an effect.
 _FEW = 10
-_STEPS = 2  # of a 16-bit dtype that a block may be off by, besides twice what its modules are
-_POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
-# The widest window that attention is tried with.
+# Error of a block, in steps of a 16-bit dtype, allowed in addition to twice that of its modules.
+_STEPS = 2
+# Positions of the cache in tests of attention: more than kernels process in one piece.
+_POSITIONS = 300
+# The widest window in tests of attention.
 _WINDOW = 100
-_BENT = (
-    0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
-)
+# Standard deviation of the scores in tests of attention, as a share of the softcap. The largest
+# scores are three to four times as large.
+_BENT = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 def install_kernels(model: Decoder) -> None:
-    """Put the backend's kernels for attention, float products and whole blocks into `model.ops`.
+    """Install the backend's kernels for attention, float products and blocks in `model.ops`.
 
-    Each is tried against what it replaces; where one is wrong, the rest of the model stays with
-    torch's.
+    Each kernel is compared with the operation that it replaces. After a failure, this and the
+    remaining operations stay torch's.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
     if linears:
@@ -75,6 +77,7 @@ def install_kernels(model: Decoder) -> None:
     if offered.block is None:
         dtypes = {model.dtype}
     else:
+        # Blocks may compute in another dtype, in which attention and head then run as well.
         dtypes = {model.dtype, offered.block.dtype or model.dtype}
     with torch.inference_mode():
         if linear is not None and not _passes(
@@ -89,13 +92,14 @@ def install_kernels(model: Decoder) -> None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
             model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
-        banked = []
+        mixtures: list[Experts] = []
         for module in model.modules():
             if isinstance(module, Experts) and module.bank is not None:
-                banked.append(module)
-        if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
-            for experts in banked:
+                mixtures.append(module)
+        if mixtures and not _passes("experts", lambda: _same_experts(model, mixtures[0])):
+            for experts in mixtures:
                 experts.bank = None
+        # After the bank of experts, because blocks use it.
         blocks = fuse_blocks(model)
         if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
@@ -103,8 +107,8 @@ def install_kernels(model: Decoder) -> None:
 
 
 def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
-    """Return the `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for
-    any number, with torch's for more.
+    """Wrap a kernel as `CachedAttention`. Steps with more than `max_tokens` tokens use torch; None
+    sets no limit.
     """
 
     def attention(
@@ -116,16 +120,16 @@ def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> Cached
         window: int | None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        given = queries, keys, values, positions, slots, window
+        arguments = queries, keys, values, positions, slots, window
         if max_tokens is not None and queries.shape[2] > max_tokens:
-            return attend_with_mask(*given, scores)
-        return kernel(*given, scores.scale, scores.softcap, scores.sinks)
+            return attend_with_mask(*arguments, scores)
+        return kernel(*arguments, scores.scale, scores.softcap, scores.sinks)
 
     return attention
 
 
 def _passes(operation: str, same_as_torch: Callable[[], bool]) -> bool:
-    """Return whether kernels give what torch does; if not, a warning says so."""
+    """Compare kernels with torch, and log a warning if they differ."""
     reason = kernel_failure(same_as_torch)
     if reason is not None:
         _log.warning("%s by the compiled kernels %s; torch's are used", operation, reason)
@@ -133,18 +137,19 @@ def _passes(operation: str, same_as_torch: Callable[[], bool]) -> bool:
 
 
 def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
-    """Return whether products of rows of these dtypes, one and many, are right to float32 sums."""
+    """Check products of one row and of many in these dtypes, up to the error of float32 sums."""
     columns = model.config.hidden_size
-    some = _draw_normal(model, _MANY + 33, columns)
-    weight = some[_MANY:].to(model.dtype)
+    # 33 outputs are no multiple of a vector's width, so the kernel's remainder is tested too.
+    samples = _draw_normal(model, _MANY + 33, columns)
+    weight = samples[_MANY:].to(model.dtype)
     for dtype, count in itertools.product(dtypes, (1, _MANY)):
-        rows = some[:count].to(dtype)
+        rows = samples[:count].to(dtype)
         x = rows.double()
         w = weight.double()
+        # The error bound of a sum of products: eps * columns * |x| * |w| (Cauchy-Schwarz).
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
-        if not is_within(
-            linear(rows, weight), x @ w.t(), torch.finfo(torch.float32).eps * columns * sizes
-        ):
+        tolerance = torch.finfo(torch.float32).eps * columns * sizes
+        if not is_within(linear(rows, weight), x @ w.t(), tolerance):
             return False
     return True
 
@@ -152,9 +157,9 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
 def _same_attention(
     model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
-    """Return whether attention is the same for queries of these dtypes, over either kind of cache,
-    for one token and for many of those that it is used for, of sequences in separate slots and at
-    separate positions.
+    """Compare attention with torch's for queries of these dtypes, over float and int8 caches, for
+    one token and for as many as it supports, of sequences in different slots and at different
+    positions.
     """
     if max_tokens is None:
         many = _MANY
@@ -164,14 +169,19 @@ def _same_attention(
     first = model.model.layers[0]
     assert isinstance(first, Block)
     scores = first.self_attn.scores
-    windows = {layer.window and min(layer.window, _WINDOW) for layer in model.config.layers}
+    windows: set[int | None] = set()
+    for layer in model.config.layers:
+        windows.add(layer.window and min(layer.window, _WINDOW))
     if scores.scale is None:
         scale = 1 / math.sqrt(config.head_dim)
     else:
         scale = scores.scale
-    # A soft cap is to bend the largest scores of the queries by much.
-    stretch = max(1.0, _BENT * (scores.softcap or 0.0) / (scale * math.sqrt(config.head_dim)))
+    # Scores of normal queries and keys have this standard deviation. The queries are stretched so
+    # that a softcap changes the largest scores by much.
+    deviation = scale * math.sqrt(config.head_dim)
+    stretch = max(1.0, _BENT * (scores.softcap or 0.0) / deviation)
     every = torch.arange(_POSITIONS, device=model.device)
+    # Not in order, and one slot is unused.
     slots = torch.tensor([2, 0], device=model.device)
     rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
@@ -180,64 +190,64 @@ def _same_attention(
             0, every, _draw_normal(model, *rows), _draw_normal(model, *rows, seed=1)
         )
         for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
-            queries = (
-                _draw_normal(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch
-            ).to(dtype)
+            queries = _draw_normal(model, 2, config.num_heads, tokens, config.head_dim, seed=2)
+            queries = (queries * stretch).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
-            given = keys, values, positions, slots, window, scores
-            found = attention(queries, *given)
-            right = attend_with_mask(queries.double(), *given)
-            # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a
-            # few of its steps.
-            share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+            arguments = keys, values, positions, slots, window, scores
+            actual = attention(queries, *arguments)
+            right = attend_with_mask(queries.double(), *arguments)
+            share = _FLOATS
+            if dtype != torch.float32:
+                # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries:
+                # a few of its steps.
+                share += 4 * torch.finfo(dtype).eps
             vectors = -1, config.head_dim
-            if not _is_close(found.reshape(vectors), right.reshape(vectors), share):
+            if not _is_close(actual.reshape(vectors), right.reshape(vectors), share):
                 return False
     return True
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
-    """Return whether a kernel gives for one row, and for many, what their experts give one by
-    one.
-    """
-    linears = []
+    """Compare a kernel with the loop over experts, for one row and for many."""
+    linears: list[QuantLinear] = []
     for module in experts.experts.modules():
         if isinstance(module, QuantLinear):
             linears.append(module)
     bank = experts.bank
-    some = _draw_normal(model, _MANY, model.config.hidden_size).to(model.dtype)
+    samples = _draw_normal(model, _MANY, model.config.hidden_size).to(model.dtype)
     assert bank is not None
     rounding = linears[0].backend.rounding(model.dtype)
-    if model.dtype != torch.float32:
-        steps = torch.finfo(model.dtype).eps
-    else:
-        steps = 0
+    # Inner states and outputs are rounded to a 16-bit dtype, in both computations.
+    steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
     share = _FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
     for count in (1, _MANY):
-        rows = some[:count]
+        rows = samples[:count]
         weights, chosen = experts.route(rows)
-        found = bank(rows, weights, chosen)
+        actual = bank(rows, weights, chosen)
+        # Without a bank, the loop over experts runs.
         experts.bank = None
         right = experts.apply_chosen_experts(rows, weights, chosen).double()
         experts.bank = bank
-        if bool(right.isfinite().all()) and not _is_close(found, right, share):
+        # NaN and Inf in the weights are reported with the logits.
+        if bool(right.isfinite().all()) and not _is_close(actual, right, share):
             return False
     return True
 
 
 def _same_blocks(model: Decoder) -> bool:
-    """Return whether the first block of each kind is the same through the kernels; and the head for
-    what comes out, which may be of another dtype than the model.
+    """Compare the first block of each kind with the kernels, and the head with the dtype of their
+    hidden states, which may not be the model's.
     """
+    # In reverse, so that the first layer of a kind is the one that remains.
     kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
     for layer, number in kinds.items():
-        if layer.window is None:
-            layer = layer
-        else:
+        if layer.window is not None:
             layer = replace(layer, window=min(layer.window, _FEW))
         blocks = fuse_blocks(model, {number: layer})
         assert blocks is not None
-        if not _same_head(model, blocks.dtype) or not _same_block(model, number, layer, blocks):
+        if not _same_head(model, blocks.dtype):
+            return False
+        if not _same_block(model, number, layer, blocks):
             return False
     return True
 
@@ -250,40 +260,43 @@ def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
-    """Return whether a block is the same through the kernels, for the first tokens, for one after
-    them, and for many; in 16 bits as close to exact products as the modules are, but for little,
-    and over either kind of cache.
+    """Compare a block's kernel with its modules for the first tokens, for one more and for many. In
+    16 bits, the kernel must be about as close to exact products as the modules are, over float and
+    int8 caches.
     """
     config = model.config
     block = model.model.layers[number]
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
-    # Where factors of positions are others than at the start.
+    # Positions after the original context, where the scaling of queries differs from the start.
     far = config.rope.original_context or 0
     max_tokens = blocks.kernel.max_tokens
-    # Below the limit, kernels may differ for each number of tokens.
-    stops = (3, 4, 4 + _MANY) if max_tokens is None else (max_tokens, max_tokens + 1)
+    if max_tokens is None:
+        stops: tuple[int, ...] = 3, 4, 4 + _MANY
+    else:
+        # Below the limit, kernels may differ for each number of tokens.
+        stops = max_tokens, max_tokens + 1
     wide = blocks.dtype == torch.float32
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
-    # Both round the same activations, but for those between two integers: at worst each of four
-    # products differs.
-    rounding = _FLOATS + 4 * max(
-        linear.backend.rounding(torch.float32).activations for linear in linears
-    )
+    # Both round the same activations, except for those half-way between two integers. In the worst
+    # case, each of the four products of a block differs by one such step.
+    steps_of_activations: list[float] = []
+    for linear in linears:
+        steps_of_activations.append(linear.backend.rounding(torch.float32).activations)
+    rounding = _FLOATS + 4 * max(steps_of_activations)
     x = _draw_normal(model, 1, stops[-1], config.hidden_size)
     if not wide:
         x = _small(model, block, x, far, windows).to(blocks.dtype).float()
     for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
-        found, rough, exact = (
-            KVCache(config, 1, stops[-1], dtype, model.device)
-            for dtype in (cached, cached, torch.float32)
-        )
+        kernel_cache = KVCache(config, 1, stops[-1], cached, model.device)
+        rough_cache = KVCache(config, 1, stops[-1], cached, model.device)
+        exact_cache = KVCache(config, 1, stops[-1], torch.float32, model.device)
         for start, stop in zip((0, *stops), stops, strict=False):
             positions = torch.arange(start, stop, device=model.device)
             angles = model.rotary(positions + far)
             states = x[:, start:stop]
             steps = []
-            for cache in (exact, rough):
+            for cache in (exact_cache, rough_cache):
                 steps.append(
                     Step(angles, make_cached_attention(cache, positions, windows, attend_with_mask))
                 )
@@ -296,35 +309,39 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
             if not bool(right.isfinite().all()):
                 # Nothing can be compared; NaN and Inf are reported with the logits.
                 return True
-            # What a block adds may be little.
+            # Compare without the residual, because a block may add little to it.
             added = (right - states).double()
             if not wide:
                 modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()
-                # A block may add nothing.
+                # Avoids a division by zero if a block adds nothing.
                 tiny = torch.finfo(torch.float64).tiny
                 off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
                 share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
             out = blocks(
-                states.to(blocks.dtype, copy=True), positions, angles, found, first=start == 0
+                # A copy, because kernels may write to the hidden states.
+                states.to(blocks.dtype, copy=True),
+                positions,
+                angles,
+                kernel_cache,
+                first=start == 0,
             )
-            given = out.float() - states
+            kernel_added = out.float() - states
             close = _close_choices(block, states, steps[0], share)
             for row in range(stop - start):
-                if not close[row] and not _is_close(given[:, row], added[:, row], share):
+                if not close[row] and not _is_close(kernel_added[:, row], added[:, row], share):
                     return False
     return True
 
 
 def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]) -> Tensor:
-    """Hidden states [1, T, D] of half the size of what the block adds to them: what it adds is not
-    to drown in their rounding. A norm sees little of their size.
+    """Scale hidden states [1, T, D] to at most half the size of what the block adds to them, so
+    that their rounding does not hide it. Because of the norms, the block's output hardly depends on
+    their size.
     """
     positions = torch.arange(x.shape[1], device=x.device)
+    step = Step(model.rotary(positions + far), make_causal_attention(positions, windows))
     with _use_dequantized_weights(block):
-        added = (
-            block(x, Step(model.rotary(positions + far), make_causal_attention(positions, windows)))
-            - x
-        )
+        added = block(x, step) - x
     size = float(added.square().mean().sqrt())
     if size > 0:
         return x * min(1.0, size / 2)
@@ -333,12 +350,13 @@ def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int 
 
 @contextmanager
 def _use_dequantized_weights(block: Block) -> Iterator[None]:
-    """Within it a block's products are those of the dequantized weights in float32."""
+    """Let a block's linears multiply by dequantized weights in float32 within the context."""
 
     def exact(linear: QuantLinear, x: Tensor) -> Tensor:
-        # Floats only while it is used.
+        # Dequantized at each call, so that only one weight of floats is in memory.
         weight = linear.rows(torch.arange(linear.out_features, device=x.device))
-        return F.linear(x, weight, None if linear.bias is None else linear.bias.float())
+        bias = None if linear.bias is None else linear.bias.float()
+        return F.linear(x, weight, bias)
 
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
     for linear in linears:
@@ -347,12 +365,13 @@ def _use_dequantized_weights(block: Block) -> Iterator[None]:
         yield
     finally:
         for linear in linears:
+            # Removes the instance's attribute, so that the class's method is found again.
             del linear.forward
 
 
 def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
-    """Return which of the rows [1, T, D] a router may send to other experts when it is off by a
-    share of its logits: they may differ, and kernels may be right.
+    """Mark the rows [1, T, D] that a router may send to other experts if its logits have an error
+    of this share. For these rows, a correct kernel may give other results.
     """
     if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
         return [False] * states.shape[1]
@@ -360,22 +379,22 @@ def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> li
     logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
     per_token = block.mlp.config.per_token
     ranked = logits.sort(-1, descending=True)[0]
+    # The distance between the last expert that is chosen and the first that is not.
     apart = ranked[:, per_token - 1] - ranked[:, per_token]
     return [bool(close) for close in apart <= share * logits.std(-1)]
 
 
 def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
-    """Return whether each number is right but for a share of itself and of what is typical of its
-    vector, [..., N].
-    """
+    """Return whether the error of each number is at most a share of its `_size`."""
     return is_within(result, right, share * _size(right))
 
 
 def _size(right: Tensor) -> Tensor:
-    """Of each number and of what is typical of its vector, [..., N], together."""
+    """Add each number's absolute value and the root mean square of its vector, [..., N]."""
     return right.square().mean(-1, keepdim=True).sqrt() + right.abs()
 
 
 def _draw_normal(model: Decoder, *shape: int, seed: int = 0) -> Tensor:
-    """Return the same float32 numbers each time, where the model is."""
+    """Draw the same normal float32 numbers each time, on the model's device."""
+    # Drawn on the CPU: other devices have other generators.
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.device)

@@ -1,7 +1,7 @@
-"""Run a checkpoint block by block, its weights read from disk as they are needed.
+"""Run a checkpoint block by block, reading its weights from disk when they are needed.
 
-Batches go through a block packed: their tokens lie one after the other, [1, N, D], so that each
-weight is read once for all. Figures keep the bits that a batch gets alone.
+Batches run through a block packed: the tokens of all batches are concatenated, [1, N, D], so that
+each weight is read once for all of them. The results have the same bits as if each batch ran alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import layer_scales
-from quantkit.model.attention import Scores, make_causal_attention
+from quantkit.model.attention import Attend, Scores, make_causal_attention
 from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
 from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
 from quantkit.model.linear import float32_linears
@@ -27,7 +27,7 @@ from quantkit.model.rounded_inputs import as_multiplied
 from quantkit.model.tensor_parallel import TensorParallel
 
 TOKENS_THROUGH_A_BLOCK = 2048
-"""Packed at most, unless one batch has more."""
+"""The maximum number of packed tokens, unless one batch has more."""
 
 Observe = Callable[[str, Tensor], None]
 """Called with the name of a linear and its inputs, [1, N, I] or [N, I]."""
@@ -42,14 +42,12 @@ class Batch:
 
     @classmethod
     def from_start(cls, tokens: Tensor) -> Batch:
-        """Sequences at positions 0, 1, 2, ..."""
+        """Make a batch of sequences at positions 0, 1, 2, ..."""
         return cls(tokens, torch.arange(tokens.shape[1]))
 
 
 class _Pack:
-    """Batches one after the other: tokens [1, N], each of which attends only to its own
-    sequence.
-    """
+    """Concatenated batches: tokens [1, N], each of which attends only to its own sequence."""
 
     def __init__(
         self,
@@ -61,34 +59,39 @@ class _Pack:
         self.tokens = torch.cat([batch.tokens.flatten() for batch in batches]).unsqueeze(0)
         self.lengths = [batch.tokens.numel() for batch in batches]
         self._shapes = [batch.tokens.shape for batch in batches]
-        self._attends = [
-            make_causal_attention(batch.positions, config.windows, cache_dtype) for batch in batches
-        ]
-        positions = []
-        for batch, shape in zip(batches, self._shapes, strict=True):
-            positions.append(batch.positions.repeat(shape[0]))
-        lengths = [position.amax() + 1 for position in positions]
-        reach = []
-        for length, position in zip(lengths, positions, strict=True):
-            reach.append(length.expand(len(position)))
-        self.step = Step(rotary(torch.cat(positions), torch.cat(reach)), self._attend)
+        self._attends: list[Attend] = []
+        positions: list[Tensor] = []
+        # Some rotary scalings depend on the length, so each token has that of its own sequence.
+        lengths: list[Tensor] = []
+        for batch in batches:
+            self._attends.append(
+                make_causal_attention(batch.positions, config.windows, cache_dtype)
+            )
+            batch_positions = batch.positions.repeat(batch.tokens.shape[0])
+            positions.append(batch_positions)
+            lengths.append((batch_positions.amax() + 1).expand(len(batch_positions)))
+        self.step = Step(rotary(torch.cat(positions), torch.cat(lengths)), self._attend)
 
     def _attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        """Return an `Attend` for B = 1 and T = N."""
-        # Each [B, T, H, Dh]
-        by_batch = (self.split(heads.transpose(1, 2)) for heads in (queries, keys, values))
-        own = []
-        for parts in zip(*by_batch, strict=True):
-            own.append([heads.transpose(1, 2) for heads in parts])
-        mixed = []
-        for attend, (q, k, v) in zip(self._attends, own, strict=True):
-            mixed.append(attend(layer, q, k, v, scores))
-        return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
+        """Apply attention to each batch separately: an `Attend` for B = 1 and T = N."""
+        # By batch, each [B, T, H, Dh].
+        batch_queries = self.split(queries.transpose(1, 2))
+        batch_keys = self.split(keys.transpose(1, 2))
+        batch_values = self.split(values.transpose(1, 2))
+        mixed: list[Tensor] = []
+        for attend, q, k, v in zip(
+            self._attends, batch_queries, batch_keys, batch_values, strict=True
+        ):
+            attended = attend(
+                layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores
+            )
+            mixed.append(attended.flatten(0, 1))
+        return torch.cat(mixed).unsqueeze(0)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """States [1, N, D] by batch, each [B, T, D]."""
+        """Split states [1, N, D] by batch, each [B, T, D]."""
         pieces = torch.split(states[0], self.lengths)
         result: list[Tensor] = []
         for piece, shape in zip(pieces, self._shapes, strict=True):
@@ -107,7 +110,7 @@ def layerwise_hidden(
     maxima: Sequence[CacheMaxima] | None = None,
     progress: Progress = silent,
 ) -> list[Tensor]:
-    """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
+    """Compute hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
     Args:
         cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as
@@ -127,17 +130,20 @@ def layerwise_hidden(
     checkpoint = tp.checkpoint
     config = tp.checkpoint.config
     rotary = Rotary(config)
-    packs = [_Pack(some, config, rotary, cache_dtype) for some in _group_batches(batches)]
+    packs = [_Pack(packed, config, rotary, cache_dtype) for packed in _group_batches(batches)]
     scales = layer_scales(checkpoint)
     embedding = checkpoint.load("model.embed_tokens.weight")
-    states = [
-        scale_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier)
-        for pack in packs
-    ]
+    states: list[Tensor] = []
+    for pack in packs:
+        embedded = tp.embed(pack.tokens, embedding).float()
+        states.append(scale_embeddings(embedded, config.embedding_multiplier))
+    # Often the largest weight; the blocks do not need it.
     del embedding
     for layer in range(config.num_layers):
         progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
+            # An offloaded block is made for the sequence lengths of one pack, and has no weights in
+            # memory but norms.
             block = build_offloaded_block(checkpoint, layer, pack.lengths, observe)
             if scales is not None:
                 block.self_attn.as_cached = Fp8Rounding(scales[layer], "cpu")
@@ -150,62 +156,64 @@ def layerwise_hidden(
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
         states[index] = norm(state)
-    return [own for pack, state in zip(packs, states, strict=True) for own in pack.split(state)]
+    batch_states: list[Tensor] = []
+    for pack, state in zip(packs, states, strict=True):
+        batch_states.extend(pack.split(state))
+    return batch_states
 
 
 def _through(block: Block, states: Tensor, step: Step) -> Tensor:
-    """Hidden states [1, N, D] after a block; where there are more than the usual, the feed-forward,
-    whose inner width is several times D, takes some of them at a time.
+    """Run a block on hidden states [1, N, D]. The feed-forward, whose inner width is several times
+    D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
     attention, feed_forward = block.BRANCHES
     states = block.finish(attention, states, block.inner(attention, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
-    return torch.cat(
-        [
-            block.finish(feed_forward, piece, block.inner(feed_forward, piece, step))
-            for piece in pieces
-        ],
-        dim=1,
-    )
+    outputs: list[Tensor] = []
+    for piece in pieces:
+        outputs.append(block.finish(feed_forward, piece, block.inner(feed_forward, piece, step)))
+    return torch.cat(outputs, dim=1)
 
 
 @torch.inference_mode()
 def head_logits(
     checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE
 ) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and
-    taken in pieces. The processes of a group share it as in `layerwise_hidden`.
+    """Compute logits [N, V] of several hidden states [N, D], in float32. The head is read once, and
+    converted to float32 in pieces. The processes of a group share it as in `layerwise_hidden`.
     """
     tp = TensorParallel(checkpoint, group)
     head = tp.checkpoint.load(resolve_stored_name(tp.checkpoint, "lm_head.weight"))
-    logits = float32_linears([as_multiplied(checkpoint, "lm_head", one) for one in hidden], head)
-    # The largest tensor there is, and with two models at hand there are two.
+    inputs = [as_multiplied(checkpoint, "lm_head", states) for states in hidden]
+    logits = float32_linears(inputs, head)
+    # Often the largest weight. A caller that compares two models would otherwise have two of them
+    # in memory.
     del head
     return [final_logits(tp.gather_logits(logit), checkpoint.config) for logit in logits]
 
 
 def _group_batches(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
-    """Batches in order, as many together as may be packed."""
+    """Yield the batches in order, in groups of as many as can be packed."""
     group: list[Batch] = []
+    group_tokens = 0
     for batch in batches:
-        if (
-            group
-            and sum(one.tokens.numel() for one in group) + batch.tokens.numel()
-            > TOKENS_THROUGH_A_BLOCK
-        ):
+        batch_tokens = batch.tokens.numel()
+        if group and group_tokens + batch_tokens > TOKENS_THROUGH_A_BLOCK:
             yield group
             group = []
+            group_tokens = 0
         group.append(batch)
+        group_tokens += batch_tokens
     if group:
         yield group
 
 
 class OffloadedLinear(nn.Module):
-    """``x @ weight.T + bias`` in float32, the weight read at every call, some rows at a time.
+    """``x @ weight.T + bias`` in float32; every call reads the weight, in chunks of rows.
 
-    The tokens of several sequences, one after the other, are multiplied sequence by sequence: a
-    matrix product's bits depend on its size. Those that are sent to an expert, [N, I], are
-    multiplied together, and so is a piece of them.
+    The tokens of concatenated sequences are multiplied sequence by sequence, because the bits of a
+    matrix product depend on its size. Tokens routed to an expert, [N, I], and pieces of the packed
+    tokens are multiplied together.
     """
 
     def __init__(
@@ -224,13 +232,14 @@ class OffloadedLinear(nn.Module):
         self._observe = observe
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, N, I] or [N, I] float32 to as many rows of O."""
+        """Multiply [1, N, I] or [N, I] float32 to as many rows of O."""
         if self._observe is not None:
             self._observe(self._name, x)
         x = as_multiplied(self._checkpoint, self._name, x)
         weight = self._checkpoint.load(self._name + ".weight")
-        whole = x.dim() == 3 and x.shape[1] == sum(self._lengths)
-        parts = torch.split(x, self._lengths, dim=1) if whole else [x]
+        parts: Sequence[Tensor] = [x]
+        if x.dim() == 3 and x.shape[1] == sum(self._lengths):
+            parts = torch.split(x, self._lengths, dim=1)
         out = torch.cat(float32_linears(parts, weight), dim=-2)
         if self._bias:
             out += _float32(self._checkpoint, self._name + ".bias")
@@ -240,12 +249,13 @@ class OffloadedLinear(nn.Module):
 def build_offloaded_block(
     checkpoint: Checkpoint, layer: int, lengths: Sequence[int], observe: Observe | None = None
 ) -> Block:
-    """Return one decoder layer on the CPU in float32, of which only the norms are in memory. Its
-    input [1, N, D] has sequences of these lengths, one after the other; their sum is N.
+    """Build one decoder layer on the CPU in float32 with only its norms in memory. Its input
+    [1, N, D] contains sequences of these lengths, concatenated; their sum is N.
     """
     with meta_init():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)
+    # A list, because the loop replaces modules.
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
             bias = module.bias is not None
@@ -253,13 +263,12 @@ def build_offloaded_block(
                 name, OffloadedLinear(checkpoint, prefix + name, bias, lengths, observe)
             )
         else:
-            for own, parameter in module._parameters.items():
+            # The block itself has the name "".
+            module_prefix = f"{prefix}{name}." if name else prefix
+            for parameter_name, parameter in module._parameters.items():
                 if parameter is not None:
-                    setattr(
-                        module,
-                        own,
-                        _float32(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own),
-                    )
+                    stored = _float32(checkpoint, module_prefix + parameter_name)
+                    setattr(module, parameter_name, stored)
     return block.eval()
 
 

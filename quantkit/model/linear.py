@@ -1,4 +1,4 @@
-"""Products with weights of floats and with quantized weights; embeddings of codes."""
+"""Linears with float weights and with quantized weights; embeddings of codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from quantkit.kernels.dispatch import select_backend
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
-_FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
-# Matrix products are slow for other numbers of rows.
+# Elements of a weight that are converted to float32 at a time.
+_FLOAT_ELEMENTS = 1 << 21
+# Chunks have a multiple of this many rows, because matrix products are slow for other numbers.
 _TILE = 16
-# Rows of an embedding on which a backend is tried.
+# Rows of an embedding in a backend's self-test.
 _TRIED = 64
 
 _log = logging.getLogger(__name__)
@@ -27,16 +28,17 @@ FloatLinear = Callable[[Tensor, Tensor], Tensor]
 
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the `FloatLinear` of torch."""
+    """Multiply with torch; a `FloatLinear`."""
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
     return float32_linears([x], weight)[0].to(x.dtype)
 
 
 def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
-    """``x @ weight.T`` in float32 of each x, [..., I] to [..., O], with the same bits as alone.
+    """Compute ``x @ weight.T`` in float32 for each x, [..., I] to [..., O], with the same bits as
+    in separate calls.
 
-    The weight is converted to float32 once for all, some rows at a time.
+    The weight is converted to float32 once for all of them, in chunks of rows.
     """
     wide = [x.float() for x in xs]
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
@@ -44,6 +46,7 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     chunk = max(_TILE, _FLOAT_ELEMENTS // max(columns, 1) // _TILE * _TILE)
     for start, stop in row_chunks(count, columns, chunk * columns):
         rows = float_rows(weight, start, stop)
+        # One product per x: joined, their bits would depend on the size of all.
         for x, out in zip(wide, outs, strict=True):
             out[..., start:stop] = times(x.flatten(0, -2), rows.t()).view(*x.shape[:-1], -1)
     return outs
@@ -80,11 +83,13 @@ class QuantLinear(nn.Module):
 
     @property
     def backend_tensors(self) -> dict[str, Tensor]:
-        """Return the backend's tensors by name."""
+        """Collect the backend's tensors by name."""
+        # Read from the buffers each time: moving the module replaces them, and a bank of experts
+        # sets views.
         return {name: getattr(self, name) for name in self._prepared_names}
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight by index [N], as float32 [N, I]."""
+        """Dequantize rows of the weight by index [N], as float32 [N, I]."""
         return self.backend.rows(self.backend_tensors, self.scheme, self.in_features, index)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +99,7 @@ class QuantLinear(nn.Module):
 
 
 def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
-    """Return the rows [..., D] of tokens [...]: floats in their type, codes dequantized to
+    """Look up the rows [..., D] of tokens [...]: floats in their dtype, codes dequantized to
     float32.
     """
     if isinstance(weight, Tensor):
@@ -105,8 +110,8 @@ def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
 class QuantEmbedding(nn.Module):
     """An embedding [V, D] of codes, whose rows are rounded once, to the activations' dtype.
 
-    If `head`, a tied head made of the same weight, is given, both read one memory, in the layout of
-    the head's backend; else the codes keep their layout.
+    With a tied `head` made from the same weight, both use the head's memory, in the layout of its
+    backend. Otherwise the codes keep their layout.
     """
 
     codes: Tensor
@@ -122,29 +127,31 @@ class QuantEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.scheme = weight.scheme
-        (self.num_embeddings, self.embedding_dim) = weight.shape
+        self.num_embeddings, self.embedding_dim = weight.shape
         self._dtype = dtype
-        self.head = head if head is not None and self._gives_rows(head, weight) else None
+        self.head: QuantLinear | None = None
+        if head is not None and self._gives_rows(head, weight):
+            self.head = head
         if self.head is None:
-            own = weight.to(device)
-            self.register_buffer("codes", own.codes)
-            self.register_buffer("scale", own.scale)
-            self.register_buffer("zero", own.zero)
+            on_device = weight.to(device)
+            self.register_buffer("codes", on_device.codes)
+            self.register_buffer("scale", on_device.scale)
+            self.register_buffer("zero", on_device.zero)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] to [..., D]."""
+        """Look up tokens, [...] to [..., D]."""
         if self.head is not None:
             rows = self.head.rows(tokens.flatten()).view(*tokens.shape, -1)
         else:
-            rows = embedding_rows(
-                tokens, QuantTensor(self.codes, self.scale, self.zero, self.scheme)
-            )
+            weight = QuantTensor(self.codes, self.scale, self.zero, self.scheme)
+            rows = embedding_rows(tokens, weight)
         return rows.to(self._dtype)
 
     def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:
-        """Return whether the head's backend gives the rows of its weight, to the bit; if not, a
-        warning says so.
+        """Test whether the head's backend returns the exact rows of its weight, and log a warning
+        if it does not.
         """
+        # Evenly spread, with the first and the last row, where layouts may have padding.
         index = torch.linspace(0, self.num_embeddings - 1, min(_TRIED, self.num_embeddings)).long()
         device = next(iter(head.backend_tensors.values())).device
         right = weight.take(index).dequantize()
@@ -159,15 +166,15 @@ class QuantEmbedding(nn.Module):
 
 
 def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
-    """Return the verb phrase of a warning about kernels that fail or are wrong; None if they give
-    what torch does.
+    """Run a comparison with torch and describe a failure as the verb phrase of a warning; None if
+    the kernels agree.
     """
     try:
         if same_as_torch():
             return None
         return "are wrong on this machine"
     except Exception as error:
-        # Drivers and compilers have their own exception types.
-        return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[
-            :300
-        ]
+        # Drivers and compilers have their own exception types. Their messages may have many lines;
+        # a warning is one.
+        text = " ".join(str(error).split()) or type(error).__name__
+        return f"fail on this machine ({text})"[:300]

@@ -1,7 +1,7 @@
-"""Fill the decoder, built on the meta device, from a checkpoint; strictly.
+"""Build the decoder on the meta device and fill it from a checkpoint. Each parameter must have its
+tensor and each tensor its parameter.
 
-Linears that read the same inputs become one: one product of many rows is faster than several of
-few.
+Linears with the same inputs are fused: one product of many rows is faster than several of few.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _log = logging.getLogger(__name__)
 
-COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
+# Bytes of a float tensor that are converted at a time: a large tensor is never in memory twice.
+COPY_BYTES = 1 << 25
 BLOCK_PREFIX = "model.layers.{}."
 
 
@@ -54,7 +56,7 @@ def load_model(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> Decoder:
-    """Return a decoder ready to run, in eval mode.
+    """Load a decoder ready to run, in eval mode.
 
     Args:
         source: a checkpoint or its folder.
@@ -85,7 +87,7 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    # There the larger product is a little slower.
+    # In float32 on a CPU, the larger product is a little slower.
     fuse_floats = device.type != "cpu" or dtype != torch.float32
     fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
@@ -98,14 +100,15 @@ def load_model(
         assert isinstance(block, Block)
         block.self_attn.as_cached = Fp8Rounding(scale, device)
     stack_experts(model, model.config)
-    # They are tried on the process's own embedding and head.
+    # Before the vocabulary is connected, because self-tests run on the process's own embedding and
+    # head.
     install_kernels(model)
     tp.connect_vocabulary(model)
     return model.eval()
 
 
 def choose_default_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that a model is run in by default."""
+    """Choose the dtype that a model runs in by default: the checkpoint's."""
     return DType(checkpoint.config.dtype).torch
 
 
@@ -115,14 +118,16 @@ def require_kernels(
     """Raise a `RequestError` with the checkpoint's path if none of the allowed backends supports
     one of its quantized linears; before any weight is read.
     """
-    if checkpoint.config.tied_embeddings:
-        looked_up = None
-    else:
-        looked_up = "model.embed_tokens.weight"
-    specs = (checkpoint.info(name) for name in checkpoint.names() if name != looked_up)
-    cases = dict.fromkeys(
-        (spec.scheme, spec.dtype.torch) for spec in specs if spec.scheme is not None
-    )
+    # An embedding needs no kernel, unless it is also the head.
+    lookup_only = None if checkpoint.config.tied_embeddings else "model.embed_tokens.weight"
+    # A dict keeps the order, so that the error is always about the same tensor.
+    cases: dict[tuple[QuantScheme, torch.dtype], None] = {}
+    for name in checkpoint.names():
+        if name == lookup_only:
+            continue
+        spec = checkpoint.info(name)
+        if spec.scheme is not None:
+            cases[spec.scheme, spec.dtype.torch] = None
     try:
         for scheme, scale_dtype in cases:
             select_backend(scheme, device, dtype, scale_dtype, allowed)
@@ -138,8 +143,8 @@ def require_kernels(
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Modules made within have their parameters on the meta device, without memory, to be filled
-    later.
+    """Make the parameters of modules on the meta device within the context: they use no memory and
+    are filled later.
     """
     with torch.device("meta"), _Uninitialised():
         yield
@@ -156,9 +161,8 @@ def fill(
     *,
     fuse_floats: bool = False,
 ) -> None:
-    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`.
-    Quantized linears that share an input become one, and with `fuse_floats` those of floats as
-    well.
+    """Fill every parameter of `module` with the checkpoint's tensor of its name after `prefix`.
+    Quantized linears with the same inputs are fused, and with `fuse_floats` float linears as well.
     """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
@@ -166,17 +170,18 @@ def fill(
         raise RuntimeError(
             f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}"
         )
-    # by the first linear of each group that may be fused: the fused one's name and those of the
-    # group
-    groups = {}
+    # For the first linear of each group that may be fused: the name of the fused linear, and the
+    # names of the group.
+    groups: dict[str, tuple[str, list[str]]] = {}
     for layer in range(checkpoint.config.num_layers):
         block = BLOCK_PREFIX.format(layer)
         for fused, modules in group_fused_linears(checkpoint.config, layer).items():
-            groups[block + modules[0]] = block + fused, [block + module for module in modules]
+            sources = [block + module_name for module_name in modules]
+            groups[sources[0]] = block + fused, sources
     done: set[str] = set()
     info = checkpoint.info
-    for at, name in enumerate(names):
-        progress("load", at, len(names), "tensors")
+    for index, name in enumerate(names):
+        progress("load", index, len(names), "tensors")
         owner = name.rpartition(".")[0]
         if owner in done:
             continue
@@ -189,45 +194,44 @@ def fill(
                 _embed(module, parent, value, device, dtype, allowed)
             else:
                 weight = _stack_quantized_rows(checkpoint, value, sources)
+                # Linears with different schemes cannot be fused.
                 if weight is None:
                     fused = owner
                     sources = [owner]
                     weight = value
-                biases = [
-                    floats_of(checkpoint.load(bias))
-                    for source in sources
-                    if (bias := f"{source}.bias") in parameters
-                ]
-                linear = QuantLinear(
-                    weight, torch.cat(biases) if biases else None, device, dtype, allowed
-                )
+                bias_names = [f"{source}.bias" for source in sources]
+                biases: list[Tensor] = []
+                for bias_name in bias_names:
+                    if bias_name in parameters:
+                        biases.append(floats_of(checkpoint.load(bias_name)))
+                bias = torch.cat(biases) if biases else None
+                linear = QuantLinear(weight, bias, device, dtype, allowed)
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
                 del weight
+            # The backend has its own copy in its layout. Return this one to the system before the
+            # next weight is loaded.
             del value
             malloc_trim()
-        elif (
-            fuse_floats
-            and fused != owner
-            and all(info(f"{source}.weight").scheme is None for source in sources)
-        ):
+        elif fuse_floats and fused != owner and _are_floats(checkpoint, sources):
+            # The first linear of the group takes the rows of the others.
             wide = module.get_submodule(sources[0].removeprefix(prefix))
-            for own, _ in list(wide.named_parameters()):
-                setattr(
-                    wide,
-                    own,
-                    _stack_float_rows(
-                        checkpoint, [f"{source}.{own}" for source in sources], device, dtype
-                    ),
-                )
+            for parameter_name, _ in list(wide.named_parameters()):
+                tensor_names = [f"{source}.{parameter_name}" for source in sources]
+                stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype)
+                setattr(wide, parameter_name, stacked)
             assert isinstance(wide, nn.Linear)
             wide.out_features = len(wide.weight)
             _replace(module, prefix, sources, fused, wide)
             done.update(sources)
         else:
-            setattr(
-                module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype)
-            )
+            parameter = float_parameter(checkpoint, name, device, dtype)
+            setattr(module.get_submodule(parent), leaf, parameter)
+
+
+def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
+    """Return whether the weights of all these linears are floats."""
+    return all(checkpoint.info(f"{module}.weight").scheme is None for module in modules)
 
 
 def _embed(
@@ -238,7 +242,7 @@ def _embed(
     dtype: torch.dtype,
     allowed: Sequence[Backend],
 ) -> None:
-    """Put a quantized embedding in its place; and in the head's, where that is tied to it."""
+    """Install a quantized embedding, and the head if it is tied to the embedding."""
     head = None
     if isinstance(model, Decoder) and model.lm_head is None:
         head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
@@ -248,22 +252,24 @@ def _embed(
 def _stack_quantized_rows(
     checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]
 ) -> QuantTensor | None:
-    """Return the weights of several linears, of which the first is loaded, as one; None if their
-    schemes differ.
+    """Concatenate the weights of several linears, of which the first is already loaded; None if
+    their schemes differ.
     """
     if len(modules) == 1:
         return first
-    parts = [first, *(checkpoint.load(f"{module}.weight") for module in modules[1:])]
-    quantized = [part for part in parts if isinstance(part, QuantTensor)]
-    if len(quantized) == len(parts):
-        return concatenate_if_uniform(quantized)
-    return None
+    weights = [first]
+    for module in modules[1:]:
+        weight = checkpoint.load(f"{module}.weight")
+        if not isinstance(weight, QuantTensor):
+            return None
+        weights.append(weight)
+    return concatenate_if_uniform(weights)
 
 
 def _replace(
     module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module
 ) -> None:
-    """Put a linear in the place of those whose rows it has; all are in one submodule."""
+    """Replace linears by the one that has their rows; all are in the same submodule."""
     parent = module.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
     for source in sources:
         delattr(parent, source.rpartition(".")[2])
@@ -273,10 +279,11 @@ def _replace(
 def float_parameter(
     checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Return a float tensor on its device in its dtype; a large one that must be copied goes some
-    heads' rows at a time.
+    """Load a float tensor to a device in a dtype. If it must be converted or moved, it is copied in
+    chunks of complete heads' rows.
     """
     info = checkpoint.info(name)
+    # The loaded tensor is already the parameter: no copy.
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(floats_of(checkpoint.load(name)), requires_grad=False)
     return _stack_float_rows(checkpoint, [name], device, dtype)
@@ -285,30 +292,32 @@ def float_parameter(
 def _stack_float_rows(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Return the rows of float tensors one below the other, copied some heads' rows at a time."""
+    """Concatenate the rows of float tensors, copying them in chunks of complete heads' rows."""
     shapes = [checkpoint.info(name).shape for name in names]
     rows = [shape[0] for shape in shapes]
-    whole = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
+    stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
+    # Checkpoints with interleaved rotary rows reorder them within heads (Meta's, GGUF), so a slice
+    # must contain complete heads.
     head = checkpoint.config.head_dim
-    step = max(head, COPY_BYTES // max(1, whole[:1].nbytes) // head * head)
-    for name, copy in zip(names, torch.split(whole, rows), strict=True):
+    step = max(head, COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
+    for name, copy in zip(names, torch.split(stacked, rows), strict=True):
         for start in range(0, len(copy), step):
             if step < len(copy):
                 part = TensorSlice(0, ((start, min(start + step, len(copy))),))
             else:
                 part = None
             copy[start : start + step] = floats_of(checkpoint.load(name, part))
-    return nn.Parameter(whole, requires_grad=False)
+    return nn.Parameter(stacked, requires_grad=False)
 
 
 def floats_of(value: Tensor | QuantTensor) -> Tensor:
-    """Return a tensor that a checkpoint has as floats."""
+    """Narrow the type of a tensor that the checkpoint stores as floats."""
     assert isinstance(value, Tensor)
     return value
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Skips initialisation: on the meta device it has no effect, but makes torch load its
+    """Skips initialisation, which has no effect on the meta device, but makes torch load its
     compiler (70 MB).
     """
 

@@ -20,12 +20,13 @@ from quantkit.architectures.rope import RopeConfig
 
 @dataclass(frozen=True)
 class Angles:
-    """By what the queries and keys of some tokens are turned.
+    """The rotations of the queries and keys of some tokens.
 
     Attributes:
         cosine, sine: float32 [..., T, head_dim].
-        windowed: the same for layers with a window where their rotary positions differ, or None.
-        query_scale: what queries are multiplied by, float32 [..., T], or None.
+        windowed: cosine and sine of layers with a window, if their rotary positions differ, or
+            None.
+        query_scale: a factor of queries, float32 [..., T], or None.
     """
 
     cosine: Tensor
@@ -34,14 +35,14 @@ class Angles:
     query_scale: Tensor | None = None
 
     def of(self, layer: LayerConfig) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for a layer that turns queries and keys."""
+        """Select cosine and sine for a layer with rotary positions."""
         if self.windowed is not None and layer.window is not None:
             return self.windowed
         return self.cosine, self.sine
 
 
 class Rotary(nn.Module):
-    """The angles of positions, of all layers."""
+    """Computes the angles of positions for all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,8 +55,11 @@ class Rotary(nn.Module):
             self.windowed = Frequencies(config.window_rope, *size)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
-        """Return the angles of the positions [..., T] of sequences, of lengths as each token finds
-        them, [..., T]; None is up to the last position of each.
+        """Compute the angles of positions [..., T].
+
+        Args:
+            lengths: of the sequence as of each token, [..., T]; None takes the last position of
+                each sequence plus one.
         """
         if self.windowed is None:
             windowed = None
@@ -66,18 +70,13 @@ class Rotary(nn.Module):
         context = self._rope.original_context
         if beta is None or context is None:
             return Angles(cosine, sine, windowed)
-        return Angles(
-            cosine,
-            sine,
-            windowed,
-            1 + beta * torch.log(1 + torch.floor(positions.float() / context)),
-        )
+        # Llama 4's scaling of queries: it grows at each multiple of the original context.
+        query_scale = 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+        return Angles(cosine, sine, windowed, query_scale)
 
 
 class Frequencies(nn.Module):
-    """Cosines and sines of one kind of rotary positions; all scaling of the frequencies happens
-    here.
-    """
+    """Computes cosines and sines of one kind of rotary positions, with all frequency scaling."""
 
     inverse_frequencies: Tensor
     stretched: Tensor | None
@@ -88,7 +87,7 @@ class Frequencies(nn.Module):
         self._dim = rope.rotary_dim or head_dim
         self._context = max_context
         self._attention_scale = _attention_scale(rope)
-        # Pairs that do not turn.
+        # Pairs that are not rotated, with partial rotary embedding.
         self._still = (head_dim - self._dim) // 2
         self.register_buffer(
             "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
@@ -96,28 +95,31 @@ class Frequencies(nn.Module):
         if rope.long_factor is None:
             longer = None
         else:
+            # Only LongRoPE has two sets of frequencies.
             longer = _long_rope(rope, rope.long_factor, self._dim)
         self.register_buffer("stretched", longer, persistent=False)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [..., T, head_dim], for the positions [..., T]; see `Rotary`."""
+        """Compute cosine and sine, float32 [..., T, head_dim], for positions [..., T]; see
+        `Rotary`.
+        """
         frequencies = self.inverse_frequencies
         if self._rope.type in ("dynamic", "longrope"):
             if lengths is None:
                 lengths = positions.amax(-1, keepdim=True) + 1
-            else:
-                lengths = lengths
             frequencies = self._of_length(lengths)
-        angles = positions.float().unsqueeze(-1) * frequencies  # [T, dim / 2]
+        # [..., T, dim / 2]. Positions as float32 are exact up to 2**24.
+        angles = positions.float().unsqueeze(-1) * frequencies
         cosine = angles.cos() * self._attention_scale
         sine = angles.sin() * self._attention_scale
         if self._still:
+            # An angle of zero.
             cosine = F.pad(cosine, (0, self._still), value=1.0)
             sine = F.pad(sine, (0, self._still))
         return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
 
     def _of_length(self, lengths: Tensor) -> Tensor:
-        """Return the frequencies for sequences of lengths [..., 1 or T]: [..., 1 or T, dim / 2]."""
+        """Compute frequencies [..., 1 or T, dim / 2] for sequences of lengths [..., 1 or T]."""
         if self.stretched is not None:
             assert self._rope.original_context is not None
             longer = (lengths > self._rope.original_context).unsqueeze(-1)
@@ -125,11 +127,10 @@ class Frequencies(nn.Module):
         # Dynamic scaling: past the trained context the base grows with a sequence's length.
         length = lengths.clamp(min=self._context).float().unsqueeze(-1)
         stretch = self._rope.factor * length / self._context - (self._rope.factor - 1)
-        # Powers of a column would be rounded by where a row lies among others: each row is raised
-        # to all exponents.
-        exponents = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32) / (
-            self._dim - 2
-        )
+        # Each row is raised to all exponents. Powers of a column have bits that depend on the row's
+        # index, so a sequence's result would depend on its place in the batch.
+        pairs = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32)
+        exponents = pairs / (self._dim - 2)
         return self.inverse_frequencies / stretch**exponents
 
 
@@ -138,6 +139,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     head_dim], in float32.
     """
     if cosine.dim() == 3:
+        # A dimension for heads.
         cosine = cosine.unsqueeze(1)
         sine = sine.unsqueeze(1)
     wide = x.float()
@@ -146,10 +148,12 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [dim / 2] on the CPU, wherever
-    modules are made.
+    """Compute the angle per position of each pair of dimensions, float32 [dim / 2] on the CPU.
+
+    The device is explicit because modules are made on the meta device.
     """
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    # Up to the original context, LongRoPE uses its short factors.
     if rope.short_factor is not None:
         return _long_rope(rope, rope.short_factor, dim)
     if rope.type == "linear":
@@ -162,7 +166,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow down long waves by the factor, keep short ones, blend between."""
+    """Divide low frequencies by the factor, keep high ones, and blend between them."""
     assert rope.original_context and rope.low_freq_factor and rope.high_freq_factor
     # Rotations within the trained context.
     turns = rope.original_context * plain / (2 * math.pi)
@@ -172,34 +176,41 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
-    """Interpolate dimensions that turn rarely within the trained context, keep the others."""
+    """Divide the frequencies of dimensions that rotate rarely within the trained context, and keep
+    the others.
+    """
     assert rope.original_context
 
     def dimension(turns: float) -> float:
+        # The dimension that makes this number of turns within the trained context (2309.00071).
         ratio = rope.original_context / (turns * 2 * math.pi)  # type: ignore[operator]
         return dim * math.log(ratio) / (2 * math.log(rope.theta))
 
+    # 32 and 1 are the paper's values for Llama.
     low = dimension(rope.beta_fast or 32)
     high = dimension(rope.beta_slow or 1)
     if rope.truncate:
         low = math.floor(low)
         high = math.ceil(high)
-    # of an odd config the first may be the larger, as in transformers
+    # With an unusual config, low may be larger than high; transformers does the same.
     low = max(low, 0)
     high = min(high, dim - 1)
+    # 0.001 avoids a division by zero, as in transformers.
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return plain / rope.factor * (1 - keep) + plain * keep
 
 
 def _long_rope(rope: RopeConfig, factors: Sequence[float], dim: int) -> Tensor:
-    """Return each pair of dimensions has its own factor, which divides its frequency."""
+    """Divide the frequency of each pair of dimensions by its own factor."""
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
 
 
 def _attention_scale(rope: RopeConfig) -> float:
-    """YaRN's and LongRoPE's temperature, folded into cosine and sine; 1 for other types."""
+    """Compute the attention temperature of YaRN and LongRoPE, 1 for other types; cosine and sine
+    are multiplied by it.
+    """
     if rope.type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -213,6 +224,7 @@ def _attention_scale(rope: RopeConfig) -> float:
     def magnitude(weight: float) -> float:
         if rope.factor <= 1:
             return 1.0
+        # The paper's fit: sqrt(1 / t) = 0.1 ln(s) + 1. DeepSeek added the weight.
         return 0.1 * weight * math.log(rope.factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:

@@ -1,5 +1,5 @@
-"""A quantized model whose linears round their inputs, as runtimes do that multiply both in a
-short type.
+"""Round the inputs of a quantized model's linears, as runtimes do that multiply weights and inputs
+in a short type.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from quantkit.tensors.activations import InputRounding
 
 
 class RoundedInputs(CheckpointView):
-    """A checkpoint that is run block by block with the inputs of some linears rounded."""
+    """A checkpoint that runs block by block with rounded inputs of some linears."""
 
     def __init__(self, source: Checkpoint, inputs: Mapping[str, InputRounding]) -> None:
-        """`inputs` are by name of the linear."""
+        """Add roundings to a checkpoint; `inputs` has them by the name of the linear."""
         super().__init__(source)
         self.inputs = inputs
 
 
 def as_multiplied(checkpoint: Checkpoint, linear: str, x: Tensor) -> Tensor:
-    """Return the inputs [..., I] of a linear as they are multiplied, float32."""
-    if isinstance(checkpoint, RoundedInputs):
-        found = checkpoint.inputs.get(linear)
-    else:
-        found = None
-    if found is None:
+    """Round the inputs [..., I] of a linear, float32, if the checkpoint has a rounding for it."""
+    if not isinstance(checkpoint, RoundedInputs):
         return x
-    return found.round_inputs(x)
+    rounding = checkpoint.inputs.get(linear)
+    # Runtimes may multiply some linears, such as the head, in a wide type.
+    if rounding is None:
+        return x
+    return rounding.round_inputs(x)

@@ -1,5 +1,5 @@
-"""The float32 of NVFP4's scales, which linears share that runtimes multiply as one: vLLM has one
-for all of them.
+"""Compute the outer float32 scales of NVFP4. Linears that runtimes fuse share one: vLLM has a
+single outer scale for a fused linear.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _FUSED = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-"""The last part of the names of linears that are fused."""
+"""The last parts of the names of linears that runtimes fuse."""
 
 
 class SharedScales:
-    """Outer scales by name of the linear, each found from the source's weights when it is
-    needed.
+    """Outer scales by the name of the linear, each computed from the source's weights when it is
+    first needed.
     """
 
     def __init__(self, source: Checkpoint, schemes: Mapping[str, QuantScheme]) -> None:
-        """`schemes` are by module."""
+        """Select the linears with nested scales; `schemes` are by module."""
         self._source = source
         self._nested = {
             module for module, scheme in schemes.items() if scheme.scales is Scales.NESTED
@@ -37,14 +37,25 @@ class SharedScales:
         self._scales_by_modules: dict[tuple[str, ...], Tensor] = {}
 
     def of(self, module: str) -> Tensor | None:
-        """Float32 [1]; None for a linear of another scheme."""
+        """Compute the outer scale of a linear, float32 [1]; None if its scheme has none."""
         if module not in self._nested:
             return None
         prefix, dot, leaf = module.rpartition(".")
-        fused = next((names for names in _FUSED if leaf in names), (leaf,))
-        modules = tuple(one for name in fused if (one := f"{prefix}{dot}{name}") in self._nested)
+        siblings = [f"{prefix}{dot}{name}" for name in _find_fused_names(leaf)]
+        # Fused linears may have different schemes; only those with nested scales share one.
+        modules = tuple(sibling for sibling in siblings if sibling in self._nested)
         if modules not in self._scales_by_modules:
-            scales = [outer_scale(floats_of(self._source.load(f"{one}.weight"))) for one in modules]
-            # That of the largest weight.
+            scales: list[Tensor] = []
+            for name in modules:
+                scales.append(outer_scale(floats_of(self._source.load(f"{name}.weight"))))
+            # An outer scale is inverse to the largest weight, so the smallest one suits all.
             self._scales_by_modules[modules] = torch.stack(scales).amin(0)
         return self._scales_by_modules[modules]
+
+
+def _find_fused_names(leaf: str) -> tuple[str, ...]:
+    """Find the last parts of the names of the linears that are fused with one."""
+    for names in _FUSED:
+        if leaf in names:
+            return names
+    return (leaf,)

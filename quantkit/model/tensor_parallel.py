@@ -1,13 +1,13 @@
-"""Tensor parallelism: one process's shard of a model, and where its results meet those of the
-others.
+"""Tensor parallelism: one process's shard of a model, and the collectives that combine its results
+with those of the others.
 
-Attention and feed-forward of a process are complete in themselves; they meet where a linear has
-some of the inputs or an expert some of the width (twice a layer, whatever the number of experts),
-where norms of queries and keys are over the whole width, in the embedding, and in the logits.
+A process computes its part of attention and feed-forward alone. Processes communicate after
+row-parallel linears and experts (twice per layer, for any number of experts), in norms over the
+width of all queries or keys, in the embedding, and for the logits.
 
 The collectives can be traced. They call the operators beneath
-`torch.distributed._functional_collectives`: its functions change their names from one torch to the
-next.
+`torch.distributed._functional_collectives`, because its functions change their names between
+versions of torch.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of all processes' tensors, with equal bits on all of them."""
+    """Sum the tensors of all processes, with equal bits on all of them."""
     operators = torch.ops._c10d_functional
     total: Tensor = operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.name))
     return total
 
 
 def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
-    """Return all processes' tensors [..., W] side by side, and of that the first columns: [...,
-    width].
-    """
+    """Concatenate the tensors [..., W] of all processes; keep the first columns: [..., width]."""
     operators = torch.ops._c10d_functional
+    # The operator concatenates along the first dimension: [processes * N, W].
     flat = x.reshape(-1, x.shape[-1])
     stacked = operators.wait_tensor(
         operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name)
@@ -53,7 +52,7 @@ def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over processes, forward and backward as requested."""
+    """A sum over processes in the forward pass, the backward pass or both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, before: bool, after: bool) -> Tensor:
@@ -68,28 +67,31 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_reduce(gradient, ctx.group) if ctx.after else gradient, None, None, None
+        if ctx.after:
+            gradient = all_reduce(gradient, ctx.group)
+        # One gradient for each argument of `forward`.
+        return gradient, None, None, None
 
 
 def sum_outputs(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of what the processes give, each of which goes on with it: its gradient is
-    whole on each of them.
+    """Sum the outputs of all processes, each of which continues with the sum: its gradient is
+    already complete on each process.
     """
     result: Tensor = _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
     return result
 
 
 def sum_gradients(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what all processes have, and each goes on with its share of the model: its gradients
-    are summed.
+    """Return the input, which is the same on all processes, and sum its gradients: each process
+    continues with its shard of the model.
     """
     result: Tensor = _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
     return result
 
 
 def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of what the processes give, each of which goes on with its share of the
-    model.
+    """Sum the outputs of all processes and also their gradients: each process continues with its
+    shard of the model.
     """
     result: Tensor = _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
     return result
@@ -102,18 +104,19 @@ def vocab_parallel_embedding(
     first_row: int,
     group: ProcessGroup,
 ) -> Tensor:
-    """Embeddings [..., D] of tokens [...]; `look_up` returns those of this process's rows, by their
-    numbers here, of which `first_row` is the first.
+    """Look up embeddings [..., D] of tokens [...]. `look_up` returns rows of this process's shard
+    by their index in it; the shard begins at `first_row`.
     """
-    own = tokens - first_row
-    elsewhere = (own < 0) | (own >= rows)
-    found = look_up(own.masked_fill(elsewhere, 0))
-    return all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+    local_tokens = tokens - first_row
+    elsewhere = (local_tokens < 0) | (local_tokens >= rows)
+    # Exactly one process has the row of a token, and the others add zeros.
+    embeddings = look_up(local_tokens.masked_fill(elsewhere, 0))
+    return all_reduce(embeddings.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
 class TensorParallel:
-    """A checkpoint's model shared by the processes of a group; `SINGLE` has all of it, and no
-    method does anything.
+    """A checkpoint's model shared by the processes of a group. In the group `SINGLE`, one process
+    has the complete model, and the methods change nothing.
 
     The checkpoint must be the same in all processes; `require_shareable` checks that.
 
@@ -128,14 +131,16 @@ class TensorParallel:
     def __init__(
         self, checkpoint: Checkpoint, group: ProcessGroup, *, trained: bool = False
     ) -> None:
-        """With `trained`, what it connects has gradients; see `enter`."""
+        """Split the model of a checkpoint. With `trained`, the collectives have gradients; see
+        `enter`.
+        """
         require_runnable(checkpoint)
         self.checkpoint = checkpoint
         self._config = checkpoint.config
         self._group = group
-        self._sum, self._sum_squares = (
-            (sum_outputs, sum_shares) if trained else (all_reduce, all_reduce)
-        )
+        # Inference needs no gradients, and its graphs are traced with the plain collective.
+        self._sum = sum_outputs if trained else all_reduce
+        self._sum_squares = sum_shares if trained else all_reduce
         self._split: Split | None = None
         if group.size > 1:
             self._split = split_model(
@@ -144,8 +149,8 @@ class TensorParallel:
             self.checkpoint = CheckpointShard(checkpoint, self._split)
 
     def embed(self, tokens: Tensor, rows: Tensor | QuantTensor) -> Tensor:
-        """Embeddings [..., D] of tokens [...], from the rows that this process has of them; of
-        codes in float32.
+        """Look up embeddings [..., D] of tokens [...] from this process's rows; codes are
+        dequantized to float32.
         """
         look_up = partial(embedding_rows, weight=rows)
         if self._split is None:
@@ -155,8 +160,8 @@ class TensorParallel:
         )
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what the first linears of a branch are applied to, whose gradients are those of
-        all processes together.
+        """Return the inputs of a branch's first linears, whose gradients are then summed over all
+        processes.
         """
         if self._split is None:
             return x
@@ -164,43 +169,42 @@ class TensorParallel:
 
     @property
     def head_rows(self) -> TensorSlice | None:
-        """This process's rows of the head, without padding; None for all of them."""
+        """Return this process's rows of the head, without padding; None for all of them."""
         if self._split is None:
             return None
         return TensorSlice(0, self._split.ranges["vocab"])
 
     def slice_local_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [..., V] those of the rows that this process has of the head, without
-        padding.
-        """
+        """Select the logits of this process's head rows from [..., V], without padding."""
         if self._split is None:
             return logits
         return logits[..., slice(*self._split.ranges["vocab"][0])]
 
     def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum of all processes' tensors."""
+        """Sum the tensors of all processes."""
         if self._split is None:
             return x
         return all_reduce(x, self._group)
 
     def part(self, parameter: Parameter) -> TensorSlice | None:
-        """This process's slice of a tensor; None for all of it."""
+        """Return this process's slice of a tensor; None for all of it."""
         if self._split is None:
             return None
         return self._split.tensor_slice(parameter)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] from those of the rows that this process has of the head, with padding
-        or without.
+        """Gather logits [..., V] from those of each process's rows of the head, with or without
+        padding.
         """
         if self._split is None:
             return logits
+        # All processes must pass the same number of columns; the padding of the last is cut off.
         padded = F.pad(logits, (0, self._split.vocab_rows - logits.shape[-1]))
         return all_gather(padded, self._group, self._config.vocab_size)
 
     def connect(self, module: nn.Module, prefix: str) -> None:
-        """Add up what row-parallel linears and mixtures of experts give, of all whose names begin
-        with that of `module`, and what norms over the whole width of queries and keys need.
+        """Add all-reduces to the row-parallel linears and mixtures of experts in `module`, whose
+        names in the model begin with `prefix`, and to norms over the width of queries and keys.
         """
         if self._split is None:
             return
@@ -208,11 +212,13 @@ class TensorParallel:
         for name in list_summed_modules(self._config):
             if not name.startswith(prefix):
                 continue
-            part = module.get_submodule(own := name.removeprefix(prefix))
+            local_name = name.removeprefix(prefix)
+            part = module.get_submodule(local_name)
             if isinstance(part, Experts):
+                # One sum of all experts, instead of one for each.
                 part.sum = add_up
             else:
-                module.set_submodule(own, ParallelLinear(part, add_up))
+                module.set_submodule(local_name, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":
             heads = self._config.num_heads
             kv_heads = self._config.num_kv_heads
@@ -229,27 +235,28 @@ class TensorParallel:
                 )
 
     def connect_vocabulary(self, model: Decoder) -> None:
-        """Let the embedding and the head of a model, whatever multiplies by it, work with those
-        of the others.
+        """Add collectives to the embedding of a model and to its head, for any function that
+        multiplies by the head's weight.
         """
         if self._split is None:
             return
-        own = model.ops.float_linear
+        local_linear = model.ops.float_linear
         rows = self._split.vocab_rows
         embedding = VocabParallelEmbedding(
             model.model.embed_tokens, rows, self._split.vocab_start, self._group
         )
         model.model.set_submodule("embed_tokens", embedding)
+        # A head of floats, or a tied one, is multiplied by `ops.float_linear`.
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ParallelLinear(model.lm_head, self.gather_logits)
         model.ops = replace(
-            model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight))
+            model.ops, float_linear=lambda x, weight: self.gather_logits(local_linear(x, weight))
         )
 
 
 class ParallelLinear(nn.Module):
-    """A linear of which each process has the columns of some inputs, or the rows of some outputs;
-    `finish` makes the whole result of the processes' parts.
+    """A linear of which each process has some columns or some rows; `finish` combines the parts of
+    all processes.
     """
 
     def __init__(self, shard: nn.Module, finish: Callable[[Tensor], Tensor]) -> None:
@@ -262,7 +269,7 @@ class ParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each process has some rows, those of `own` [R, D], from `first_row`
+    """An embedding of which each process has some rows: `shard` has `rows` of them from `first_row`
     on.
     """
 
@@ -275,7 +282,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return its rows, where they are floats; a tied head multiplies by them."""
+        """Return this process's rows of floats, by which a tied head multiplies."""
         result = self.shard.weight
         assert isinstance(result, Tensor)
         return result
@@ -285,13 +292,13 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class WidthParallelNorms(nn.Module):
-    """Norms of queries and keys over their whole widths, of which each process has some heads.
+    """Norms of queries and keys over the width of all heads, of which each process has some.
 
     Args:
         widths: of all queries and of all keys of a token.
-        kv_shares: for each of this process's KV heads, what counts of it: others may have it as
-            well.
-        add_up: gives the sum over all processes.
+        kv_shares: for each of this process's KV heads, one over the number of processes that have
+            it.
+        add_up: computes the sum over all processes.
     """
 
     def __init__(
@@ -306,13 +313,17 @@ class WidthParallelNorms(nn.Module):
         self.queries = queries
         self.keys = keys
         self.add_up = add_up
-        self._widths, self._kv_shares = tuple(widths), tuple(kv_shares)
+        self._widths = tuple(widths)
+        self._kv_shares = tuple(kv_shares)
 
     def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed queries [..., Q] and keys [..., K]."""
+        """Normalize queries [..., Q] and keys [..., K]."""
+        query_squares = queries.float().square().sum(-1)
         heads = torch.unflatten(keys.float(), -1, (len(self._kv_shares), -1)).square().sum(-1)
-        own = queries.float().square().sum(-1), (heads * heads.new_tensor(self._kv_shares)).sum(-1)
-        squares = self.add_up(torch.stack(own, dim=-1))
+        # A KV head that several processes have would otherwise count several times.
+        key_squares = (heads * heads.new_tensor(self._kv_shares)).sum(-1)
+        # Both sums in one all-reduce.
+        squares = self.add_up(torch.stack((query_squares, key_squares), dim=-1))
         of_queries, of_keys = squares.unsqueeze(-2).unbind(-1)
         queries = self.queries.normalize_by_mean_square(queries, of_queries / self._widths[0])
         return queries, self.keys.normalize_by_mean_square(keys, of_keys / self._widths[1])

@@ -1,5 +1,5 @@
-"""The decoder through torchax into XLA, for TPUs: split among devices, and run as two compiled
-programs, one for a prompt and one for a chunk of new tokens. Only jobs import this package. Most of
+"""Run the decoder on TPUs through torchax and XLA: sharded over devices, and compiled to two
+programs, one for prompts and one for a chunk of new tokens. Only jobs import this package. Most of
 it needs jax and torchax, which `quantkit[tpu]` installs; this file imports neither.
 """
 
@@ -10,31 +10,34 @@ from importlib import metadata
 from quantkit.errors import RequestError
 
 VERSIONS = {"jax": "0.10.2", "torchax": "0.0.13"}
-"""The tested versions: torchax works with one jax and one torch only, and does not report
-others.
+"""The tested versions. Each torchax works with only one version of jax and of torch, and does not
+report other versions.
 """
 
 _HINT = 'pip install "quantkit[tpu]"'
 
 
 def require_packages() -> None:
-    """Refuse to go on without jax and torchax in the tested versions.
+    """Require jax and torchax in the tested versions.
 
     Raises:
         RequestError: naming the package.
     """
     for name, version in VERSIONS.items():
-        found = _find_version(name)
-        if found is None:
+        installed = _find_version(name)
+        if installed is None:
             raise RequestError(f"{name} is not installed", hint=_HINT)
-        if found != version:
+        if installed != version:
             raise RequestError(
-                f"this version of {name} does not serve", found=found, expected=version, hint=_HINT
+                f"this version of {name} does not serve",
+                found=installed,
+                expected=version,
+                hint=_HINT,
             )
 
 
 def require_compiler() -> None:
-    """Refuse to go on without libtpu, the compiler for TPUs.
+    """Require libtpu, the compiler for TPUs.
 
     Raises:
         RequestError: if it, or a package of `require_packages`, is missing.
@@ -46,6 +49,7 @@ def require_compiler() -> None:
 
 
 def _find_version(name: str) -> str | None:
+    # From the metadata, because importing torchax changes torch for the whole process.
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

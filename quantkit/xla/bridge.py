@@ -1,7 +1,6 @@
-"""torch modules as JAX functions. All that quantkit uses of torchax is here, so that it can be
-exchanged.
+"""Run torch modules as JAX functions. Only this file uses torchax, so that it can be replaced.
 
-Once this is imported, `torch.compile` no longer works in the process.
+After this file is imported, `torch.compile` no longer works in the process.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _Packet = torch._ops.OpOverloadPacket
 
 @contextlib.contextmanager
 def _absent_overloads() -> Iterator[None]:
-    """torchax 0.0.13 names overloads of operators that torch 2.13 no longer has; let them be no
-    one's.
+    """Replace overloads of operators that torch 2.13 no longer has, but torchax 0.0.13 names, by
+    unique objects.
     """
     strict = _Packet.__getattr__
 
@@ -30,8 +29,10 @@ def _absent_overloads() -> Iterator[None]:
         try:
             return strict(packet, name)
         except AttributeError:
+            # Private names are Python's and torch's own probes, which need the error.
             if name.startswith("_"):
                 raise
+            # torchax registers its function under this key, which no operator uses.
             return object()
 
     _Packet.__getattr__ = lenient  # type: ignore[method-assign]
@@ -48,31 +49,30 @@ with _absent_overloads():
 
 @functools.cache
 def _environment() -> Any:
-    """torchax's own, made at first use: it starts JAX's devices."""
+    """Return torchax's environment, made at the first call because it starts JAX's devices."""
     with _absent_overloads():
         return torchax.default_env()
 
 
 def apply(function: Callable[..., Any], *tensors: Any) -> Any:
-    """Return a JAX function of the arrays under tensors, inside of `run`; tensors again."""
+    """Apply a JAX function to the arrays of tensors, within `run`; returns tensors."""
     return interop.call_jax(function, *tensors)
 
 
 def run(
     module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..., Any], *arrays: Any
 ) -> Any:
-    """Call a function of a torch module, and whatever else, on JAX arrays; under `jax.jit` this
-    traces it.
+    """Call a function that uses a torch module on JAX arrays; `jax.jit` can trace this.
 
     Args:
         state: the module's parameters and buffers, by name.
-        function: called with the arrays as torch tensors; what it gives comes back as arrays.
+        function: called with the arrays as torch tensors; its results are converted to arrays.
     """
 
     def inside(*tensors: Any) -> Any:
-        with torch.nn.utils.stateless._reparametrize_module(
-            module, interop.torch_view(dict(state))
-        ):
+        # Not `functional_call`: the function may call any methods of the module, in any order.
+        tensors_by_name = interop.torch_view(dict(state))
+        with torch.nn.utils.stateless._reparametrize_module(module, tensors_by_name):
             return function(*tensors)
 
     _environment()
@@ -80,9 +80,9 @@ def run(
 
 
 def attend_by(attention: Callable[..., jax.Array]) -> None:
-    """Let a JAX function be torch's attention: of queries [B, H, T, Dh], keys and values [B, K, S,
-    Dh], a mask, [T, S] or [B, 1, T, S], or None for each position up to its own, and a factor of
-    products, or None for one over the root of Dh.
+    """Replace torch's attention by a JAX function of queries [B, H, T, Dh], keys and values [B, K,
+    S, Dh], a mask, [T, S] or [B, 1, T, S], or None for each position up to its own, and a factor of
+    scores, or None for one over the root of Dh.
     """
 
     def attend(
@@ -95,6 +95,7 @@ def attend_by(attention: Callable[..., jax.Array]) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        # The decoder uses nothing else.
         if dropout_p or is_causal == (attn_mask is not None):
             raise NotImplementedError("attention is causal, or has a mask; nothing else")
         return apply(functools.partial(attention, scale=scale), queries, keys, values, attn_mask)

@@ -1,8 +1,7 @@
-"""A model over the devices that JAX finds, and generation with it: texts in its cache, one row for
-each.
+"""Generate with a model on the devices that JAX finds. Each text has a row of the cache.
 
-Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of
-tokens, until all texts have ended.
+Prompts are padded to a bucket of lengths, and their number to a power of two. Then chunks of tokens
+are generated until all texts have ended.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ from quantkit.xla.weights import device_mesh, jax_dtype, load_state, zeros
 
 _log = logging.getLogger(__name__)
 
-# buckets are powers of two from the one to the other, then multiples of it
+# Buckets are powers of two from _MIN to _STEP, then multiples of _STEP. Each is compiled once, so
+# there must be few.
 _MIN = 32
 _STEP = 512
 
@@ -68,7 +68,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class XlaModel:
-    """A decoder that generates, with its weights on devices; `dtype` is the type of activations
+    """A decoder with its weights on devices, for generation; `dtype` is the dtype of activations
     and cache.
     """
 
@@ -84,26 +84,28 @@ class XlaModel:
 
     @property
     def tokens_at_once(self) -> int:
-        """Tokens that `generate` gives out together."""
+        """Return the number of tokens that `generate` yields together."""
         return CHUNK
 
     @property
     def first(self) -> bool:
-        """Return whether this process speaks for those of all hosts."""
+        """Return whether this process prints for all hosts."""
         return bool(jax.process_index() == 0)
 
     @cached_property
     def prefill(self) -> Any:
-        """Return the program of `prefill_program`."""
+        """Make the program of `prefill_program`, once."""
         return prefill_program(self.decoder, self.mesh)
 
     @cached_property
     def chunk(self) -> Callable[[int | None], Any]:
-        """Makes the program of `chunk_program` for a number of log-probabilities, once."""
+        """Return a function that makes the program of `chunk_program` for a number of
+        log-probabilities, once for each number.
+        """
         return cache(partial(chunk_program, self.decoder, self.mesh))
 
     def runner(self, slots: int) -> XlaBatch:
-        """Return what `quantkit.generate_batch` runs requests with, several sequences at once."""
+        """Make a runner for `quantkit.generate_batch`, with several sequences at once."""
         return XlaBatch(self, slots)
 
     def generate(
@@ -113,10 +115,10 @@ class XlaModel:
         max_new_tokens: int = MAX_NEW_TOKENS,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[int]:
-        """Return what `quantkit.generate` does. The same seed draws other tokens than there.
+        """Generate tokens like `quantkit.generate`, but with other random numbers for a seed.
 
         Raises:
-            RequestError, NonFiniteError: as there.
+            RequestError, NonFiniteError: as `quantkit.generate`.
         """
         request = create_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         runner = self.runner(1)
@@ -132,7 +134,7 @@ def model_on_devices(
     multi_host: bool = False,
     progress: Progress = silent,
 ) -> XlaModel:
-    """Put a checkpoint's weights on devices; quantized ones stay quantized.
+    """Load a checkpoint's weights to devices; quantized weights stay quantized.
 
     Args:
         devices: how many; None takes all.
@@ -156,11 +158,11 @@ def model_on_devices(
 
 
 class CachedBatch:
-    """Texts that begin together and grow by chunks, each until it ends.
+    """Texts that start together and grow by chunks, each until it ends.
 
     Attributes:
-        logits: [B, V], of what follows.
-        running: whether there is a sequence that has not ended.
+        logits: [B, V], of the next tokens.
+        running: whether a sequence has not ended.
     """
 
     def __init__(
@@ -179,19 +181,19 @@ class CachedBatch:
         """Run the prompts.
 
         Args:
-            tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a
-                prompt and the others padding.
-            counts: [B], tokens that each sequence gets at most; 0 where a row has none.
-            capacity: positions that the cache has.
+            tokens: [B, T]; each row begins with a prompt, followed by padding.
+            lengths: [B], of the prompts.
+            counts: [B], the maximum number of new tokens of each sequence; 0 for unused rows.
+            capacity: positions of the cache.
             sampling: how tokens are drawn; None takes the likeliest.
-            penalized: whether tokens that a sequence holds already have a penalty.
-            counted: whether new tokens have one, for each time or all together.
+            penalized: whether tokens that a sequence already contains have a penalty.
+            counted: whether new tokens have one, per occurrence or once.
             logprobs: also return log-probabilities, with this many of the likeliest tokens.
 
         Raises:
-            RequestError: if the texts are more than that, or the cache does not fit in memory.
-                Beyond the cache's end XLA would write over its last positions, without a word.
+            RequestError: if the texts exceed the cache, or the cache does not fit in memory.
         """
+        # Beyond the end of the cache, XLA would overwrite the last positions without an error.
         needed = max(tokens.shape[1], int((lengths + counts).max()))
         if needed > capacity:
             raise RequestError(
@@ -204,27 +206,29 @@ class CachedBatch:
         self._ends = np.array(model.config.eos_token_ids, np.int32)
         self._rows = Rows(lengths.astype(np.int32), counts.astype(np.int32))
         if penalized:
-            seen = np.zeros((len(tokens), model.config.vocab_size), bool)
+            seen_mask = np.zeros((len(tokens), model.config.vocab_size), bool)
             for row, length in enumerate(lengths):
-                seen[row, tokens[row, :length]] = True
-            self._rows = self._rows._replace(seen_mask=seen)
+                seen_mask[row, tokens[row, :length]] = True
+            self._rows = self._rows._replace(seen_mask=seen_mask)
         if counted:
-            self._rows = self._rows._replace(
-                counts=np.zeros((len(tokens), model.config.vocab_size), np.int32)
-            )
+            # The penalties of new tokens do not count the prompt.
+            no_counts = np.zeros((len(tokens), model.config.vocab_size), np.int32)
+            self._rows = self._rows._replace(counts=no_counts)
         shape = cache_shape(model.split, tokens.shape[0], capacity)
-        layers = range(model.config.num_layers)
+        dtype = jax_dtype(model.dtype)
         with enough_memory(None):
-            cache = tuple(
-                [zeros(model.mesh, shape, jax_dtype(model.dtype)) for _ in layers] for _ in range(2)
-            )
+            keys: list[jax.Array] = []
+            values: list[jax.Array] = []
+            for _ in range(model.config.num_layers):
+                keys.append(zeros(model.mesh, shape, dtype))
+                values.append(zeros(model.mesh, shape, dtype))
             self._cache, self.logits = model.prefill(
-                model.state, cache, tokens.astype(np.int32), lengths.astype(np.int32)
+                model.state, (keys, values), tokens.astype(np.int32), lengths.astype(np.int32)
             )
 
     def grow(self) -> Drawn:
-        """Return the next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts
-        end before.
+        """Generate the next tokens of all texts, [steps, B]: a chunk, or fewer if all texts end
+        earlier.
 
         Raises:
             NonFiniteError: if the logits of a sequence are NaN or Inf.
@@ -234,6 +238,7 @@ class CachedBatch:
             self._cache, self.logits, self._rows, drawn, steps = self._program(
                 self._model.state, self._cache, self.logits, self._rows, self._ends, self._sampling
             )
+        # Arrays always have the length of a chunk, of which the program filled `steps`.
         result: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
         if not result.finite.all():
             raise nonfinite_logits()
@@ -241,21 +246,21 @@ class CachedBatch:
         return result
 
     def end(self, row: int) -> None:
-        """Let a sequence get no more tokens."""
-        left = np.array(self._rows.tokens_left)
-        left[row] = 0
-        self._rows = self._rows._replace(tokens_left=left)
-        self.running = bool(left.any())
+        """End a sequence on the device."""
+        tokens_left = np.array(self._rows.tokens_left)
+        tokens_left[row] = 0
+        self._rows = self._rows._replace(tokens_left=tokens_left)
+        self.running = bool(tokens_left.any())
 
 
 class XlaBatch:
-    """Runs requests, up to `slots` texts at once; the next ones begin when all of these have
+    """Runs requests, up to `slots` texts at once. The next texts start when all running texts have
     ended.
     """
 
     def __init__(self, model: XlaModel, slots: int) -> None:
         self.slots = slots
-        # Also where fewer texts are left: another size would be compiled.
+        # The same size for fewer texts: XLA would compile another program for another size.
         self._rows = power_of_two(slots, 1)
         self._model = model
         self._waiting: deque[Continuation] = deque()
@@ -265,8 +270,8 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it requests what no program does, or for more positions than have the
-                same angles in all texts.
+            RequestError: if the programs do not support the request, or it needs more positions
+                than have the same angles in all texts.
         """
         if request.scores_prompt:
             raise no_prompt_logprobs("echo")
@@ -276,13 +281,13 @@ class XlaBatch:
         )
 
     def add(self, request: Request) -> list[Continuation]:
-        """Start a request; returns its continuations."""
+        """Queue a request; returns its continuations."""
         result = [Continuation(request, number) for number in range(request.samples)]
         self._waiting.extend(result)
         return result
 
     def end(self, generation: Continuation) -> None:
-        """Let a continuation end here, whatever is still to come of it."""
+        """End a continuation, waiting or running."""
         generation.finish_reason = generation.finish_reason or "stop"
         if generation in self._waiting:
             self._waiting.remove(generation)
@@ -290,29 +295,31 @@ class XlaBatch:
             self._cached.end(self._running.index(generation))
 
     def step(self) -> list[Continuation]:
-        """Return a chunk of each sequence; those that have new tokens or have ended.
+        """Generate a chunk of each sequence; returns those that have new tokens or have ended.
 
         Raises:
             NonFiniteError: if the model's logits are NaN or Inf.
         """
         if self._cached is None or not self._cached.running:
-            self._running = [
-                self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))
-            ]
+            self._running = []
+            while self._waiting and len(self._running) < self.slots:
+                self._running.append(self._waiting.popleft())
             if not self._running:
                 return []
             self._cached = start_cached_batch(self._model, self._running, self._rows)
         drawn = self._cached.grow()
-        news = [one for one in self._running if one.finish_reason is None]
-        for row, one in enumerate(self._running):
-            if one in news:
-                self._take(one, jax.tree.map(lambda array, row=row: array[:, row], drawn))
-        return news
+        unfinished: dict[int, Continuation] = {}
+        for row, continuation in enumerate(self._running):
+            if continuation.finish_reason is None:
+                unfinished[row] = continuation
+        for row, continuation in unfinished.items():
+            self._take(continuation, jax.tree.map(lambda array, row=row: array[:, row], drawn))
+        return list(unfinished.values())
 
     def _take(self, continuation: Continuation, drawn: Drawn) -> None:
-        """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the
-        device knows nothing.
-        """
+        """Append the tokens drawn for a sequence, up to its end."""
+        # The device knows the model's end tokens but no other reasons to stop, so it may have drawn
+        # tokens after the end.
         for index, token in enumerate(drawn.tokens.tolist()):
             if token != NO_TOKEN and continuation.finish_reason is None:
                 continuation.append(
@@ -323,34 +330,48 @@ class XlaBatch:
 
 
 def _logprobs(continuation: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
-    """Of one of the tokens that were drawn for a sequence, if requested."""
+    """Select the log-probabilities of one of the tokens drawn for a sequence, if requested."""
     count = continuation.request.logprobs
     if count is None:
         return None
-    here = slice(index, index + 1)
-    found = drawn.logprobs[here], drawn.top_logprobs[here, :count], drawn.top[here, :count]
-    return TokenLogprobs(*map(torch.tensor, found))
+    position = slice(index, index + 1)
+    # The program computes as many likeliest tokens as any of the texts requests.
+    return TokenLogprobs(
+        torch.tensor(drawn.logprobs[position]),
+        torch.tensor(drawn.top_logprobs[position, :count]),
+        torch.tensor(drawn.top[position, :count]),
+    )
 
 
 def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
-    """Begin texts, one in each of the first rows; what is compiled for their buckets serves
-    other texts.
+    """Start texts, one in each of the first rows, padded to buckets whose compiled programs also
+    serve other texts.
     """
-    idle = rows - len(texts)
-    lengths = np.array([*(len(text.request.prompt) for text in texts), *[1] * idle])
+    # Unused rows have a prompt of one token, so that their attention is defined, and generate none.
+    lengths = np.ones(rows, np.int64)
+    counts = np.zeros(rows, np.int64)
+    params = [SamplingParams()] * rows
+    requested_logprobs: list[int] = []
+    for row, text in enumerate(texts):
+        lengths[row] = len(text.request.prompt)
+        counts[row] = text.request.max_new_tokens
+        params[row] = text.sampling
+        if text.request.logprobs is not None:
+            requested_logprobs.append(text.request.logprobs)
     # Beyond `max_unscaled_context`, some rotary scalings change.
     padded = min(bucket(int(lengths.max())), model.config.max_unscaled_context)
     tokens = np.zeros((rows, padded), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text.request.prompt)] = text.request.prompt
-    counts = np.array([*(text.request.max_new_tokens for text in texts), *[0] * idle])
-    params = [*(text.sampling for text in texts), *[SamplingParams()] * idle]
     penalized = any(param.needs_seen_tokens for param in params)
     counted = any(param.needs_counts for param in params)
+    # Without sampling, the program is smaller and needs no seeds.
     sampling = None
     if not all(param.likeliest_only for param in params):
         sampling = Sampling.of(params, _draw_shared_seeds(params), model.config.vocab_size)
-    requested = [text.request.logprobs for text in texts if text.request.logprobs is not None]
+    logprobs: int | None = None
+    if requested_logprobs:
+        logprobs = min(max(requested_logprobs), model.config.vocab_size)
     return CachedBatch(
         model,
         tokens,
@@ -360,13 +381,13 @@ def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int
         sampling=sampling,
         penalized=penalized,
         counted=counted,
-        logprobs=min(max(requested), model.config.vocab_size) if requested else None,
+        logprobs=logprobs,
     )
 
 
 def bucket(length: int) -> int:
-    """Return a length that many share, so that what is compiled for one serves all: no shorter, at
-    most twice as long.
+    """Round a length up to its bucket, at most twice as long, so that one compiled program serves
+    many lengths.
     """
     if length <= _STEP:
         return power_of_two(length, _MIN)
@@ -374,10 +395,11 @@ def bucket(length: int) -> int:
 
 
 def _draw_shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
-    """Return a seed in 64 bits for each sequence, the same for the processes of all hosts."""
-    seeds = []
+    """Draw a seed of 64 bits for each sequence without one, and share all seeds between hosts."""
+    seeds: list[int] = []
     for param in params:
         seeds.append(secrets.randbits(64) if param.seed is None else param.seed % 2**64)
+    # In two words, because JAX has no 64-bit integers by default.
     words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
     shared_seeds: list[int] = []
     for high, low in multihost_utils.broadcast_one_to_all(words).tolist():

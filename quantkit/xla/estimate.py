@@ -1,5 +1,5 @@
-"""What a model takes of the chips of a TPU slice, from the compiler for the real slice; no TPU
-is needed.
+"""Estimate the memory of a model on the chips of a TPU slice by compiling its programs for this
+slice, which needs no TPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quantkit.xla.weights import abstract, abstract_state, jax_dtype
 
 @dataclass(frozen=True)
 class Phase:
-    """What one compiled program takes of a chip, in bytes.
+    """The memory that one compiled program needs on a chip, in bytes.
 
     Attributes:
         arguments: weights and cache.
-        temporaries: while it runs.
-        total: these, its outputs other than the cache, and its code.
-        collectives: how many of each kind, over all chips.
+        temporaries: memory that the program uses while it runs.
+        total: the sum of both, the outputs other than the cache, and the program's code.
+        collectives: the number of each kind, over all chips.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Phase:
     collectives: dict[str, int]
 
     def line(self) -> str:
-        """For people."""
-        exchanged = (
-            ", ".join(f"{count} {kind}" for kind, count in self.collectives.items())
-            or "no collectives"
-        )
-        arguments, temporaries, total = map(gib, (self.arguments, self.temporaries, self.total))
+        """Format the phase as a line of the report."""
+        counts = [f"{count} {kind}" for kind, count in self.collectives.items()]
+        exchanged = ", ".join(counts) or "no collectives"
+        arguments = gib(self.arguments)
+        temporaries = gib(self.temporaries)
+        total = gib(self.total)
         return (
             f"{self.name}: {arguments} of arguments, {temporaries} of temporaries, {total} in all;"
             f" {exchanged}"
@@ -62,8 +62,8 @@ class SliceEstimate:
     """A model on a slice.
 
     Attributes:
-        chips: that the slice has.
-        memory: of a chip that programs can have, in bytes.
+        chips: the number of chips of the slice.
+        memory: the memory of a chip that programs can use, in bytes.
         batch: texts at once.
         context: positions of the cache, and tokens of the prompt.
     """
@@ -78,22 +78,22 @@ class SliceEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a chip at the peak."""
+        """Return the peak memory of a chip, in bytes."""
         return max(phase.total for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
-        return [
-            (
-                f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch"
-                f" {self.batch}, context {self.context}; per chip:"
-            ),
-            *(phase.line() for phase in self.phases),
-            f"it fits: {gib(self.memory - self.peak_bytes)} of each chip are left",
+        """Format the report."""
+        lines = [
+            f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch"
+            f" {self.batch}, context {self.context}; per chip:"
         ]
+        for phase in self.phases:
+            lines.append(phase.line())
+        lines.append(f"it fits: {gib(self.memory - self.peak_bytes)} of each chip are left")
+        return lines
 
 
 def estimate_slice(
@@ -107,7 +107,7 @@ def estimate_slice(
     """Compile generation for a TPU slice, with all its chips as one line of devices.
 
     Args:
-        checkpoint: of which only the shapes are looked at.
+        checkpoint: only its shapes are used.
         target: kind and number of chips, such as ``v5e-16``.
         batch: texts at once.
         context: positions of the cache; None is all that the model can.
@@ -127,8 +127,6 @@ def estimate_slice(
         )
     if context is None:
         context = config.max_unscaled_context
-    else:
-        context = context
     if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
             "batch or context can't be",
@@ -139,27 +137,29 @@ def estimate_slice(
     mesh = topologies.make_mesh(slice_.topology(), (chips,), (AXIS,))
     decoder = build_sharded_decoder(split)
     dtype = dtype or DType(config.dtype).torch
-    state = abstract_state(
-        {name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype
-    )
-    one = abstract(mesh, cache_shape(split, batch, context), jax_dtype(dtype))
-    cache = ([one] * config.num_layers, [one] * config.num_layers)
-    held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
-    if held > memory:
+    specs = {name: checkpoint.info(name) for name in checkpoint.names()}
+    state = abstract_state(specs, split, mesh, dtype)
+    layer_cache = abstract(mesh, cache_shape(split, batch, context), jax_dtype(dtype))
+    cache = ([layer_cache] * config.num_layers, [layer_cache] * config.num_layers)
+    argument_bytes = 0
+    for array in jax.tree.leaves((state, cache)):
+        argument_bytes += math.ceil(_bits(array) / 8 / chips)
+    # Checked first, because compiling a large model takes minutes.
+    if argument_bytes > memory:
         raise make_memory_error(
-            target, f"{gib(held)} a chip of weights and cache alone", gib(memory)
+            target, f"{gib(argument_bytes)} a chip of weights and cache alone", gib(memory)
         )
 
-    def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def replicated(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
 
-    numbers = whole((batch,), np.int32)
-    logits = whole((batch, config.vocab_size), jax_dtype(dtype))
+    numbers = replicated((batch,), np.int32)
+    logits = replicated((batch, config.vocab_size), jax_dtype(dtype))
     rows = Rows(numbers, numbers)
-    ends = whole((len(config.eos_token_ids),), np.int32)
+    ends = replicated((len(config.eos_token_ids),), np.int32)
     step = chunk_program(decoder, mesh)
     prompt = prefill_program(decoder, mesh)
-    tokens = whole((batch, context), np.int32)
+    tokens = replicated((batch, context), np.int32)
     phases = [
         _phase("a step of decoding", target, step.lower(state, cache, logits, rows, ends, None)),
         _phase(f"a prompt of {context}", target, prompt.lower(state, cache, tokens, numbers)),
@@ -171,28 +171,37 @@ def estimate_slice(
 
 
 def collectives(program: str) -> dict[str, int]:
-    """Return how many of each kind a compiled program has, from its text.
+    """Count the collectives of each kind in the text of a compiled program.
 
-    A loop's are those of one round.
+    Those in a loop count once.
     """
-    counts = {kind: len(re.findall(rf"\b{kind}(?:-start)?\(", program)) for kind in KINDS}
-    return {kind: count for kind, count in counts.items() if count}
+    counts: dict[str, int] = {}
+    for kind in KINDS:
+        # An asynchronous collective has a start and an end, of which only the start counts.
+        count = len(re.findall(rf"\b{kind}(?:-start)?\(", program))
+        if count:
+            counts[kind] = count
+    return counts
 
 
 def _phase(name: str, target: str, lowered: Any) -> Phase:
     compiled = compile_for_target(target, lowered, name)
     memory = compiled.memory_analysis()
-    given = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    # The new cache replaces the old one in the same memory, so it counts only as an argument.
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    inputs = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Phase(
         name,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
-        taken + given + memory.generated_code_size_in_bytes,
+        inputs + outputs + memory.generated_code_size_in_bytes,
         collectives(compiled.as_text()),
     )
 
 
 def _bits(array: jax.ShapeDtypeStruct) -> int:
     count: int = math.prod(array.shape)
-    return count * (4 if array.dtype == jnp.int4 else 8 * int(array.dtype.itemsize))
+    # JAX reports an itemsize of one byte for int4, which TPUs pack.
+    if array.dtype == jnp.int4:
+        return count * 4
+    return count * 8 * int(array.dtype.itemsize)

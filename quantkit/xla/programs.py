@@ -1,5 +1,5 @@
-"""The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for
-each.
+"""Compile the two programs of generation: one for the prompts of a batch, one for a chunk of new
+tokens of each sequence.
 
 B rows of a batch, each with its own sequence or none; V vocabulary.
 `quantkit.runtime.sampling_params` declares how tokens are drawn; the random numbers differ from
@@ -26,13 +26,15 @@ from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import SHARDED
 
 CHUNK = 10
-"""Tokens of each sequence that are drawn before the host looks at them."""
+"""Tokens of each sequence that the device draws before the host reads them."""
 
 NO_TOKEN = -1
-"""Where a sequence had ended."""
+"""Replaces tokens after the end of a sequence."""
 
+# Avoids a division by zero: the likeliest token is selected separately at temperature 0.
 _MIN_TEMPERATURE = 1e-6
-_MAX_NUMBER = 1e30  # of float32
+# Larger options are clipped to these, so that they fit float32 and int32.
+_MAX_NUMBER = 1e30
 _MAX_COUNT = 2**31 - 1
 
 _REPLICATED = PartitionSpec()
@@ -45,13 +47,13 @@ class Rows(NamedTuple):
     """The texts of a batch between chunks, as arrays.
 
     Attributes:
-        positions: [B], where each sequence's next token goes.
-        tokens_left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or
-            a row has none.
-        seen_mask: bool [B, V], which tokens each sequence holds already; None where none is
-            penalized for that.
-        counts: int32 [B, V], how often each token is among a sequence's new ones; None where that
-            matters to none.
+        positions: [B], of each sequence's next token.
+        tokens_left: [B], how many tokens may still be drawn for each sequence; 0 if it has ended,
+            or the row has no sequence.
+        seen_mask: bool [B, V], which tokens each sequence already contains; None if no option
+            needs it.
+        counts: int32 [B, V], how often each token is among a sequence's new tokens; None if no
+            option needs it.
     """
 
     positions: Any
@@ -64,11 +66,11 @@ class Drawn(NamedTuple):
     """A chunk's new tokens, as arrays.
 
     Attributes:
-        tokens: [CHUNK, B]; `NO_TOKEN` where a sequence had ended.
-        finite: [CHUNK, B], whether the logits that each was drawn from were.
-        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None if not
-            requested.
-        top, top_logprobs: [CHUNK, B, K], the likeliest tokens and theirs.
+        tokens: [CHUNK, B]; `NO_TOKEN` after the end of a sequence.
+        finite: [CHUNK, B], whether the logits that each token was drawn from were finite.
+        logprobs: float32 [CHUNK, B], log-probability of each token, before the sampling options;
+            None if not requested.
+        top, top_logprobs: [CHUNK, B, K], the likeliest tokens and their log-probabilities.
     """
 
     tokens: Any
@@ -94,29 +96,32 @@ class Sampling(NamedTuple):
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int
     ) -> Sampling:
-        """Return the arrays for sequences with these options, and seeds of 64 bits."""
+        """Convert the options of sequences, and their seeds of 64 bits, to arrays."""
         values: dict[str, Any] = {}
         for option in OPTIONS:
-            found = [getattr(param, option.name) for param in params]
+            settings = [getattr(param, option.name) for param in params]
             if option.row is not None:
+                # A row of the vocabulary for each sequence is large, so it exists only if used.
                 if any(option in param.active for param in params):
-                    values[option.name] = np.array(
-                        [option.row(one, vocab_size) for one in found], np.float32
-                    )
+                    rows = [option.row(setting, vocab_size) for setting in settings]
+                    values[option.name] = np.array(rows, np.float32)
             elif option.type is int and option.name != "seed":
-                values[option.name] = np.array([min(one, _MAX_COUNT) for one in found], np.int32)
+                counts = [min(setting, _MAX_COUNT) for setting in settings]
+                values[option.name] = np.array(counts, np.int32)
             elif option.type is float:
-                values[option.name] = np.array([min(one, _MAX_NUMBER) for one in found], np.float32)
+                numbers = [min(setting, _MAX_NUMBER) for setting in settings]
+                values[option.name] = np.array(numbers, np.float32)
+        # Two words of 32 bits are a key of threefry.
         return cls(np.array([divmod(seed, 1 << 32) for seed in seeds], np.uint32), values)
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
-    """Compiles for each bucket: (state, cache, tokens [B, T], lengths [B]) to the filled cache and
-    logits [B, V].
+    """Make the prefill program, compiled for each bucket: (state, cache, tokens [B, T], lengths
+    [B]) to the filled cache and logits [B, V].
 
-    A prompt is the first tokens of a row, as many as its length. The rest is padding: it comes
-    after, so no token of the prompt sees it, and what it leaves in the cache is overwritten before
-    a token that would.
+    Each row begins with a prompt of its length, followed by padding. No token of the prompt sees
+    the padding, because attention is causal. The padding's keys and values are overwritten before
+    a later token could see them.
     """
 
     def prefill(
@@ -130,11 +135,11 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
 
 
 def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> Any:
-    """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was
-    drawn, and in how many steps: `CHUNK`, or fewer if all texts have ended.
+    """Make the decode program: (state, cache, logits [B, V], rows, ends [E], sampling) to cache,
+    logits, rows, `Drawn`, and the number of steps: `CHUNK`, or fewer if all texts have ended.
 
-    The first tokens are drawn from the given logits. A sequence ends with one of the tokens `ends`,
-    or at its number of tokens; the cache must have positions for what is left. Sampling is as for
+    The first tokens are drawn from the input logits. A sequence ends with one of the tokens `ends`,
+    or at its number of tokens; the cache must have positions for all of them. Sampling is as for
     `sample`.
 
     Args:
@@ -156,21 +161,20 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
         def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             index, cache, logits, rows, drawn = carry
             new, rows, tokens = _next(logits, rows, ends, sampling, logprobs)
-            drawn = jax.tree.map(lambda all_, one: all_.at[index].set(one), drawn, new)
+            drawn = jax.tree.map(lambda array, value: array.at[index].set(value), drawn, new)
+            # Each row has one token, whose logits are needed.
             last = jnp.zeros_like(tokens)
             cache, logits = _run_shard(
                 model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False
             )
-            return (
-                index + 1,
-                cache,
-                logits,
-                rows._replace(positions=rows.positions + (rows.tokens_left > 0)),
-                drawn,
-            )
+            # A sequence that has ended writes to the same position again, so that it does not
+            # exceed the cache.
+            rows = rows._replace(positions=rows.positions + (rows.tokens_left > 0))
+            return index + 1, cache, logits, rows, drawn
 
+        # The loop's state must have the shapes of all steps from the start.
         shapes = jax.eval_shape(lambda: _next(logits, rows, ends, sampling, logprobs)[0])
-        drawn = jax.tree.map(lambda one: jnp.zeros((CHUNK, *one.shape), one.dtype), shapes)
+        drawn = jax.tree.map(lambda spec: jnp.zeros((CHUNK, *spec.shape), spec.dtype), shapes)
         steps, cache, logits, rows, drawn = lax.while_loop(
             going, step, (jnp.int32(0), cache, logits, rows, drawn)
         )
@@ -180,40 +184,36 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
 
 
 def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...]:
-    """Of a layer's keys or values over all devices, [N, B, K / N, S, Dh]."""
+    """Compute the shape of a layer's keys or values over all devices, [N, B, K / N, S, Dh]."""
     return split.devices, batch, split.local.num_kv_heads, capacity, split.config.head_dim
 
 
 def _next(
     logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None, logprobs: int | None
 ) -> tuple[Drawn, Rows, jax.Array]:
-    """Draw a token for each sequence: what was drawn, the rows with these tokens in place, and the
-    tokens [B].
+    """Draw a token for each sequence: returns `Drawn`, the updated rows, and the tokens [B].
 
-    A sequence that has ended, or a row that has none, draws too, since all rows are computed; its
-    tokens are dropped.
+    Rows whose sequence has ended, or that have none, are computed as well; their tokens are
+    replaced by `NO_TOKEN`.
     """
     active = rows.tokens_left > 0
     tokens = sample(logits, sampling, rows.positions, rows.seen_mask, rows.counts)
     drawn = Drawn(jnp.where(active, tokens, NO_TOKEN), jnp.isfinite(logits).all(-1) | ~active)
     if logprobs is not None:
-        all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        chosen = jnp.take_along_axis(all_, tokens[:, None], axis=-1)[:, 0]
-        likeliest, top = lax.top_k(all_, logprobs)
+        all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        chosen = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=-1)[:, 0]
+        likeliest, top = lax.top_k(all_logprobs, logprobs)
         drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
     ended = (tokens[:, None] == ends).any(-1)
-    seen = rows.seen_mask
+    tokens_left = jnp.where(active & ~ended, rows.tokens_left - 1, 0)
+    seen_mask = rows.seen_mask
     counts = rows.counts
     places = (jnp.arange(len(tokens)), tokens)
-    if seen is not None:
-        seen = seen.at[places].set(True)
+    if seen_mask is not None:
+        seen_mask = seen_mask.at[places].set(True)
     if counts is not None:
         counts = counts.at[places].add(1)
-    return (
-        drawn,
-        Rows(rows.positions, jnp.where(active & ~ended, rows.tokens_left - 1, 0), seen, counts),
-        tokens,
-    )
+    return drawn, Rows(rows.positions, tokens_left, seen_mask, counts), tokens
 
 
 def sample(
@@ -223,14 +223,15 @@ def sample(
     seen_mask: jax.Array | None,
     counts: jax.Array | None = None,
 ) -> jax.Array:
-    """Return a token for each sequence, [B, V] to [B].
+    """Draw a token for each sequence, [B, V] to [B].
 
     Args:
         sampling: None takes the likeliest.
-        positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on
-            its position alone.
-        seen: which tokens each sequence already contains, bool [B, V]; None if no option needs it.
-        counts: how often each token is among its new ones, [B, V]; None if no option needs it.
+        positions: of the tokens, [B]. The random numbers of a sequence depend only on its key and
+            on the position.
+        seen_mask: tokens that each sequence already contains, bool [B, V]; None if no option needs
+            them.
+        counts: how often each token is among its new tokens, [B, V]; None if no option needs it.
     """
     if sampling is None:
         return logits.argmax(-1)
@@ -247,22 +248,22 @@ def _sample_one(
     values: dict[str, jax.Array],
     past: dict[str, jax.Array | None],
 ) -> jax.Array:
-    """Return a token of one sequence, from logits [V]; `past` is as `Option` describes it."""
+    """Draw a token of one sequence from logits [V]; `Option` describes `past`."""
     for option in OPTIONS:
         if option.adjust is not None and option.name in values:
-            if option.past is None:
-                needed = None
-            else:
-                needed = past[option.past]
-            if option.past is None or needed is not None:
-                logits = option.adjust(jnp, logits, values[option.name], needed)
+            history = None if option.past is None else past[option.past]
+            # Without the history, the option is neutral in all sequences.
+            if option.past is None or history is not None:
+                logits = option.adjust(jnp, logits, values[option.name], history)
     temperature = values["temperature"]
+    # Subtract first: at low temperatures, quotients of large logits would lose their differences.
     scaled = (logits - logits.max()) / jnp.maximum(temperature, _MIN_TEMPERATURE)
     ranked, order = jax.lax.top_k(scaled, scaled.shape[0])
     for option in OPTIONS:
         if option.drops is not None:
             drops = partial(option.drops, jnp, jax.nn.softmax(ranked), jnp.arange(ranked.shape[0]))
             ranked = jnp.where(drops(values[option.name]), -jnp.inf, ranked)
+    # A key for the position, so that a token does not depend on the size of chunks.
     key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
     drawn = order[jax.random.categorical(key, ranked)]
     return jnp.where(temperature > 0, drawn, logits.argmax(-1))
@@ -278,35 +279,41 @@ def _run_shard(
     *,
     first: bool,
 ) -> tuple[Cache, jax.Array]:
-    """Return one device's run of the decoder: the cache as it then is, and the logits [B, V] of
-    each row's token at `last`, [B].
+    """Run one device's decoder: returns the new cache, and the logits [B, V] of each row's token at
+    index `last`, [B].
     """
 
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
-        stored = tuple([layer.rows for layer in layers] for layers in (cache.keys, cache.values))
-        chosen = apply(
-            lambda of, at: jnp.take_along_axis(of, at[:, None, None], axis=1)[:, 0], hidden, last
-        )
-        return stored, model.head(chosen)
+        new_keys = [layer.rows for layer in cache.keys]
+        new_values = [layer.rows for layer in cache.values]
+        # Only the last token of a prompt needs logits, which are the largest activations.
+        last_hidden = apply(_take_rows, hidden, last)
+        return (new_keys, new_values), model.head(last_hidden)
 
     result: tuple[Cache, jax.Array] = run(model, state, decode, tokens, positions, last, *cache)
     return result
 
 
+def _take_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Take one row of each sequence: [B, T, D] and [B] to [B, D]."""
+    return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
+
+
 def _spmd(
     program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int, donated: tuple[int, ...]
 ) -> Any:
-    """Return a program that every device runs: the first two inputs, state and cache, reach it as
-    the device's own shards, and its first output is the cache again. All other inputs and outputs
-    are replicated.
+    """Compile a program that every device runs. Its first two inputs, state and cache, are the
+    device's own shards, and its first output is the cache. All other inputs and outputs are
+    replicated.
     """
 
     @wraps(program)
     def run_on_device(state: Any, cache: Any, *arguments: Any) -> Any:
-        own = jax.tree.map(lambda array: array[0], (state, cache))
-        cache, *results = program(*own, *arguments)
+        # Shards are [1, ...], because all arrays have a first dimension for the devices.
+        shards = jax.tree.map(lambda array: array[0], (state, cache))
+        cache, *results = program(*shards, *arguments)
         return jax.tree.map(lambda array: array[None], cache), *results
 
     before = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2))
@@ -314,6 +321,6 @@ def _spmd(
     mapped = jax.shard_map(
         run_on_device, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
     )
-    # Both the host's arrays and the devices'.
+    # Explicit shardings, because arguments may be arrays of the host or of the devices.
     shardings = tuple(NamedSharding(mesh, spec) for spec in before)
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)

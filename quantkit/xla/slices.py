@@ -1,4 +1,4 @@
-"""TPU slices that a program can be compiled for without them: their names, sizes and speeds."""
+"""Names, sizes and speeds of TPU slices, for which programs can be compiled without a TPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from quantkit.errors import RequestError
 
 GIB = 1 << 30
-# By chips.
+# Topologies by the number of chips: v5e and v6e are two-dimensional, v4 and v5p three-dimensional.
 _PLANE = {
     4: "2x2",
     8: "2x4",
@@ -34,15 +34,16 @@ _SPACE = {
     512: "8x8x8",
 }
 _COMPILER_ONLY = {
-    # No request to a metadata server about this machine.
+    # Do not ask a metadata server about this machine.
     "TPU_SKIP_MDS_QUERY": "1",
-    # A chip that may be here is not taken.
+    # Do not lock a TPU that this machine may have.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # libtpu expects a description of its host, whichever slice it compiles for.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-# How the compiler says it.
+# The compiler's error for a program that needs more memory than a chip has.
 _REFUSED = "RESOURCE_EXHAUSTED: "
 
 
@@ -51,14 +52,14 @@ class Chip:
     """A kind of chip.
 
     Attributes:
-        memory: bytes that the compiler gives out.
-        flops: a second at most, for products of bfloat16.
-        bandwidth: of its memory, bytes a second.
-        links: what it sends to other chips of its slice, bytes a second, all links together.
-        cores: which the names of slices count.
-        shapes: of slices, by their number of chips.
+        memory: bytes that the compiler allocates at most.
+        flops: the peak per second, for products of bfloat16.
+        bandwidth: of its memory, bytes per second.
+        links: bytes per second that all links together send to other chips of the slice.
+        cores: per chip, as the names of slices count them.
+        shapes: topologies of slices, by their number of chips.
 
-    The figures but `memory` are those of Google's documentation of Cloud TPU.
+    Except for `memory`, the values are from Google's documentation of Cloud TPU.
     """
 
     memory: int
@@ -93,24 +94,25 @@ class Slice:
 
     @classmethod
     def parse(cls, name: str) -> Slice:
-        """Raises `RequestError` for an unknown slice."""
+        """Parse the name of a slice; raises `RequestError` for an unknown one."""
         match = re.fullmatch(r"(?:([1-9]\d?)x)?(v\w+)-(\d+)", name)
-        if match is not None and (chip := CHIPS.get(match[2])) is not None:
-            chips, rest = divmod(int(match[3]), chip.cores)
-            if not rest and chips in chip.shapes:
+        if match is not None and match[2] in CHIPS:
+            chip = CHIPS[match[2]]
+            chips, remainder = divmod(int(match[3]), chip.cores)
+            if not remainder and chips in chip.shapes:
                 return cls(name, match[2], chips, int(match[1] or 1))
-        known = "; ".join(
-            f"{kind}-{', '.join(str(n * one.cores) for n in one.shapes)}"
-            for kind, one in CHIPS.items()
-        )
-        raise RequestError("unknown TPU slice", found=name, expected=known)
+        known_slices: list[str] = []
+        for kind, chip in CHIPS.items():
+            sizes = ", ".join(str(chips * chip.cores) for chips in chip.shapes)
+            known_slices.append(f"{kind}-{sizes}")
+        raise RequestError("unknown TPU slice", found=name, expected="; ".join(known_slices))
 
     @property
     def chip(self) -> Chip:
         return CHIPS[self.kind]
 
     def devices(self) -> list[Any]:
-        """Return its chips, as the compiler has them, slice after slice.
+        """List the compiler's devices for the chips, slice after slice.
 
         Raises:
             RequestError: if libtpu does not start.
@@ -118,24 +120,25 @@ class Slice:
         return list(self.topology().devices)
 
     def topology(self) -> Any:
-        """Return its description by the compiler. Raises as `devices` does."""
+        """Load the compiler's description of the slice. Raises as `devices` does."""
         os.environ.update(_COMPILER_ONLY)
+        # JAX itself runs on the CPU; only the compiler is libtpu's.
         jax.config.update("jax_platforms", "cpu")
+        options: dict[str, Any] = {}
         if self.chip.cores > 1:
-            more: dict[str, Any] = {"chip_config_name": "megacore"}
-        else:
-            more = {}
+            # Both cores of a chip are one device.
+            options["chip_config_name"] = "megacore"
         if self.count > 1:
-            more["num_slices"] = self.count
+            options["num_slices"] = self.count
         name = f"{self.kind}:{self.chip.shapes[self.chips]}"
         try:
-            return topologies.get_topology_desc(platform="tpu", topology_name=name, **more)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         except jax.errors.JaxRuntimeError as error:
             raise RequestError(f"libtpu does not start: {error}") from error
 
 
 def make_memory_error(target: str, found: str, memory: str | None) -> RequestError:
-    """Return the error for a model that a slice has too little memory for."""
+    """Make the error for a model that does not fit the memory of a slice."""
     return RequestError(
         f"the model does not fit {target}",
         found=found,
@@ -145,7 +148,7 @@ def make_memory_error(target: str, found: str, memory: str | None) -> RequestErr
 
 
 def compile_for_target(target: str, lowered: Any, description: str) -> Any:
-    """Return a lowered program, compiled.
+    """Compile a lowered program.
 
     Raises:
         RequestError: if it needs more memory than a chip has.
@@ -153,6 +156,7 @@ def compile_for_target(target: str, lowered: Any, description: str) -> Any:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        # The first line has the sizes; the following lines list all allocations.
         reason = str(error).partition(_REFUSED)[2].partition("\n")[0]
         if not reason:
             raise
@@ -160,5 +164,5 @@ def compile_for_target(target: str, lowered: Any, description: str) -> Any:
 
 
 def gib(size: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes in GiB."""
     return f"{size / GIB:.2f} GiB"

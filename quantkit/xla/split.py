@@ -1,11 +1,11 @@
-"""Which shard of each tensor lies on which device, and in what form.
+"""Assign a shard of each tensor to each device, in the layout of its programs.
 
-Column-parallel linears are split by rows, row-parallel ones by columns, embedding and head by the
-vocabulary; the rest is replicated on every device. Where there are fewer KV heads than devices,
-several have the same one.
+Column-parallel linears are split by rows, row-parallel linears by columns, embedding and head by
+the vocabulary; all other tensors are replicated. If there are fewer KV heads than devices, several
+devices have the same KV head.
 
-All devices run one program, so their arrays have one shape, padded where need be; the processes of
-`quantkit.distributed.shard` may have shards of different sizes.
+All devices run the same program, so their arrays have the same shape, with padding if necessary.
+The processes of `quantkit.distributed.shard`, in contrast, may have shards of different sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.trained import has_trained_scales
 
-_MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
+# The largest padding, as a share of the feed-forward size. If more is necessary, groups become
+# smaller and their scales are repeated.
+_MAX_PADDING = 1 / 32
 _FEATURES = frozenset(
     {
         "qkv_bias",
@@ -46,12 +48,13 @@ _FEATURES = frozenset(
         "residual_multiplier",
     }
 )
-"""Model features other than the basic ones; tests compare each with torch."""
+"""The features that programs for XLA support; tests compare each with torch."""
 
 
 def require_served(config: ModelConfig) -> None:
-    """Raise an `UnsupportedError` if a model has features that programs for XLA do not serve."""
+    """Raise an `UnsupportedError` if a model has features that programs for XLA do not support."""
     unserved = config.features - _FEATURES
+    # Such a norm needs a sum over devices.
     if config.qk_norm == "width":
         unserved |= {"qk_norm"}
     if unserved:
@@ -60,17 +63,19 @@ def require_served(config: ModelConfig) -> None:
 
 
 def require_trainable(checkpoint: Checkpoint) -> None:
-    """Raise an `UnsupportedError` if XLA does not train a quantized model: for its features, or for
-    weights of its layers that are no integer codes with scales in floats and zero points or none.
+    """Raise an `UnsupportedError` if XLA cannot train a quantized model, because of its features or
+    because weights of its layers are not integer codes with float scales and optional zero points.
     """
     require_served(checkpoint.config)
-    found = schemes(checkpoint)
+    scheme_by_module = schemes(checkpoint)
     for parameter in parameters(checkpoint.config):
-        if parameter.layer is not None:
-            scheme = found.get(parameter.module)
-        else:
-            scheme = None
-        if scheme is not None and (scheme.has_minima or not has_trained_scales(scheme)):
+        # Outside the layers, only embedding and head are quantized.
+        if parameter.layer is None:
+            continue
+        scheme = scheme_by_module.get(parameter.module)
+        if scheme is None:
+            continue
+        if scheme.has_minima or not has_trained_scales(scheme):
             raise UnsupportedError(
                 f"XLA does not train a model with weights like '{parameter.name}'",
                 path=checkpoint.path,
@@ -82,14 +87,14 @@ def require_trainable(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Shards:
-    """What each device has of a tensor.
+    """The shards of a tensor on all devices.
 
     Attributes:
-        axis: that is split; None replicates the tensor.
-        starts: where each device's shard begins.
-        count: its length; beyond the tensor's end lie zeros.
-        group: columns that share a scale on the device, where the checkpoint has groups; beyond the
-            end scales are zeros as well.
+        axis: the axis that is split; None replicates the tensor.
+        starts: the start of each device's shard.
+        count: the length of each shard; it is padded with zeros beyond the tensor's end.
+        group: columns that share a scale on the device, if the checkpoint has groups; padded scales
+            are zeros as well.
     """
 
     axis: int | None
@@ -100,8 +105,8 @@ class Shards:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array on one device, by the name that the model has for it; int4 is held as int8, and
-    `nibbles` says so.
+    """An array on one device, with its name in the model. int4 is stored as int8, marked by
+    `nibbles`, because torch has no int4.
     """
 
     name: str
@@ -115,7 +120,7 @@ class DeviceSplit:
 
     Raises:
         RequestError: if the devices do not divide the heads.
-        UnsupportedError: if the model has features that programs for XLA do not serve.
+        UnsupportedError: if the model has features that programs for XLA do not support.
     """
 
     config: ModelConfig
@@ -126,11 +131,9 @@ class DeviceSplit:
         require_served(self.config)
         heads = self.config.num_heads
         kv_heads = self.config.num_kv_heads
-        if (
-            self.devices < 1
-            or heads % self.devices
-            or (kv_heads % self.devices and self.devices % kv_heads)
-        ):
+        divides_heads = self.devices >= 1 and heads % self.devices == 0
+        # With more devices than KV heads, each KV head is on the same number of devices.
+        if not divides_heads or (kv_heads % self.devices and self.devices % kv_heads):
             raise RequestError(
                 "attention heads can't be divided among the devices",
                 found=f"{self.devices} devices",
@@ -142,8 +145,8 @@ class DeviceSplit:
 
     @property
     def local(self) -> ModelConfig:
-        """Return the architecture of what one device computes; vocabulary and feed-forward size are
-        the whole ones.
+        """Return the config of one device's decoder, with its number of heads. Vocabulary and
+        feed-forward size stay complete, because only the arrays' shapes matter for them.
         """
         config = self.config
         devices = self.devices
@@ -154,7 +157,7 @@ class DeviceSplit:
         )
 
     def shards(self, parameter: Parameter) -> Shards:
-        """Return what each device has of one tensor of the checkpoint."""
+        """Compute the shards of one tensor of the checkpoint."""
         axis = parameter.split_axis
         if axis is None:
             return Shards(None)
@@ -162,22 +165,26 @@ class DeviceSplit:
         if size == "kv":
             heads = self.config.num_kv_heads
             width = self.config.head_dim
+            # The product is divided first, so several devices may start at the same head.
             starts = tuple(rank * heads // self.devices * width for rank in range(self.devices))
             return Shards(axis, starts, max(1, heads // self.devices) * width)
-        if (reader := self._readers.get((parameter.layer, parameter.expert, size))) is None:
+        reader = self._readers.get((parameter.layer, parameter.expert, size))
+        if reader is None:
             return self._even(axis, parameter.shape[axis])
+        # Rows of gate and up are split like the columns of down, which multiplies their outputs.
         group, width = self._columns(reader)
         return replace(self._even(axis, width), group=group)
 
     def leaves(self, parameter: Parameter, value: Tensor | QuantTensor, rank: int) -> list[Leaf]:
-        """Return a tensor of the checkpoint as it lies on one device.
+        """Convert a tensor of the checkpoint to the arrays of one device.
 
-        A quantized weight becomes codes [G, O, I / G] less half their levels, ``scale`` [G, O] and,
-        if it has them, ``zero`` [G, O] less the same. Works on the meta device as well.
+        A quantized weight becomes codes [G, O, I / G] minus half their levels, ``scale`` [G, O]
+        and, for asymmetric schemes, ``zero`` [G, O] minus the same. Works on the meta device too.
         """
         shards = self.shards(parameter)
         if isinstance(value, Tensor):
             return [Leaf(parameter.name, _cut(value, shards, shards.axis, rank))]
+        # Unsigned codes become signed: XLA has signed int4 and int8.
         middle = value.scheme.levels // 2
         codes = _cut(value.codes, shards, shards.axis, rank).short() - middle
         steps = {"scale": value.scale}
@@ -187,15 +194,15 @@ class DeviceSplit:
             if shards.axis == 0:
                 steps[name] = _cut(step, shards, 0, rank)
             elif shards.axis == 1 and value.scheme.group_size is not None:
+                # A device's groups may be smaller than the checkpoint's.
                 repeated = step.repeat_interleave(value.scheme.group_size // shards.group, dim=1)
                 steps[name] = _cut(repeated, shards, 1, rank, shards.group)
         grouped = codes.char().view(codes.shape[0], steps["scale"].shape[1], -1)
-        return [
-            Leaf(
-                f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=value.scheme.bits == 4
-            ),
-            *(Leaf(f"{parameter.module}.{name}", step.t()) for name, step in steps.items()),
-        ]
+        nibbles = value.scheme.bits == 4
+        leaves = [Leaf(f"{parameter.module}.codes", grouped.transpose(0, 1), nibbles=nibbles)]
+        for name, step in steps.items():
+            leaves.append(Leaf(f"{parameter.module}.{name}", step.t()))
+        return leaves
 
     def _even(self, axis: int, size: int) -> Shards:
         count = -(-size // self.devices)
@@ -203,22 +210,22 @@ class DeviceSplit:
 
     @cached_property
     def _readers(self) -> dict[tuple[int | None, int | None, str], Parameter]:
-        """Return the row-parallel weight of a layer, and of an expert in it, that has inputs of
-        a size.
-        """
-        weights = (p for p in parameters(self.config) if p.linear and p.is_linear_weight)
+        """Find the row-parallel weights by layer, expert and the size of their inputs."""
         readers: dict[tuple[int | None, int | None, str], Parameter] = {}
-        for p in weights:
-            if p.linear and p.linear.parallel == "row":
-                readers[(p.layer, p.expert, p.dims[1])] = p
+        for parameter in parameters(self.config):
+            if not parameter.linear or not parameter.is_linear_weight:
+                continue
+            if parameter.linear.parallel == "row":
+                readers[(parameter.layer, parameter.expert, parameter.dims[1])] = parameter
         return readers
 
     def _columns(self, weight: Parameter) -> tuple[int, int]:
-        """Group size and number of a row-parallel weight's columns, padding included, that the
-        devices divide.
+        """Choose a group size of a row-parallel weight, and the number of its columns with padding,
+        which the devices divide.
 
-        The largest group that divides the checkpoint's and takes little padding; a scale that is
-        repeated changes nothing. Between heads there is no room for padding.
+        The group is the largest that divides the checkpoint's group and needs little padding.
+        Repeating a scale for smaller groups does not change a weight. Columns of heads cannot be
+        padded.
         """
         columns = weight.shape[1]
         scheme = self.schemes.get(weight.module)
@@ -236,13 +243,15 @@ class DeviceSplit:
 
 
 def _cut(tensor: Tensor, shards: Shards, axis: int | None, rank: int, unit: int = 1) -> Tensor:
-    """Return one device's shard along an axis that counts in units of `unit` columns."""
+    """Cut one device's shard along an axis that counts in units of `unit` columns."""
     if axis is None:
         return tensor
+    # The shard of the last device may consist only of padding.
     start = min(shards.starts[rank] // unit, tensor.shape[axis])
     count = shards.count // unit
-    kept = tensor.narrow(axis, start, min(count, tensor.shape[axis] - start))
-    missing = count - kept.shape[axis]
+    shard = tensor.narrow(axis, start, min(count, tensor.shape[axis] - start))
+    missing = count - shard.shape[axis]
     if missing:
-        return F.pad(kept, (0, 0) * (kept.dim() - 1 - axis) + (0, missing))
-    return kept
+        # `F.pad` counts axes from the last one.
+        return F.pad(shard, (0, 0) * (shard.dim() - 1 - axis) + (0, missing))
+    return shard

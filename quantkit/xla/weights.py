@@ -1,7 +1,6 @@
-"""A mesh of the devices that JAX finds, and a checkpoint's tensors as arrays over it.
+"""Make a mesh of the devices that JAX finds, and load a checkpoint's tensors as arrays over it.
 
-Each array is [N, ...], of which each of the N devices has one; what every device needs is there N
-times.
+Each array is [N, ...], with one shard for each of the N devices. Replicated tensors occur N times.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ SHARDED = PartitionSpec(AXIS)
 
 
 def found_devices(*, multi_host: bool = False) -> list[Any]:
-    """Return the devices that JAX finds; see `device_mesh`. What is compiled for them is kept for
-    later runs.
+    """Find the devices of JAX; see `device_mesh`. Compiled programs are cached for later runs.
 
     Raises:
         RequestError: if there are none.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    # Cache all programs: by default, JAX caches only those that took a second to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         if multi_host:
@@ -54,7 +53,8 @@ def found_devices(*, multi_host: bool = False) -> list[Any]:
 
 
 def make_device_count_error(devices: Sequence[Any], count: int) -> RequestError:
-    """Return the error for a number of devices that there are not."""
+    """Make the error for more devices than there are."""
+    # Tests and trials use virtual devices of the CPU.
     flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
     return RequestError(
         "too few devices",
@@ -65,16 +65,16 @@ def make_device_count_error(devices: Sequence[Any], count: int) -> RequestError:
 
 
 def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
-    """Return a line of devices.
+    """Make a one-dimensional mesh of devices.
 
     Args:
         count: how many; None takes all.
-        multi_host: whether other processes, each started in the same way, have devices as well. JAX
-            finds them on a TPU pod and under Slurm; elsewhere ``JAX_COORDINATOR_ADDRESS``,
-            ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` say where they are.
+        multi_host: whether other processes, each started in the same way, also have devices. JAX
+            finds them on a TPU pod and under Slurm; elsewhere they are described by
+            ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``.
 
     Raises:
-        RequestError: if there are fewer devices, or a host's would be left out.
+        RequestError: if there are fewer devices, or a host's devices would not be used.
     """
     devices = found_devices(multi_host=multi_host)
     count = len(devices) if count is None else count
@@ -86,6 +86,7 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
         raise RequestError(
             "with several hosts all devices take part", found=count, expected=len(devices)
         )
+    # Only with all devices can JAX place neighbours of the mesh on neighbouring chips.
     if count < len(devices):
         return Mesh(np.array(devices[:count]), (AXIS,))
     return Mesh(mesh_utils.create_device_mesh((count,), devices), (AXIS,))
@@ -106,39 +107,40 @@ def load_state(
     *,
     progress: Progress = silent,
 ) -> dict[str, jax.Array]:
-    """Read a checkpoint, each tensor once, and put its shards on the devices of this process;
+    """Read a checkpoint, each tensor once, and copy its shards to the devices of this process;
     floats become `dtype`.
     """
     state: dict[str, jax.Array] = {}
-    ranks = []
+    ranks: list[int] = []
     for rank, device in enumerate(mesh.devices.flat):
         if device.process_index == jax.process_index():
             ranks.append(rank)
-    found = parameters(split.config)
-    for index, parameter in enumerate(found):
-        progress("load", index, len(found), "tensors")
+    all_parameters = parameters(split.config)
+    for index, parameter in enumerate(all_parameters):
+        progress("load", index, len(all_parameters), "tensors")
         value = _cast(checkpoint.load(parameter.name), dtype)
-        shards = {rank: split.leaves(parameter, value, rank) for rank in ranks}
-        for leaves in zip(*shards.values(), strict=True):
-            state[leaves[0].name] = _make_sharded_array(mesh, dict(zip(ranks, leaves, strict=True)))
-        del value, shards
-    progress("load", len(found), len(found), "tensors")
-    return {
-        **state,
-        **{
-            leaf.name: _make_sharded_array(mesh, dict.fromkeys(ranks, leaf))
-            for leaf in _make_rotary_leaves(split)
-        },
-    }
+        leaves_by_rank = [split.leaves(parameter, value, rank) for rank in ranks]
+        # The arrays of one name, from all ranks.
+        for leaves in zip(*leaves_by_rank, strict=True):
+            shards = dict(zip(ranks, leaves, strict=True))
+            state[leaves[0].name] = _make_sharded_array(mesh, shards)
+        # Free the host's memory before the next tensor is loaded.
+        del value, leaves_by_rank
+    progress("load", len(all_parameters), len(all_parameters), "tensors")
+    for leaf in _make_rotary_leaves(split):
+        state[leaf.name] = _make_sharded_array(mesh, dict.fromkeys(ranks, leaf))
+    return state
 
 
 def abstract_state(
     infos: Mapping[str, TensorSpec], split: DeviceSplit, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what `load_state` returns, without weights, from the descriptions of all tensors."""
+    """Describe the arrays of `load_state` without weights, from the specs of all tensors."""
     leaves = list(_make_rotary_leaves(split))
     for parameter in parameters(split.config):
-        leaves += split.leaves(parameter, _cast(_make_meta_tensor(infos[parameter.name]), dtype), 0)
+        value = _cast(_make_meta_tensor(infos[parameter.name]), dtype)
+        # The shards of all devices have the same shape.
+        leaves += split.leaves(parameter, value, 0)
     result: dict[str, jax.ShapeDtypeStruct] = {}
     for leaf in leaves:
         result[leaf.name] = abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf))
@@ -148,22 +150,23 @@ def abstract_state(
 def abstract(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED
 ) -> jax.ShapeDtypeStruct:
-    """Return an array over a mesh that is not there."""
+    """Describe an array over a mesh without its values."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros [N, ...] over a mesh."""
+    """Make zeros [N, ...] over a mesh."""
+    # Compiled, so that each device makes its own shard and the host needs no memory.
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, SHARDED))()
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """Return a torch type in JAX."""
+    """Convert a dtype of torch to one of JAX."""
     return jnp.dtype(DType.of(dtype).value)
 
 
 def _make_rotary_leaves(split: DeviceSplit) -> list[Leaf]:
-    """Return what the model has besides the checkpoint's tensors."""
+    """Make the buffers that are not tensors of the checkpoint: the rotary frequencies."""
     result: list[Leaf] = []
     for name, values in Rotary(split.config).named_buffers():
         result.append(Leaf(f"rotary.{name}", values))
@@ -194,10 +197,11 @@ def _dtype(leaf: Leaf) -> Any:
 
 
 def _make_sharded_array(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
-    """Return an array of which each rank here has its own leaf."""
+    """Make an array from the shards of this process's ranks."""
     shape = (mesh.size, *next(iter(leaves.values())).value.shape)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        # JAX asks only for the shards of this process. A single device has `slice(None)`.
         return _numpy(leaves[index[0].start or 0])[None]
 
     return jax.make_array_from_callback(shape, NamedSharding(mesh, SHARDED), shard)
@@ -205,6 +209,7 @@ def _make_sharded_array(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
 
 def _numpy(leaf: Leaf) -> np.ndarray[Any, Any]:
     value = leaf.value.contiguous()
+    # torch cannot convert bfloat16 to NumPy, which has no such type of its own.
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array = value.numpy()

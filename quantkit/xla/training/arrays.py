@@ -1,4 +1,4 @@
-"""The arrays of a model over a mesh, from a checkpoint, or without weights for a plan."""
+"""Make the arrays of a model over a mesh, from a checkpoint, or without weights for a plan."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Leaf:
 
     Attributes:
         key: its name in `Arrays`.
-        tensors: the checkpoint's, one for each layer of the segment; a single one that is not in a
-            layer.
+        tensors: names in the checkpoint, one for each layer of the segment, or only one outside
+            the layers.
         kind: ``scale``, ``codes`` or ``zero`` of a quantized weight; None for floats.
-        shape: the segment's layers included.
-        spec: where its last axes lie.
+        shape: with the segment's layers as first axis, if `stacked`.
+        spec: of the last axes.
+        stacked: whether the array has the layers of a segment.
     """
 
     key: str
@@ -50,14 +51,13 @@ class Leaf:
     stacked: bool
 
     def read(self, checkpoint: Checkpoint, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Return a part of it."""
+        """Read a part of the array from the checkpoint."""
         if not self.stacked:
             return _numpy(self._of(checkpoint.load(self.tensors[0]))[index], self.dtype)
-        layers = range(len(self.tensors))[index[0]]
-        found = []
-        for layer in layers:
-            found.append(self._of(checkpoint.load(self.tensors[layer]))[index[1:]])
-        return _numpy(torch.stack(found), self.dtype)
+        parts: list[Tensor] = []
+        for name in self.tensors[index[0]]:
+            parts.append(self._of(checkpoint.load(name))[index[1:]])
+        return _numpy(torch.stack(parts), self.dtype)
 
     def _of(self, value: Tensor | QuantTensor) -> Tensor:
         if self.kind is None:
@@ -67,6 +67,7 @@ class Leaf:
         assert isinstance(value, QuantTensor)
         if self.kind == "scale":
             return value.scale
+        # Unsigned codes become signed: XLA has signed int4 and int8.
         middle = value.scheme.levels // 2
         if self.kind == "codes":
             return (value.codes.short() - middle).char()
@@ -75,23 +76,23 @@ class Leaf:
 
 
 def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """Return the arrays of a model; quantized embeddings and heads are floats. Raises
+    """List the arrays of a model; quantized embeddings and heads become floats. Raises
     `UnsupportedError` as `require_trainable`.
     """
     require_trainable(checkpoint)
     config = checkpoint.config
-    found = schemes(checkpoint)
+    scheme_by_module = schemes(checkpoint)
     by_layer: dict[int | None, list[Parameter]] = {}
     for parameter in parameters(config):
         by_layer.setdefault(parameter.layer, []).append(parameter)
     out: list[Leaf] = []
-    for index, layers in enumerate(segments(config, found)):
+    for index, layers in enumerate(segments(config, scheme_by_module)):
+        # All layers of a segment have the parameters of the first.
         for parameter in by_layer[layers.start]:
             name = parameter.name.removeprefix(BLOCK_PREFIX.format(layers.start))
             names = tuple(BLOCK_PREFIX.format(layer) + name for layer in layers)
-            out += _of_parameter(
-                checkpoint, parameter, f"{index}.{name}", names, found.get(parameter.module), True
-            )
+            scheme = scheme_by_module.get(parameter.module)
+            out += _of_parameter(checkpoint, parameter, f"{index}.{name}", names, scheme, True)
     for parameter in by_layer[None]:
         out += _of_parameter(checkpoint, parameter, parameter.name, (parameter.name,), None, False)
     return out
@@ -108,76 +109,68 @@ def _of_parameter(
     spec = parameter_spec(parameter)
     before = (len(names),) if stacked else ()
     if scheme is None or not parameter.is_linear_weight:
-        yield Leaf(
-            key,
-            names,
-            None,
-            (*before, *parameter.shape),
-            _dtype(checkpoint, names, floats=True),
-            spec,
-            stacked,
-        )
+        shape = (*before, *parameter.shape)
+        dtype = _dtype(checkpoint, names, floats=True)
+        yield Leaf(key, names, None, shape, dtype, spec, stacked)
         return
     rows, columns = parameter.shape
     steps = (*before, rows, scheme.groups(columns))
     module = key.removesuffix(".weight")
     yield Leaf(f"{module}.scale", names, "scale", steps, _dtype(checkpoint, names), spec, stacked)
-    if scheme.bits == 4:
-        codes = jnp.int4
-    else:
-        codes = jnp.int8
+    codes = jnp.int4 if scheme.bits == 4 else jnp.int8
     yield Leaf(f"{module}.codes", names, "codes", (*before, rows, columns), codes, spec, stacked)
     if not scheme.symmetric:
         yield Leaf(f"{module}.zero", names, "zero", steps, jnp.int8, spec, stacked)
 
 
 def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = False) -> Any:
-    """Return the type of scales that several tensors have, or of their values as floats.
+    """Find the common dtype of the scales of several tensors, or of their values as floats.
 
     Raises:
         UnsupportedError: if they differ.
     """
-    found = set()
-    for one in map(checkpoint.info, names):
-        found.add(DType.FLOAT32 if floats and one.scheme else one.dtype)
-    if len(found) > 1:
+    dtypes: set[DType] = set()
+    for name in names:
+        spec = checkpoint.info(name)
+        # Codes are dequantized to float32.
+        dtypes.add(DType.FLOAT32 if floats and spec.scheme else spec.dtype)
+    if len(dtypes) > 1:
         raise UnsupportedError(
             f"tensors like '{names[0]}' have several types",
             path=checkpoint.path,
-            found=" and ".join(sorted(one.value for one in found)),
+            found=" and ".join(sorted(dtype.value for dtype in dtypes)),
             expected="one type in all layers",
         )
-    return jax_dtype(found.pop().torch)
+    return jax_dtype(dtypes.pop().torch)
 
 
 def load_arrays(
     checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = None
 ) -> dict[str, jax.Array]:
-    """Return a checkpoint's arrays on the devices of this process, or one of them; each device's
-    part is read by itself.
+    """Load a checkpoint's arrays, or only one of them, to the devices of this process. The shard of
+    each device is read separately.
     """
     result: dict[str, jax.Array] = {}
     for leaf in leaves(checkpoint):
         if only in (None, leaf.key):
+            # JAX calls `read` with the index of each shard on this process's devices.
             read = partial(leaf.read, checkpoint)
-            result[leaf.key] = jax.make_array_from_callback(
-                leaf.shape, mesh.sharding(leaf.spec, leaf.shape), read
-            )
+            sharding = mesh.sharding(leaf.spec, leaf.shape)
+            result[leaf.key] = jax.make_array_from_callback(leaf.shape, sharding, read)
     if only is None:
-        result |= {name: mesh.put(value.numpy()) for name, value in _rotary(checkpoint).items()}
+        for name, value in _rotary(checkpoint).items():
+            result[name] = mesh.put(value.numpy())
     return result
 
 
 def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what `load_arrays` gives, without weights."""
-    found = {}
+    """Describe the arrays of `load_arrays` without weights."""
+    arrays: dict[str, jax.ShapeDtypeStruct] = {}
     for leaf in leaves(checkpoint):
-        found[leaf.key] = mesh.abstract(leaf.shape, leaf.dtype, leaf.spec)
-    rotary = _rotary(checkpoint)
-    return found | {
-        name: mesh.abstract(tuple(one.shape), jax_dtype(one.dtype), ())
-        for name, one in rotary.items()
-    }
+        arrays[leaf.key] = mesh.abstract(leaf.shape, leaf.dtype, leaf.spec)
+    for name, value in _rotary(checkpoint).items():
+        arrays[name] = mesh.abstract(tuple(value.shape), jax_dtype(value.dtype), ())
+    return arrays
 
 
 def _rotary(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
@@ -189,6 +182,7 @@ def _rotary(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
 
 def _numpy(value: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
     value = value.contiguous()
+    # torch cannot convert bfloat16 to NumPy, which has no such type of its own.
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return value.numpy().astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Training on the devices that JAX finds, over a mesh."""
+"""Train on the devices that JAX finds, over a mesh."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quantkit.xla.weights import found_devices
 
 
 class OnDevices:
-    """The `Engine` of XLA: the whole model is on the devices, and so are factors and moments."""
+    """The `Engine` of XLA, with the model, factors and moments on the devices."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class OnDevices:
     ) -> None:
         """
         Args:
-            model: gets the trained values with `fetch`.
-            quantized: the model before.
+            model: receives the trained values in `fetch`.
+            quantized: the model before training.
             reference: the float model.
 
         Raises:
@@ -55,6 +55,7 @@ class OnDevices:
                 little memory.
             UnsupportedError: for a model that XLA does not train.
         """
+        # There may be fewer samples for training than a batch has.
         mesh.require_divides(min(samples.batch, samples.training))
         self._model = model
         self._samples = samples
@@ -63,23 +64,22 @@ class OnDevices:
         self._trained = select_trained_leaves(quantized, model.names_trained)
         decoder = MeshDecoder(quantized.config, schemes(quantized), mesh, product_dtype())
         self._programs = TrainingPrograms(decoder, rates(quantized, self._trained))
-        self.moments = {
-            name + end: torch.zeros_like(factor)
-            for name, factor in model.factors.items()
-            for end in (FIRST, SECOND)
-        }
+        self.moments: dict[str, Tensor] = {}
+        for name, factor in model.factors.items():
+            self.moments[name + FIRST] = torch.zeros_like(factor)
+            self.moments[name + SECOND] = torch.zeros_like(factor)
         self._values: Trained
         with enough_memory(None):
             self._arrays = load_arrays(quantized, mesh)
-            if reference.config.tied_embeddings:
-                name = EMBEDDING
-            else:
-                name = HEAD
+            name = EMBEDDING if reference.config.tied_embeddings else HEAD
+            # The targets are hidden states, so only the head of the float model is needed.
             self._arrays[TARGET_HEAD] = load_arrays(reference, mesh, only=name)[name]
         self.put()
 
     def step(self, step: int, numbers: Tensor) -> float:
-        pace = Pace(*map(np.float32, (self._schedule.share(step), *corrections(step))))
+        first, second = corrections(step)
+        # Explicitly float32, as in the program that `plan refine` compiles.
+        pace = Pace(np.float32(self._schedule.share(step)), np.float32(first), np.float32(second))
         with enough_memory(None):
             self._values, loss = self._programs.step(
                 self._arrays, self._values, *self._inputs(numbers), pace
@@ -90,12 +90,12 @@ class OnDevices:
         size = _multiple(self._samples.batch, self._mesh.sample_shards)
         total = 0.0
         with enough_memory(None):
-            for some in torch.split(numbers, size):
-                inputs = self._inputs(_pad_samples(some, size))
-                found = np.asarray(
-                    self._programs.losses(self._arrays, self._values.factors, *inputs)
-                )
-                total += float(found[: len(some)].sum(dtype=np.float64))
+            for batch_numbers in torch.split(numbers, size):
+                inputs = self._inputs(_pad_samples(batch_numbers, size))
+                losses = self._programs.losses(self._arrays, self._values.factors, *inputs)
+                # Without the padded samples.
+                losses = np.asarray(losses)[: len(batch_numbers)]
+                total += float(losses.sum(dtype=np.float64))
         return total / (len(numbers) * self._samples.tokens.shape[1])
 
     def fetch(self) -> None:
@@ -108,13 +108,12 @@ class OnDevices:
         samples = self._samples
         targets = samples.targets(numbers).numpy()
         spec = self._mesh.samples, None, MODEL
-        return _put_tokens(samples.tokens[numbers], self._mesh), jax.device_put(
-            targets, self._mesh.sharding(spec, targets.shape)
-        )
+        tokens = _put_tokens(samples.tokens[numbers], self._mesh)
+        return tokens, jax.device_put(targets, self._mesh.sharding(spec, targets.shape))
 
 
 def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh:
-    """Return the mesh of the devices that JAX finds; without a shape, all of them share the model.
+    """Make a mesh of the devices that JAX finds; without a shape, all of them share the model.
 
     Raises:
         RequestError: if there are fewer devices.
@@ -124,7 +123,7 @@ def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh:
 
 
 def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
-    """Runs a float model on the devices, on a number of samples at a time.
+    """Return a function that runs a float model on the devices, on a batch of samples at a time.
 
     Raises:
         RequestError: if the devices have too little memory.
@@ -137,30 +136,31 @@ def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
         arrays = load_arrays(reference, mesh)
 
     def hidden(tokens: Tensor, progress: Progress) -> Tensor:
-        found = []
+        parts: list[Tensor] = []
         for start in range(0, len(tokens), size):
             progress("float model", start, len(tokens), "samples")
-            own = torch.arange(start, min(start + size, len(tokens)))
+            numbers = torch.arange(start, min(start + size, len(tokens)))
+            inputs = tokens[_pad_samples(numbers, size)]
             with enough_memory(None):
-                states = np.asarray(
-                    program(arrays, _put_tokens(tokens[_pad_samples(own, size)], mesh))
-                )
-            found.append(torch.from_numpy(states[: len(own)].copy()))
-        return torch.cat(found)
+                states = np.asarray(program(arrays, _put_tokens(inputs, mesh)))
+            # A copy, because arrays of JAX are read-only.
+            parts.append(torch.from_numpy(states[: len(numbers)].copy()))
+        return torch.cat(parts)
 
     return hidden
 
 
 def product_dtype() -> Any:
-    """Of products: a TPU multiplies bfloat16, and takes six passes for float32."""
+    """Choose the dtype of products: a TPU multiplies bfloat16, and needs six passes for float32."""
     if jax.default_backend() == "tpu":
         return jnp.bfloat16
     return jnp.float32
 
 
 def _put_tokens(tokens: Tensor, mesh: DeviceMesh) -> jax.Array:
-    found = tokens.to(torch.int32).numpy()
-    return jax.device_put(found, mesh.sharding((mesh.samples, None), found.shape))
+    # JAX has no 64-bit integers by default.
+    token_array = tokens.to(torch.int32).numpy()
+    return jax.device_put(token_array, mesh.sharding((mesh.samples, None), token_array.shape))
 
 
 def _multiple(count: int, of: int) -> int:
@@ -168,7 +168,7 @@ def _multiple(count: int, of: int) -> int:
 
 
 def _pad_samples(numbers: Tensor, size: int) -> Tensor:
-    """Return a number of samples, the last one several times if there are fewer: another number
-    would be compiled anew.
+    """Pad samples to a number by repeating the last one: XLA would compile another program for
+    another number.
     """
     return torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])

@@ -1,5 +1,5 @@
-"""What a step of training takes of the chips of a TPU slice, from the compiler for the real
-slice; no TPU is needed.
+"""Estimate the memory and the time of a training step on a TPU slice by compiling it for this
+slice, which needs no TPU.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from quantkit.xla.training.partitions import DATA, MODEL, SLICES, DeviceMesh
 from quantkit.xla.training.program import HEAD, TARGET_HEAD, Pace, TrainingPrograms
 from quantkit.xla.training.state import abstract_trained, rates, select_trained_leaves
 
-# Bytes a step, of exchanges that are named in the report.
+# The report lists exchanges of at least this many bytes per step.
 _LEAST = 1 << 20
-# Of its bytes, that a device sends in a ring; one for all other kinds.
+# How often a device sends the bytes of a collective: an all-reduce in a ring is a reduce-scatter
+# followed by an all-gather. Once for all other kinds.
 _TRAFFIC = {"all-reduce": 2.0}
-# a forward pass, again, and gradients by inputs and by weights; all but the second
+# The forward pass, its recomputation, and the gradients by inputs and by weights.
 _PASSES = 4
+# Without the recomputation.
 _USEFUL = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What chips exchange in a step by one kind of collective.
+    """The data that chips exchange in a step by one kind of collective.
 
     Attributes:
-        axis: of the mesh along which they do.
-        count: in a step.
-        bytes: on each chip, all together.
+        axis: the axis of the mesh along which chips exchange.
+        count: the number of collectives in a step.
+        bytes: on each chip, of all these collectives.
     """
 
     kind: str
@@ -55,18 +57,18 @@ class Exchange:
 
 @dataclass(frozen=True)
 class MeshEstimate:
-    """A step on a mesh; bytes and seconds are those of a chip.
+    """A step on a mesh; bytes and seconds are per chip.
 
     Attributes:
         mesh: parts of the samples by parts of the model, in each slice.
         arguments: bytes of weights, samples and trained values.
-        temporaries: bytes while the step runs.
-        total: these, outputs other than trained values, and code.
+        temporaries: bytes that the step uses while it runs.
+        total: the sum of both, outputs other than trained values, and code.
         exchanges: the collectives.
-        compute_seconds: of its products at the chip's peak.
-        exchange_seconds: of what it sends at the speed of all its links.
-        utilization: of the peak, by the arithmetic without what is computed again, if a step takes
-            as long as the longer of both; a bound.
+        compute_seconds: the time of the products at the chip's peak.
+        exchange_seconds: the time of the exchanges at the speed of all links.
+        utilization: an upper bound: the share of the peak FLOPS, without recomputation, if a step
+            takes as long as the longer of both times.
     """
 
     mesh: str
@@ -79,21 +81,21 @@ class MeshEstimate:
     utilization: float
 
     def lines(self) -> list[str]:
-        """For people."""
-        sent = [exchange for exchange in self.exchanges if exchange.bytes >= _LEAST]
-        return [
-            (
-                f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments,"
-                f" {size_text(self.temporaries)} of temporaries, the rest of code and outputs); at"
-                f" least {1000 * self.compute_seconds:.3g} ms of products,"
-                f" {1000 * self.exchange_seconds:.3g} ms of exchanges; at most"
-                f" {self.utilization:.0%} of peak FLOPS"
-            ),
-            *(
-                f"    {one.count} {one.kind} along {one.axis}: {size_text(one.bytes)}"
-                for one in sent
-            ),
+        """Format the mesh and its large exchanges as lines of the report."""
+        lines = [
+            f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments,"
+            f" {size_text(self.temporaries)} of temporaries, the rest of code and outputs); at"
+            f" least {1000 * self.compute_seconds:.3g} ms of products,"
+            f" {1000 * self.exchange_seconds:.3g} ms of exchanges; at most"
+            f" {self.utilization:.0%} of peak FLOPS"
         ]
+        for exchange in self.exchanges:
+            if exchange.bytes >= _LEAST:
+                lines.append(
+                    f"    {exchange.count} {exchange.kind} along {exchange.axis}:"
+                    f" {size_text(exchange.bytes)}"
+                )
+        return lines
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ class TrainingEstimate:
     """Training of a model's scales on a slice.
 
     Attributes:
-        chips: of all slices.
-        memory: of a chip that programs can have, in bytes.
+        chips: the number of chips of all slices.
+        memory: the memory of a chip that programs can use, in bytes.
         batch: samples of a step.
         length: tokens of a sample.
-        flops: of a step on all chips, without what is computed again.
-        meshes: those that the model fits.
-        refused: why other meshes do not serve, by their shape.
+        flops: of a step on all chips, without recomputation.
+        meshes: the meshes that the model fits.
+        refused: the reasons against other meshes, by their shape.
     """
 
     model: str
@@ -124,16 +126,17 @@ class TrainingEstimate:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
-        return [
-            (
-                f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)},"
-                f" {self.batch} samples of {self.length} tokens in a step, {self.flops / 1e12:.3g}"
-                " TFLOP; by mesh, for each chip:"
-            ),
-            *(line for mesh in self.meshes for line in mesh.lines()),
-            *(f"{mesh}: {reason}" for mesh, reason in self.refused.items()),
+        """Format the report."""
+        lines = [
+            f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)},"
+            f" {self.batch} samples of {self.length} tokens in a step, {self.flops / 1e12:.3g}"
+            " TFLOP; by mesh, for each chip:"
         ]
+        for mesh in self.meshes:
+            lines.extend(mesh.lines())
+        for shape, reason in self.refused.items():
+            lines.append(f"{shape}: {reason}")
+        return lines
 
 
 def estimate_training(
@@ -150,11 +153,12 @@ def estimate_training(
     """Compile a step of training for a TPU slice.
 
     Args:
-        checkpoint: the quantized model, of which only the shapes are looked at.
+        checkpoint: the quantized model; only its shapes are used.
         target: kind and number of chips, such as ``v5e-64``; ``2xv5e-64`` for two slices.
         names: the tensors that are trained.
         meshes: shapes for each slice; none compares one dimension with two.
         batch: samples of a step; None is one for each part of the samples, and at least `least`.
+        least: the smallest default of `batch`.
         length: tokens of a sample.
         progress: called for each mesh.
 
@@ -164,13 +168,12 @@ def estimate_training(
     slice_ = Slice.parse(target)
     shapes = list(meshes) or _shapes(slice_.chips)
     if batch is None:
+        # All meshes get the same batch, so that their times can be compared.
         batch = max(least, slice_.count * max(data for data, _ in shapes))
-    else:
-        batch = batch
     devices = slice_.devices()
-    found = []
-    refused = dict[str, str]()
-    last: RequestError | None = None
+    estimates: list[MeshEstimate] = []
+    refused: dict[str, str] = {}
+    last_error: RequestError | None = None
     for number, (data, model) in enumerate(shapes):
         name = f"{data}x{model}"
         progress("compile", number, len(shapes), f"meshes, {name}")
@@ -180,11 +183,12 @@ def estimate_training(
                     "the mesh is not all of the slice", found=name, expected=f"{slice_.chips} chips"
                 )
             mesh = DeviceMesh.of(devices, (data, model), slice_.count)
-            found.append(_estimate(checkpoint, slice_, mesh, names, batch, length))
+            estimates.append(_estimate(checkpoint, slice_, mesh, names, batch, length))
         except RequestError as error:
-            refused[name], last = str(error), error
-    if last is not None and not found:
-        raise last
+            refused[name] = str(error)
+            last_error = error
+    if last_error is not None and not estimates:
+        raise last_error
     return TrainingEstimate(
         checkpoint.path.name,
         target,
@@ -193,7 +197,7 @@ def estimate_training(
         batch,
         length,
         _flops(checkpoint.config, batch, length, _USEFUL),
-        found,
+        estimates,
         refused,
     )
 
@@ -207,7 +211,7 @@ def step_of(
     length: int,
     dtype: Any,
 ) -> Any:
-    """Return the program of a step, lowered, without weights.
+    """Lower the program of a step, without weights.
 
     Raises:
         RequestError: if the mesh does not divide the samples.
@@ -217,28 +221,29 @@ def step_of(
     trained = select_trained_leaves(checkpoint, names)
     mesh.require_divides(batch)
     decoder = MeshDecoder(config, schemes(checkpoint), mesh, dtype)
-    held = abstract_arrays(checkpoint, mesh)
-    held[TARGET_HEAD] = held.get(HEAD, held[EMBEDDING])
+    arrays = abstract_arrays(checkpoint, mesh)
+    # The float model's head has the shape of the quantized model's.
+    arrays[TARGET_HEAD] = arrays.get(HEAD, arrays[EMBEDDING])
     tokens = mesh.abstract((batch, length), np.int32, (mesh.samples, None))
     targets = mesh.abstract(
         (batch, length, config.hidden_size), np.float32, (mesh.samples, None, MODEL)
     )
     pace = Pace(*[jax.ShapeDtypeStruct((), np.float32)] * len(Pace._fields))
     programs = TrainingPrograms(decoder, rates(checkpoint, trained))
-    return programs.step.lower(held, abstract_trained(trained, mesh), tokens, targets, pace)
+    return programs.step.lower(arrays, abstract_trained(trained, mesh), tokens, targets, pace)
 
 
 def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
-    """Return what devices exchange in a compiled program, by kind and axis, the most first."""
+    """Sum the data that devices exchange in a compiled program by kind and axis, largest first."""
     counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for one, times in exchanges(program).items():
-        total = counts[one.kind, find_collective_axes(one, mesh)]
+    for collective, times in exchanges(program).items():
+        total = counts[collective.kind, find_collective_axes(collective, mesh)]
         total[0] += times
-        total[1] += times * one.bytes
-    found = []
+        total[1] += times * collective.bytes
+    totals: list[Exchange] = []
     for (kind, axis), (count, size) in counts.items():
-        found.append(Exchange(kind, axis, count, size))
-    return sorted(found, key=lambda one: -one.bytes)
+        totals.append(Exchange(kind, axis, count, size))
+    return sorted(totals, key=lambda exchange: -exchange.bytes)
 
 
 def _estimate(
@@ -254,31 +259,45 @@ def _estimate(
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     temporaries = memory.temp_size_in_bytes
+    # The new trained values replace the old ones in the same memory.
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     total = arguments + temporaries + outputs + memory.generated_code_size_in_bytes
     if total > slice_.chip.memory:
         raise make_memory_error(slice_.name, f"{gib(total)} a chip", gib(slice_.chip.memory))
-    found = by_axis(compiled.as_text(), mesh)
+    totals = by_axis(compiled.as_text(), mesh)
+    sent_bytes = 0.0
+    for exchange in totals:
+        sent_bytes += _TRAFFIC.get(exchange.kind, 1.0) * exchange.bytes
     chips = slice_.chips * slice_.count
-    compute = _flops(checkpoint.config, batch, length, _PASSES) / chips / slice_.chip.flops
-    sent = sum(_TRAFFIC.get(one.kind, 1.0) * one.bytes for one in found) / slice_.chip.links
-    useful = _flops(checkpoint.config, batch, length, _USEFUL) / chips / slice_.chip.flops
-    shape = f"{mesh.size(DATA)}x{mesh.size(MODEL)}"
+    compute_seconds = _flops(checkpoint.config, batch, length, _PASSES) / chips / slice_.chip.flops
+    exchange_seconds = sent_bytes / slice_.chip.links
+    useful_seconds = _flops(checkpoint.config, batch, length, _USEFUL) / chips / slice_.chip.flops
     return MeshEstimate(
-        shape, arguments, temporaries, total, found, compute, sent, useful / max(compute, sent)
+        f"{mesh.size(DATA)}x{mesh.size(MODEL)}",
+        arguments,
+        temporaries,
+        total,
+        totals,
+        compute_seconds,
+        exchange_seconds,
+        # As if exchanges ran in parallel with products.
+        useful_seconds / max(compute_seconds, exchange_seconds),
     )
 
 
 def _flops(config: ModelConfig, batch: int, length: int, passes: int) -> float:
-    """Of a step in a number of passes: products with weights, and of queries with keys and shares
-    with values, of which causal attention needs half.
+    """Count the operations of a step with a number of passes: products with weights, of queries
+    with keys, and of attention weights with values.
     """
+    # Two products of two operations per element, of which causal attention needs half.
     attention = 2 * batch * length**2 * config.num_heads * config.head_dim * config.num_layers
     return float(passes * (forward_flops(config, batch * length) + attention))
 
 
 def _shapes(chips: int) -> list[tuple[int, int]]:
-    """Meshes to compare: one dimension, which divides samples alone, and the squarest of two."""
+    """List the default meshes: one dimension, which divides only samples, and the squarest mesh of
+    two dimensions.
+    """
     model = 1
     while model * model < chips:
         model *= 2
@@ -286,13 +305,14 @@ def _shapes(chips: int) -> list[tuple[int, int]]:
 
 
 def find_collective_axes(collective: Collective, mesh: DeviceMesh) -> str:
-    """Return the axes of the mesh along which devices exchange."""
-    shape = [mesh.size(axis) for axis in (SLICES, DATA, MODEL)]
-    places = np.array(
-        np.unravel_index(np.array(collective.devices or range(int(np.prod(shape)))), shape)
-    )
-    varying = []
-    for axis, place in zip((SLICES, DATA, MODEL), places, strict=True):
-        if len(set(place.tolist())) > 1:
+    """Find the axes of the mesh along which devices exchange."""
+    axes = SLICES, DATA, MODEL
+    shape = [mesh.size(axis) for axis in axes]
+    # No list of devices stands for all of them.
+    devices = np.array(collective.devices or range(int(np.prod(shape))))
+    coordinates = np.unravel_index(devices, shape)
+    varying: list[str] = []
+    for axis, positions in zip(axes, coordinates, strict=True):
+        if len(set(positions.tolist())) > 1:
             varying.append(axis)
     return " and ".join(varying) or "none"

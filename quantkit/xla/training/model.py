@@ -1,4 +1,4 @@
-"""The decoder over a mesh: torch's modules, with linears that are multiplied in JAX.
+"""The decoder over a mesh: torch's modules, with linears that are computed in JAX.
 
 B samples, T tokens, D hidden size, V vocabulary.
 """
@@ -30,25 +30,26 @@ from quantkit.xla.training.products import MeshLinear, Weight
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 ROTARY = "rotary."
-_LOGITS = 1 << 24  # of a device at a time
+# The number of logits that a device computes at a time.
+_LOGITS = 1 << 24
 
 Arrays = Mapping[str, Any]
-"""The arrays of a model by name. Those of layers are named by their segment and within a block,
-such as ``0.mlp.up_proj.codes``, and their first axis is the segment's layers; all others have the
-model's names.
+"""The arrays of a model by name. Names of arrays in layers consist of the segment and the name in a
+block, such as ``0.mlp.up_proj.codes``, and their first axis is the segment's layers. All other
+arrays have the model's names.
 """
 
 
 def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[range]:
-    """Equal layers one after the other, which one program runs in a loop."""
+    """Divide the layers into runs of equal layers, which one program runs in a loop."""
 
     def kind(layer: int) -> Any:
         prefix = BLOCK_PREFIX.format(layer)
-        own = {}
+        layer_schemes: dict[str, QuantScheme] = {}
         for name, scheme in schemes.items():
             if name.startswith(prefix):
-                own[name.removeprefix(prefix)] = scheme
-        return config.layers[layer], own
+                layer_schemes[name.removeprefix(prefix)] = scheme
+        return config.layers[layer], layer_schemes
 
     result: list[range] = []
     for layer in range(config.num_layers):
@@ -60,26 +61,23 @@ def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[ra
 
 
 class _RotaryBlock(nn.Module):
-    """A block with the angles of positions."""
+    """A block that computes the angles of positions itself, so that a loop can run it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.block, self.rotary, self._windows = (
-            Block(config, layer),
-            Rotary(config),
-            config.windows,
-        )
+        self.block = Block(config, layer)
+        self.rotary = Rotary(config)
+        self._windows = config.windows
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D], at positions [T]."""
-        result: Tensor = self.block(
-            x, Step(self.rotary(positions), make_causal_attention(positions, self._windows))
-        )
+        """Run the block on hidden states [B, T, D] at positions [T]."""
+        step = Step(self.rotary(positions), make_causal_attention(positions, self._windows))
+        result: Tensor = self.block(x, step)
         return result
 
 
 class MeshDecoder:
-    """A model over a mesh; it has no weights, its methods are given them.
+    """A model over a mesh without weights, which are arguments of its methods.
 
     Attributes:
         segments: see `segments`.
@@ -101,75 +99,84 @@ class MeshDecoder:
         """
         require_served(config)
         attend_by(attention)
-        self.config, self.mesh, self.segments = config, mesh, segments(config, schemes)
-        found = parameters(config)
-        self._vocabulary = Weight(mesh, parameter_spec(found[0]), dtype)
+        self.config = config
+        self.mesh = mesh
+        self.segments = segments(config, schemes)
+        all_parameters = parameters(config)
+        # The first parameter is the embedding; the head is sharded like it.
+        self._vocabulary = Weight(mesh, parameter_spec(all_parameters[0]), dtype)
         with meta_init():
             self._norm = rms_norm(config)
-            self._blocks = [_RotaryBlock(config, one.start) for one in self.segments]
+            self._blocks = [_RotaryBlock(config, segment.start) for segment in self.segments]
         for block, segment in zip(self._blocks, self.segments, strict=True):
-            for one in found:
-                if one.layer == segment.start and one.is_linear_weight and one.linear is not None:
-                    weight = Weight(mesh, parameter_spec(one), dtype, _units(config, one))
-                    linear = MeshLinear(weight, schemes.get(one.module), one.linear.bias)
-                    block.block.set_submodule(
-                        one.module.removeprefix(BLOCK_PREFIX.format(one.layer)), linear
-                    )
+            prefix = BLOCK_PREFIX.format(segment.start)
+            for parameter in all_parameters:
+                if parameter.layer != segment.start or not parameter.is_linear_weight:
+                    continue
+                if parameter.linear is None:
+                    continue
+                units = _units(config, parameter)
+                weight = Weight(mesh, parameter_spec(parameter), dtype, units)
+                linear = MeshLinear(weight, schemes.get(parameter.module), parameter.linear.bias)
+                block.block.set_submodule(parameter.module.removeprefix(prefix), linear)
 
     def hidden(self, arrays: Arrays, tokens: jax.Array) -> jax.Array:
-        """Hidden states [B, T, D] float32 after the final norm, for tokens [B, T]."""
-        x = self._embed_tokens(
-            arrays[EMBEDDING], self.mesh.constrain(tokens, self.mesh.samples, None)
-        )
+        """Compute hidden states [B, T, D] float32 after the final norm, for tokens [B, T]."""
+        tokens = self.mesh.constrain(tokens, self.mesh.samples, None)
+        x = self._embed_tokens(arrays[EMBEDDING], tokens)
         positions = jnp.arange(tokens.shape[1])
         rotary = {name: value for name, value in arrays.items() if name.startswith(ROTARY)}
         for index, block in enumerate(self._blocks):
             prefix = f"{index}."
-            own = {}
+            segment_arrays: dict[str, Any] = {}
             for name, value in arrays.items():
                 if name.startswith(prefix):
-                    own[f"block.{name.removeprefix(prefix)}"] = value
-            x, _ = lax.scan(partial(self._layer, block, rotary, positions), x, own)
+                    segment_arrays[f"block.{name.removeprefix(prefix)}"] = value
+            # A loop over the first axis of these arrays, so that equal layers are compiled once.
+            x, _ = lax.scan(partial(self._layer, block, rotary, positions), x, segment_arrays)
         normed: jax.Array = run(self._norm, {"weight": arrays[NORM]}, self._norm, x)
         return normed
 
     def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
-        """[B, T, V] float32, of hidden states [B, T, D] and a head [V, D] as it is used."""
+        """Compute float32 logits [B, T, V] of hidden states [B, T, D] and a head [V, D]."""
         products = self._vocabulary.forward(hidden, head).astype(jnp.float32)
-        result: jax.Array = run(
-            nn.Module(), {}, partial(final_logits, config=self.config), products
-        )
+        # An empty module: the function has no weights.
+        function = partial(final_logits, config=self.config)
+        result: jax.Array = run(nn.Module(), {}, function, products)
         return result
 
     def divergence(
         self, hidden: jax.Array, head: jax.Array, target: jax.Array, target_head: jax.Array
     ) -> jax.Array:
-        """Return the sum over tokens of KL(target || hidden) for each sample, [B] float32, in nats,
-        of hidden states [B, T, D] and their heads [V, D]; the logits of some tokens are in memory
-        at a time.
+        """Sum KL(target || hidden) over the tokens of each sample, [B] float32, in nats, from
+        hidden states [B, T, D] and their heads [V, D]. Only the logits of one chunk of tokens are
+        in memory at a time.
         """
+        # Outside the loop, which would gather them for each chunk.
+        head = self._vocabulary.gather_weight(head)
+        target_head = self._vocabulary.gather_weight(target_head)
 
-        head, target_head = (self._vocabulary.gather_weight(one) for one in (head, target_head))
-
-        def of_some(
+        def add_chunk(
             total: jax.Array, state_pair: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, None]:
-            own, expected = state_pair
-            log_q = jax.nn.log_softmax(self.logits(own, head))
+            actual, expected = state_pair
+            log_q = jax.nn.log_softmax(self.logits(actual, head))
             log_p = jax.nn.log_softmax(self.logits(expected, target_head))
             return total + (jnp.exp(log_p) * (log_p - log_q)).sum((1, 2)), None
 
         batch, length, width = hidden.shape
         rows = -(-batch // self.mesh.sample_shards) * -(-head.shape[0] // self.mesh.size(MODEL))
-        count = next(
-            n
-            for n in range(1, length + 1)
-            if length % n == 0 and rows * (length // n) <= max(_LOGITS, rows)
+        # The fewest equal chunks whose logits are few enough, or one token each.
+        count = 1
+        while length % count or rows * (length // count) > max(_LOGITS, rows):
+            count += 1
+        chunks = (
+            jnp.moveaxis(hidden.reshape(batch, count, -1, width), 1, 0),
+            jnp.moveaxis(target.reshape(batch, count, -1, width), 1, 0),
         )
-        split = []
-        for one in (hidden, target):
-            split.append(jnp.moveaxis(one.reshape(batch, count, -1, width), 1, 0))
-        total, _ = lax.scan(jax.checkpoint(of_some), jnp.zeros(batch, jnp.float32), tuple(split))
+        # With `checkpoint`, the backward pass computes the logits of a chunk again instead of
+        # storing them.
+        total, _ = lax.scan(jax.checkpoint(add_chunk), jnp.zeros(batch, jnp.float32), chunks)
         return total
 
     def _layer(
@@ -180,9 +187,7 @@ class MeshDecoder:
         x: jax.Array,
         layer_arrays: Arrays,
     ) -> tuple[jax.Array, None]:
-        """Return one round of the loop over a segment's layers; it is computed again for its
-        gradients.
-        """
+        """Run one layer of a segment's loop; the backward pass computes it again."""
 
         def layer(x: jax.Array, layer_arrays: Arrays) -> jax.Array:
             out: jax.Array = run(block, {**layer_arrays, **rotary}, block, x, positions)
@@ -191,6 +196,7 @@ class MeshDecoder:
         return jax.checkpoint(layer)(x, layer_arrays), None
 
     def _embed_tokens(self, weight: jax.Array, tokens: jax.Array) -> jax.Array:
+        # Gathered along data, so that each device looks up the tokens of its own samples.
         weight = self.mesh.constrain(weight, *self._vocabulary.spec_without_data)
         rows = jnp.take(weight, tokens, axis=0).astype(jnp.float32)
         rows = self.mesh.constrain(rows, self.mesh.samples, None, MODEL)
@@ -200,5 +206,5 @@ class MeshDecoder:
 
 
 def _units(config: ModelConfig, weight: Parameter) -> int | None:
-    """See `Weight`."""
+    """Return the number of heads of a weight's outputs, see `Weight`; None if it has no heads."""
     return {"query": config.num_heads, "kv": config.num_kv_heads}.get(weight.dims[0])

@@ -1,11 +1,11 @@
-"""Sharding in two dimensions for training: a mesh of devices ("data", "model"), and which axis of
-each array lies along which axis of the mesh.
+"""Sharding in two dimensions for training: a mesh of devices ("data", "model"), and the sharding of
+each array along these axes.
 
-The tables are those of PyTorch/XLA's article on Llama 2 (2023). The axis "data" divides samples,
-and the weights among the devices that have other samples; a weight is gathered along it before it
-is used. The axis "model" divides features: no weight is ever gathered along it. Slices of a pod
-that are connected by the network of a data center are an axis before these, `SLICES`: it divides
-samples only, so what slices exchange is gradients of scales.
+The shardings are those of PyTorch/XLA's article on Llama 2 (2023). The axis "data" divides samples,
+and also weights, which are gathered along it before they are used. The axis "model" divides
+features: no weight is ever gathered along it. Slices that are connected by the network of a data
+center are an axis before these, `SLICES`. It divides only samples, so slices exchange only
+gradients of scales.
 """
 
 from __future__ import annotations
@@ -31,32 +31,36 @@ MODEL = "model"
 _ATTENTION = ("attention.q", "attention.k", "attention.v", "attention.output")
 
 Spec = tuple[Any, ...]
-"""The axis of the mesh for each axis of an array; None where it is not divided."""
+"""The axis of the mesh for each axis of an array; None if it is not divided."""
 
 
 def parameter_spec(parameter: Parameter) -> Spec:
-    """Return how a tensor of a model lies on the mesh: the hidden size by data and the other one by
-    model, in attention the opposite; vectors are whole everywhere.
+    """Choose the sharding of a tensor: the hidden size along data and the other axis along model,
+    in attention the opposite. Vectors are replicated.
     """
     if len(parameter.shape) < 2:
         return (None,)
     if parameter.role in _ATTENTION:
         hidden = MODEL
+        other = DATA
     else:
         hidden = DATA
-    other = DATA if hidden == MODEL else MODEL
-    return tuple(hidden if dim == "hidden" else other for dim in parameter.dims)
+        other = MODEL
+    spec: list[str] = []
+    for dim in parameter.dims:
+        spec.append(hidden if dim == "hidden" else other)
+    return tuple(spec)
 
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """Devices in two dimensions, or three with slices, and where arrays lie on them."""
+    """Devices in two dimensions, or three with slices, and the shardings of arrays on them."""
 
     mesh: Mesh
 
     @classmethod
     def of(cls, devices: Sequence[Any], shape: tuple[int, int], slices: int = 1) -> DeviceMesh:
-        """Return a mesh of a shape for each slice, of neighbours where devices have places.
+        """Make a mesh of a shape for each slice, of neighbouring chips if devices have coordinates.
 
         Raises:
             RequestError: if there are fewer devices.
@@ -64,16 +68,18 @@ class DeviceMesh:
         count = slices * math.prod(shape)
         if len(devices) < count:
             raise make_device_count_error(devices, count)
-        own = sorted(devices, key=lambda one: getattr(one, "slice_index", None) or 0)[:count]
-        each = []
-        for start in range(0, count, math.prod(shape)):
-            each.append(own[start : start + math.prod(shape)])
-        placed = []
-        for some in each:
-            placed.append(
-                mesh_utils.create_device_mesh(shape, some, allow_split_physical_axes=True)
+        # Only TPU devices have the index of their slice. The sort is stable.
+        by_slice = sorted(devices, key=lambda device: getattr(device, "slice_index", None) or 0)
+        slice_size = math.prod(shape)
+        slice_meshes: list[np.ndarray[Any, Any]] = []
+        for start in range(0, count, slice_size):
+            slice_devices = by_slice[start : start + slice_size]
+            # Splitting allows meshes that divide a physical axis, such as 4x16 on 8x8 chips.
+            slice_mesh = mesh_utils.create_device_mesh(
+                shape, slice_devices, allow_split_physical_axes=True
             )
-        return cls(Mesh(np.stack(placed), (SLICES, DATA, MODEL)))
+            slice_meshes.append(slice_mesh)
+        return cls(Mesh(np.stack(slice_meshes), (SLICES, DATA, MODEL)))
 
     @property
     def samples(self) -> tuple[str, ...]:
@@ -82,37 +88,35 @@ class DeviceMesh:
 
     @cached_property
     def sample_shards(self) -> int:
-        """Into how many parts samples are divided."""
+        """Return the number of parts into which samples are divided."""
         return int(self.mesh.shape[SLICES] * self.mesh.shape[DATA])
 
     def size(self, axis: str | None) -> int:
-        """Of an axis of the mesh; 1 for none."""
+        """Return the size of an axis of the mesh; 1 for None."""
         if axis is None:
             return 1
         return int(self.mesh.shape[axis])
 
     def fitting(self, spec: Spec, shape: Sequence[int]) -> PartitionSpec:
-        """Return a spec for an array, without the axes that do not divide its shape; leading axes
+        """Remove the axes of a spec that do not divide an array's shape. Leading axes of the array
         that the spec does not have are not divided.
         """
         spec = (None,) * (len(shape) - len(spec)) + tuple(spec)
-        return PartitionSpec(
-            *(
-                axis if size % self._parts(axis) == 0 else None
-                for axis, size in zip(spec, shape, strict=True)
-            )
-        )
+        fitting_axes: list[Any] = []
+        for axis, size in zip(spec, shape, strict=True):
+            fitting_axes.append(axis if size % self._parts(axis) == 0 else None)
+        return PartitionSpec(*fitting_axes)
 
     def sharding(self, spec: Spec, shape: Sequence[int]) -> NamedSharding:
-        """Return where an array of a shape lies."""
+        """Make the sharding of an array with a shape."""
         return NamedSharding(self.mesh, self.fitting(spec, shape))
 
     def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
-        """Let an array lie so, in a program."""
+        """Constrain the sharding of an array within a program."""
         return jax.lax.with_sharding_constraint(array, self.sharding(spec, array.shape))
 
     def require_divides(self, batch: int) -> None:
-        """Raise a `RequestError` unless samples can be divided."""
+        """Raise a `RequestError` if the samples cannot be divided evenly."""
         if batch % self.sample_shards:
             raise RequestError(
                 "the samples of a step can't be divided among the devices",
@@ -121,12 +125,14 @@ class DeviceMesh:
             )
 
     def put(self, array: Any) -> jax.Array:
-        """Return an array that is whole on all devices."""
+        """Copy a replicated array to all devices."""
         return jax.device_put(array, self.sharding((), np.shape(array)))
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> jax.ShapeDtypeStruct:
-        """Return an array that is not there."""
+        """Describe an array without its values."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec, shape))
 
     def _parts(self, axis: Any) -> int:
-        return math.prod(self.size(one) for one in (axis if isinstance(axis, tuple) else (axis,)))
+        # An axis of an array may be divided along several axes of the mesh, as samples are.
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        return math.prod(self.size(name) for name in axes)

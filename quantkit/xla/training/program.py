@@ -1,8 +1,9 @@
-"""The programs of training over a mesh: a step of Adam on the factors of scales and norms, and the
-loss alone.
+"""Compile the programs of training over a mesh: a step of Adam on the factors of scales and norms,
+and the loss alone.
 
-A step has B samples of T tokens. Factors, their moments and gradients lie as the scales do; XLA
-finds where all other arrays lie from the inputs, the weights and the outputs of linears.
+A step has B samples of T tokens. Factors, their moments and gradients are sharded like the scales.
+XLA chooses the sharding of all other arrays from the inputs, the weights and the outputs of
+linears.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SCALE = ".scale"
 
 
 class Trained(NamedTuple):
-    """What training changes: factors and the running means of `adam`, by the name of the array."""
+    """The trained values: factors and the running means of `adam`, by the name of the array."""
 
     factors: Any
     first: Any
@@ -32,7 +33,7 @@ class Trained(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """What a step's size follows from, as numbers: see `Schedule.share` and `corrections`."""
+    """The numbers that determine the size of a step, see `Schedule.share` and `corrections`."""
 
     share: Any
     first: Any
@@ -40,13 +41,13 @@ class Pace(NamedTuple):
 
 
 class TrainingPrograms:
-    """Compiled at the first call for each shape.
+    """The programs, compiled at the first call for each shape.
 
     Attributes:
-        step: (held, trained, tokens [B, T], targets [B, T, D], pace) to the new trained values,
-            which take the old ones' memory, and the mean KL of a token. `held` is the model's
-            arrays, the float model's head among them.
-        losses: (held, factors, tokens, targets) to the sum of KL of each sample, [B].
+        step: (arrays, trained, tokens [B, T], targets [B, T, D], pace) to the new trained values,
+            which reuse the memory of the old ones, and the mean KL of a token. `arrays` are those
+            of the model, with the float model's head.
+        losses: (arrays, factors, tokens, targets) to the sum of KL of each sample, [B].
     """
 
     def __init__(self, decoder: MeshDecoder, rates: Mapping[str, float]) -> None:
@@ -65,13 +66,14 @@ class TrainingPrograms:
         values = self._values(arrays, trained.factors)
 
         def mean(values: Arrays) -> jax.Array:
-            return (
-                divergence(self._decoder, {**arrays, **values}, tokens, targets).sum() / tokens.size
-            )
+            sums = divergence(self._decoder, {**arrays, **values}, tokens, targets)
+            return sums.sum() / tokens.size
 
+        # The gradients are by the rounded values: rounding is passed straight through.
         loss, gradients = jax.value_and_grad(mean)(values)
         new = Trained({}, {}, {})
         for name, rate in self._rates.items():
+            # By the chain rule, the gradient by a factor is that by the value times this unit.
             if name.endswith(_SCALE):
                 unit = arrays[name]
             else:
@@ -86,48 +88,48 @@ class TrainingPrograms:
     def _losses(
         self, arrays: Arrays, factors: Arrays, tokens: jax.Array, targets: jax.Array
     ) -> jax.Array:
-        return divergence(
-            self._decoder, {**arrays, **self._values(arrays, factors)}, tokens, targets
-        )
+        values = self._values(arrays, factors)
+        return divergence(self._decoder, {**arrays, **values}, tokens, targets)
 
     def _values(self, arrays: Arrays, factors: Arrays) -> dict[str, jax.Array]:
-        """Scales and norms as they are with factors, rounded as they are stored, in float32."""
+        """Multiply scales and norms by their factors, rounded to their stored dtype, in float32."""
         offset = self._decoder.config.norm_offset
-        result = {}
+        result: dict[str, jax.Array] = {}
         for name, factor in factors.items():
             start = arrays[name].astype(jnp.float32)
             if name.endswith(_SCALE):
                 value = _round_to_dtype(start * (1 + factor), arrays[name].dtype)
+                # A scale that overflows, or becomes zero, keeps its start.
                 usable = jnp.isfinite(value) & ((value != 0) | (start == 0))
                 result[name] = jnp.where(usable, value, start)
             else:
-                result[name] = _round_to_dtype(
-                    (start + offset) * (1 + factor) - offset, arrays[name].dtype
-                )
+                value = (start + offset) * (1 + factor) - offset
+                result[name] = _round_to_dtype(value, arrays[name].dtype)
         return result
 
 
 def divergence(
     decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """Return the sum of KL(float model || model) over the tokens of each sample, [B], given the
-    float model's hidden states after its final norm, [B, T, D].
+    """Sum KL(float model || model) over the tokens of each sample, [B], from the float model's
+    hidden states after its final norm, [B, T, D].
     """
+    # With tied embeddings, there is no separate head.
     head = arrays.get(HEAD, arrays[EMBEDDING])
     targets = decoder.mesh.constrain(targets, decoder.mesh.samples, None, MODEL)
-    return decoder.divergence(
-        decoder.hidden(arrays, tokens), head, targets, arrays.get(TARGET_HEAD, head)
-    )
+    hidden = decoder.hidden(arrays, tokens)
+    return decoder.divergence(hidden, head, targets, arrays.get(TARGET_HEAD, head))
 
 
 def hidden_program(decoder: MeshDecoder) -> Any:
-    """Compiles for each shape: (arrays, tokens [B, T]) to hidden states [B, T, D] after the
-    final norm.
+    """Make the program, compiled for each shape, of hidden states [B, T, D] after the final norm
+    from (arrays, tokens [B, T]).
     """
     return jax.jit(decoder.hidden)
 
 
 def _round_to_dtype(value: jax.Array, dtype: Any) -> jax.Array:
-    """Float32 rounded to a type; XLA would leave out two conversions one after the other."""
+    """Round float32 to a dtype, and convert back."""
+    # Without the barrier, XLA would remove both conversions.
     result: jax.Array = lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
     return result

@@ -1,10 +1,8 @@
-"""Which arrays are trained, and how the values of a training are put on devices and fetched from
-there.
-"""
+"""Select the trained arrays, and copy the values of a training to devices and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,18 +21,19 @@ from quantkit.xla.training.program import Trained
 
 
 def select_trained_leaves(quantized: Checkpoint, names: TrainedNames) -> list[Leaf]:
-    """Return the scales and norms that are trained."""
+    """Select the scales and norms that are trained."""
     weights = set(names.weights)
     norms = set(names.norms)
     result: list[Leaf] = []
     for leaf in leaves(quantized):
+        # The layers of a segment are trained together, so its first tensor decides.
         if leaf.tensors[0] in norms or (leaf.kind == "scale" and leaf.tensors[0] in weights):
             result.append(leaf)
     return result
 
 
 def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
-    """Return the largest step of each array's factors."""
+    """Compute the largest step of each array's factors."""
     config: ModelConfig = quantized.config
     result: dict[str, float] = {}
     for leaf in trained:
@@ -43,9 +42,11 @@ def rates(quantized: Checkpoint, trained: Iterable[Leaf]) -> dict[str, float]:
 
 
 def abstract_trained(trained: Iterable[Leaf], mesh: DeviceMesh) -> Trained:
-    """Return what `put` gives, without values."""
-    one = {leaf.key: mesh.abstract(leaf.shape, jnp.float32, leaf.spec) for leaf in trained}
-    return Trained(one, dict(one), dict(one))
+    """Describe the arrays of `put` without values."""
+    arrays: dict[str, jax.ShapeDtypeStruct] = {}
+    for leaf in trained:
+        arrays[leaf.key] = mesh.abstract(leaf.shape, jnp.float32, leaf.spec)
+    return Trained(arrays, dict(arrays), dict(arrays))
 
 
 def put(
@@ -54,17 +55,19 @@ def put(
     factors: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
 ) -> Trained:
-    """Factors and moments by the names of tensors, on the devices."""
+    """Copy factors and moments, by the names of tensors, to the devices."""
 
-    def put_leaf(leaf: Leaf, value: Callable[[str], Tensor]) -> jax.Array:
-        found = np.stack([value(name).numpy() for name in leaf.tensors]).reshape(leaf.shape)
-        return jax.device_put(found, mesh.sharding(leaf.spec, leaf.shape))
+    def put_leaf(leaf: Leaf, values: Mapping[str, Tensor], end: str) -> jax.Array:
+        parts = [values[name + end].numpy() for name in leaf.tensors]
+        # One tensor for each layer of a segment; the first axis is absent outside the layers.
+        stacked = np.stack(parts).reshape(leaf.shape)
+        return jax.device_put(stacked, mesh.sharding(leaf.spec, leaf.shape))
 
     result = Trained({}, {}, {})
     for leaf in trained:
-        result.factors[leaf.key] = put_leaf(leaf, lambda name: factors[name])
-        result.first[leaf.key] = put_leaf(leaf, lambda name: moments[name + FIRST])
-        result.second[leaf.key] = put_leaf(leaf, lambda name: moments[name + SECOND])
+        result.factors[leaf.key] = put_leaf(leaf, factors, "")
+        result.first[leaf.key] = put_leaf(leaf, moments, FIRST)
+        result.second[leaf.key] = put_leaf(leaf, moments, SECOND)
     return result
 
 
@@ -74,13 +77,15 @@ def fetch(
     factors: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
 ) -> None:
-    """Give factors and moments the values that are on the devices."""
+    """Copy factors and moments from the devices into the tensors."""
     for leaf in trained:
-        for array, kept, end in (
+        for arrays, targets, end in (
             (values.factors, factors, ""),
             (values.first, moments, FIRST),
             (values.second, moments, SECOND),
         ):
-            found: Any = np.asarray(array[leaf.key]).reshape(len(leaf.tensors), -1)
-            for name, own in zip(leaf.tensors, found, strict=True):
-                kept[name + end].copy_(torch.from_numpy(own.copy()).view_as(kept[name + end]))
+            layers: Any = np.asarray(arrays[leaf.key]).reshape(len(leaf.tensors), -1)
+            for name, layer in zip(leaf.tensors, layers, strict=True):
+                target = targets[name + end]
+                # A copy, because arrays of JAX are read-only.
+                target.copy_(torch.from_numpy(layer.copy()).view_as(target))
