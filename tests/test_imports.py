@@ -6,9 +6,10 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
+import rooms
 from paths import ROOT
 
 FOLDERS = {
@@ -18,52 +19,7 @@ FOLDERS = {
     "evals": "quantkit.evals",
 }
 
-# Each room may import itself and the rooms above it.
-ROOMS = (
-    ("version", "base.messages"),
-    ("errors",),
-    ("base",),
-    ("data", "architectures", "tensors"),
-    ("files", "solver"),
-    ("text",),
-    ("formats.authorship", "formats.checkpoint", "formats.codecs", "formats.kv_cache"),
-    ("formats.container", "formats.folder", "formats.kv_scales"),
-    ("formats.containers", "formats.gguf", "formats.output"),
-    ("formats",),
-    ("kernels", "distributed"),
-    ("model",),
-    ("via_transformers",),
-    ("quality", "runtime", "calibration"),
-    ("bit_allocation", "training"),
-    ("grammar",),
-    ("answers",),
-    ("xla",),
-    ("jobs.output", "jobs.inspect", "jobs.inference", "doctor"),
-    ("jobs.convert", "jobs.push"),
-    ("jobs.refine",),
-    ("jobs.quantize",),
-    ("jobs.plan",),
-    ("jobs",),
-    ("evals", "serve"),
-    ("cli",),
-)
-RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}
-# Rooms and files that may import less than their rank allows.
-ONLY = {
-    "quantkit.architectures": {"errors", "base", "architectures"},
-    "quantkit.tensors": {"errors", "base", "tensors"},
-    "quantkit.text": {"errors", "base", "text", "files"},
-    "quantkit.kernels": {"errors", "base", "tensors", "kernels"},
-    "quantkit.solver": {"errors", "tensors", "solver"},
-    "quantkit.model.decoder": {"architectures", "distributed", "model"},
-    "quantkit.model.attention": {"model", "tensors"},
-    "quantkit.model.cache": {"architectures", "tensors"},
-    "quantkit.model.rope": {"architectures"},
-    "quantkit.base.messages": {"base.messages"},
-    "quantkit.base.json_values": {"errors", "base"},
-    "quantkit.base.arguments": {"errors", "base"},
-    "quantkit.base.patterns": {"errors", "base"},
-}
+RANKS = {room.name: rank for rank, level in enumerate(rooms.ROOMS) for room in level}
 NO_TORCH = {
     "quantkit",
     "quantkit.errors",
@@ -184,11 +140,69 @@ def test_imports_point_only_to_rooms_above(module: str) -> None:
     assert not below
 
 
-@pytest.mark.parametrize("prefix", ONLY)
+@pytest.mark.parametrize("prefix", rooms.ONLY)
 def test_guarded_rooms_import_only_what_they_may(prefix: str) -> None:
     for module, tree in MODULES.items():
         if module == prefix or module.startswith(prefix + "."):
-            assert _rooms(_imports(tree)) <= ONLY[prefix], module
+            assert _rooms(_imports(tree)) <= rooms.ONLY[prefix], module
+
+
+def _imported_modules(tree: ast.Module) -> set[str]:
+    """Return quantkit's modules that a module imports, also in functions and for type checkers.
+
+    `from package import module` counts as an import of the module alone, as `package.__init__` may
+    name modules that import it.
+    """
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                if submodule in MODULES:
+                    modules.add(submodule)
+                elif node.module:
+                    modules.add(node.module)
+    return modules & set(MODULES)
+
+
+def _find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of a graph that have more than one node."""
+    reached = {start: _reachable(graph, start) for start in graph}
+    circles = set()
+    for node in graph:
+        circle = frozenset(other for other in reached[node] if node in reached[other])
+        if len(circle) > 1:
+            circles.add(circle)
+    return sorted(sorted(circle) for circle in circles)
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Return the nodes to which a path of at least one edge leads from a node."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert _find_circles(graph) == [["a", "b", "c"], ["d", "e"]]
+    assert not _find_circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not _find_circles({name: _imported_modules(tree) for name, tree in MODULES.items()})
+
+
+def test_the_architecture_page_lists_the_rooms() -> None:
+    """`python scripts/release/rooms.py --write` updates the page."""
+    page = rooms.PAGE.read_text(encoding="utf-8")
+    assert page == rooms.update_page(page)
 
 
 def test_what_is_imported_of_ours_is_there() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,26 @@ from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.rope import Angles, Rotary, rotate
 
-if TYPE_CHECKING:
-    from quantkit.model.fused_blocks import FusedBlocks
+
+class BlockRunner(Protocol):
+    """Run all blocks of a decoder in one call, see `fused_blocks`."""
+
+    def serves(self, x: Tensor, cache: KVCache | None) -> bool:
+        """Return whether hidden states [B, T, D] with this cache, or without one, are supported."""
+        ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        angles: Angles,
+        cache: KVCache | None,
+        slots: Tensor | None = None,
+        *,
+        first: bool,
+    ) -> Tensor:
+        """Run all blocks on hidden states [B, T, D] at rising positions."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class DecoderOps:
     cached_attention: CachedAttention = attend_with_mask
     ragged: bool = False
     float_linear: FloatLinear = float_linear
-    blocks: FusedBlocks | None = None
+    blocks: BlockRunner | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
