@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 import click
 
 from quantkit.base.json_values import format_value
-from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.hints import spell
 from quantkit.cli.output import mention, note, print_generated
+from quantkit.cli.signals import raise_if_interrupted
 from quantkit.errors import RequestError
 
 _COMMANDS = {

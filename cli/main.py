@@ -13,22 +13,17 @@ from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
-from quantkit.cli.entry import (
-    get_interrupt_exit_code,
-    interruptible,
-    open_missing_streams,
-    report_interrupted,
-    with_kept,
-)
 from quantkit.cli.generate import generate
 from quantkit.cli.hints import spell
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
-from quantkit.cli.output import drop_output, mention, say
+from quantkit.cli.output import drop_output, mention, report_interrupted, say, with_kept
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.cli.refine import apply_delta, refine
 from quantkit.cli.serve import serve
+from quantkit.cli.signals import get_interrupt_exit_code, interruptible
+from quantkit.cli.streams import open_missing_streams
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 

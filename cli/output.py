@@ -14,8 +14,8 @@ from typing import TextIO
 import click
 
 from quantkit.base.json_values import printable
-from quantkit.cli.entry import missing_streams
 from quantkit.cli.hints import spell
+from quantkit.cli.streams import missing_streams
 from quantkit.errors import DestinationError
 
 DEFAULT_COLUMNS = 80
@@ -184,3 +184,20 @@ def _room_to_print(stream: TextIO) -> AbstractContextManager[None]:
     from tqdm import tqdm
 
     return tqdm.external_write_mode(stream)
+
+
+def report_interrupted(error: BaseException) -> None:
+    """Report on stderr that the command was interrupted, and what is kept of its work."""
+    # The terminal has echoed ^C in the line of the cursor.
+    line_break = "\n" if sys.stderr.isatty() else ""
+    mention(with_kept(f"{line_break}quantkit: interrupted", error), err=True)
+
+
+def with_kept(message: str, error: BaseException) -> str:
+    """Add to a message about an error what is kept of the job's work, if anything is."""
+    from quantkit.formats.output.staging import kept
+
+    work = kept(error)
+    if work:
+        return f"{message}; {spell(work)}"
+    return message

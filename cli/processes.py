@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.entry import get_interrupt_exit_code, ignore_signals
+from quantkit.cli.signals import get_interrupt_exit_code, ignore_signals
 from quantkit.errors import QuantkitError
 from quantkit.files.located import require_there
 from quantkit.formats.output.destination import MANIFEST

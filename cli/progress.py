@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Never
 
 import click
 
-from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.job_steps import JobSteps
 from quantkit.cli.output import DEFAULT_COLUMNS, terminal_columns
+from quantkit.cli.signals import raise_if_interrupted
 
 if TYPE_CHECKING:
     from tqdm import tqdm

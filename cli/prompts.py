@@ -11,7 +11,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import as_path
-from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import (
     mention,
     note,
@@ -21,6 +20,7 @@ from quantkit.cli.output import (
     say,
 )
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.cli.signals import raise_if_interrupted
 from quantkit.errors import RequestError
 from quantkit.formats.output.lines import encode_line
 from quantkit.jobs.inference.generate_file import FileJob, describe_warm_up
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quantkit.architectures.config import ModelConfig
-    from quantkit.cli.generate import GenerateArgs
+    from quantkit.cli.generate_args import GenerateArgs
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine

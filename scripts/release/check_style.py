@@ -221,7 +221,7 @@ def is_worse(name: str, value: float, limit: float) -> bool:
 def write_limits(measures: dict[str, float]) -> None:
     """Write the measures as the new limits."""
     lines = [
-        "# Limits of scripts/release/check_style.py: a measure may not get worse; --update writes them."
+        "# Limits of scripts/release/check_style.py; no measure may get worse; --update writes them"
     ]
     for name, value in measures.items():
         lines.append(f'"{name}" = {value:.1f}')

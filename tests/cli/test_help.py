@@ -12,9 +12,9 @@ import click
 import pytest
 from command import Capture, run
 
-from quantkit.cli.entry import INTERRUPTED, TERMINATED
 from quantkit.cli.main import quantkit
 from quantkit.cli.options import EXIT_CODES, SHELLS
+from quantkit.cli.signals import INTERRUPTED, TERMINATED
 from quantkit.errors import QuantkitError
 from quantkit.quality.verify import Verdict
 

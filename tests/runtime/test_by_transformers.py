@@ -16,7 +16,7 @@ import torch
 from command import Capture, run
 
 import quantkit
-from quantkit.cli.generate import GenerateArgs
+from quantkit.cli.generate_args import GenerateArgs
 from quantkit.cli.prompts import show
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.jobs.inference.load import load_by_transformers
