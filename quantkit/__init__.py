@@ -50,127 +50,43 @@ says what it holds.
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from quantkit.version import __version__
 
-if TYPE_CHECKING:
-    from quantkit import errors as errors
-    from quantkit.base.progress import Progress as Progress
-    from quantkit.doctor.diagnose import diagnose as diagnose
-    from quantkit.doctor.findings import Diagnosis as Diagnosis
-    from quantkit.evals.bench import BenchModel as BenchModel
-    from quantkit.evals.bench import bench as bench
-    from quantkit.evals.bench_result import Bench as Bench
-    from quantkit.evals.bench_result import BenchResult as BenchResult
-    from quantkit.evals.evaluate import evaluate as evaluate
-    from quantkit.evals.results import Evaluation as Evaluation
-    from quantkit.formats.detect import open_checkpoint as open_checkpoint
-    from quantkit.jobs import plan as plan
-    from quantkit.jobs.convert.convert import convert as convert
-    from quantkit.jobs.inference.generate_file import GeneratedFile as GeneratedFile
-    from quantkit.jobs.inference.generate_file import generate_file as generate_file
-    from quantkit.jobs.inference.llama import Llama as Llama
-    from quantkit.jobs.inference.load import load as load
-    from quantkit.jobs.inspect import Inspection as Inspection
-    from quantkit.jobs.inspect import inspect as inspect
-    from quantkit.jobs.output.estimate import Estimate as Estimate
-    from quantkit.jobs.output.result import ConvertResult as ConvertResult
-    from quantkit.jobs.output.result import QuantizeResult as QuantizeResult
-    from quantkit.jobs.push.push import push as push
-    from quantkit.jobs.push.result import PushResult as PushResult
-    from quantkit.jobs.quantize.imatrix import ImatrixResult as ImatrixResult
-    from quantkit.jobs.quantize.imatrix import imatrix as imatrix
-    from quantkit.jobs.quantize.quantize import quantize as quantize
-    from quantkit.jobs.refine.apply_delta import apply_delta as apply_delta
-    from quantkit.jobs.refine.refine import refine as refine
-    from quantkit.jobs.refine.result import RefineResult as RefineResult
-    from quantkit.quality.gate import Gate as Gate
-    from quantkit.quality.manifest_check import FolderReport as FolderReport
-    from quantkit.quality.verify import Verdict as Verdict
-    from quantkit.quality.verify import VerifyReport as VerifyReport
-    from quantkit.quality.verify import verify as verify
-    from quantkit.runtime.chat_session import ChatSession as ChatSession
-    from quantkit.runtime.generate import generate as generate
-    from quantkit.runtime.generate import stream as stream
-    from quantkit.runtime.generate_batch import generate_batch as generate_batch
-    from quantkit.runtime.generation_config import sampling_defaults as sampling_defaults
-    from quantkit.runtime.request import Completion as Completion
-    from quantkit.runtime.request import Logprobs as Logprobs
-    from quantkit.runtime.sampling_params import SamplingParams as SamplingParams
-    from quantkit.tensors.recipe import Override as Override
-    from quantkit.tensors.recipe import Recipe as Recipe
-    from quantkit.tensors.scheme import QuantScheme as QuantScheme
-    from quantkit.text.chat import chat_format as chat_format
-    from quantkit.text.tokenizer import Tokenizer as Tokenizer
+def _read_stub() -> tuple[dict[str, str], list[str]]:
+    """Read the public names from the stub beside this file.
 
-_JOBS = {
-    "ChatSession": "quantkit.runtime.chat_session",
-    "Llama": "quantkit.jobs.inference.llama",
-    "Progress": "quantkit.base.progress",
-    "Tokenizer": "quantkit.text.tokenizer",
-    "apply_delta": "quantkit.jobs.refine.apply_delta",
-    "bench": "quantkit.evals.bench",
-    "chat_format": "quantkit.text.chat",
-    "convert": "quantkit.jobs.convert.convert",
-    "diagnose": "quantkit.doctor.diagnose",
-    "evaluate": "quantkit.evals.evaluate",
-    "generate": "quantkit.runtime.generate",
-    "generate_batch": "quantkit.runtime.generate_batch",
-    "generate_file": "quantkit.jobs.inference.generate_file",
-    "imatrix": "quantkit.jobs.quantize.imatrix",
-    "inspect": "quantkit.jobs.inspect",
-    "load": "quantkit.jobs.inference.load",
-    "open_checkpoint": "quantkit.formats.detect",
-    "push": "quantkit.jobs.push.push",
-    "quantize": "quantkit.jobs.quantize.quantize",
-    "refine": "quantkit.jobs.refine.refine",
-    "sampling_defaults": "quantkit.runtime.generation_config",
-    "stream": "quantkit.runtime.generate",
-    "verify": "quantkit.quality.verify",
-}
-_TYPES = {
-    "Bench": "quantkit.evals.bench_result",
-    "BenchModel": "quantkit.evals.bench",
-    "BenchResult": "quantkit.evals.bench_result",
-    "Completion": "quantkit.runtime.request",
-    "ConvertResult": "quantkit.jobs.output.result",
-    "Diagnosis": "quantkit.doctor.findings",
-    "Estimate": "quantkit.jobs.plan",
-    "Evaluation": "quantkit.evals.results",
-    "FolderReport": "quantkit.quality.manifest_check",
-    "Gate": "quantkit.quality.gate",
-    "GeneratedFile": "quantkit.jobs.inference.generate_file",
-    "ImatrixResult": "quantkit.jobs.quantize.imatrix",
-    "Inspection": "quantkit.jobs.inspect",
-    "Logprobs": "quantkit.runtime.request",
-    "Override": "quantkit.tensors.recipe",
-    "PushResult": "quantkit.jobs.push.result",
-    "QuantScheme": "quantkit.tensors.scheme",
-    "QuantizeResult": "quantkit.jobs.output.result",
-    "Recipe": "quantkit.tensors.recipe",
-    "RefineResult": "quantkit.jobs.refine.result",
-    "SamplingParams": "quantkit.runtime.sampling_params",
-    "Verdict": "quantkit.quality.verify",
-    "VerifyReport": "quantkit.quality.verify",
-}
-_MODULES = {"errors": "quantkit.errors", "plan": "quantkit.jobs.plan"}
+    Returns:
+        The module of each name, and the names that ``help`` shows in full.
+    """
+    homes: dict[str, str] = {}
+    shown: list[str] = []
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    for statement in stub.body:
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                homes[alias.name] = str(statement.module)
+        elif isinstance(statement, ast.Assign):
+            shown = ast.literal_eval(statement.value)
+    return homes, shown
 
-# Without the types: pydoc shows all that is named here in full, and of a dataclass that is mostly
-# its machinery.
-__all__ = ["__version__", *_JOBS, *_MODULES]
+
+_HOMES, __all__ = _read_stub()
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when something is used."""
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    module = _JOBS.get(name) or _TYPES.get(name)
-    if module is None:
+    """Import the module of a public name when the name is first used: torch takes seconds."""
+    if name not in _HOMES:
         raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
-    return getattr(importlib.import_module(module), name)
+    owner = importlib.import_module(_HOMES[name])
+    # `errors` and `plan` are modules of a package.
+    if hasattr(owner, "__path__"):
+        return importlib.import_module(f"{_HOMES[name]}.{name}")
+    return getattr(owner, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_TYPES])
+    return sorted(_HOMES)
