@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import as_path
+from quantkit.base.messages import Message, Option
 from quantkit.cli.output import (
     mention,
     note,
@@ -150,7 +151,7 @@ def _stream_continuations(
         yield from chain([prompt], pieces, ["\n"])
         return
     if not args.sampling().get("temperature"):
-        note("without `temperature` all samples are the same")
+        note(Message("without ", Option("temperature"), " all samples are the same"))
     promptless_request = create_promptless_request(
         args.max_new_tokens, args.sampling(), samples=args.n
     )

@@ -53,7 +53,8 @@ from quantkit.tensors.dtypes import DType
 # Tokens decoded in a run.
 NEW = 48
 _MAX_RUNS = 10_000
-SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
+# Bytes of weights below which several threads can be slower than one.
+SMALL_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class BenchArguments:
         require_flags(int8_cache=self.int8_cache, allow_slow=self.allow_slow)
         as_integer("runs", self.runs)
         for name in ("prompt_lengths", "batches", "contexts"):
-            if not is_several(values := getattr(self, name)) or isinstance(values, str):
+            values = getattr(self, name)
+            if not is_several(values) or isinstance(values, str):
                 raise wrong_type(name, values, "integers in a list")
             for value in values:
                 as_integer(name, value)
@@ -141,35 +143,35 @@ class BenchArguments:
                 f"contexts must be at least {MIN_CONTEXT}, and need batches",
                 found=format_value(min(self.contexts)),
             )
-        if (
-            self.price_per_hour is not None
-            and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf
-        ):
-            raise RequestError(
-                "invalid price",
-                found=format_value(self.price_per_hour),
-                expected="an amount above 0",
-            )
+        if self.price_per_hour is not None:
+            price = as_number("price_per_hour", self.price_per_hour)
+            # NaN fails this comparison too.
+            if not 0 < price < math.inf:
+                raise RequestError(
+                    "invalid price",
+                    found=format_value(self.price_per_hour),
+                    expected="an amount above 0",
+                )
 
     def sources(self) -> list[BenchModel]:
-        """Return the models, with their names in the result."""
-        listed = (
-            self.models
-            if is_several(self.models) and not isinstance(self.models, str)
-            else [self.models]
-        )
-        given = list(listed)
-        paths = parse_named_paths(
-            as_paths("models", [one for one in given if not isinstance(one, BenchModel)])
-        )
-        short = short_names([path for _, path in paths])
-        folders = (
-            BenchModel(path, name=name or end)
-            for (name, path), end in zip(paths, short, strict=True)
-        )
+        """List the models, with their names in the result."""
+        models: list[object] = [self.models]
+        if is_several(self.models) and not isinstance(self.models, str):
+            models = list(self.models)
+        folders = [model for model in models if not isinstance(model, BenchModel)]
+        named_paths = parse_named_paths(as_paths("models", folders))
+        # All folders are named together, because a short name must differ from every other.
+        path_ends = short_names([path for _, path in named_paths])
+        folder_models = []
+        for (name, path), path_end in zip(named_paths, path_ends, strict=True):
+            folder_models.append(BenchModel(path, name=name or path_end))
+        remaining_folder_models = iter(folder_models)
         sources: list[BenchModel] = []
-        for one in given:
-            sources.append(one if isinstance(one, BenchModel) else next(folders))
+        for model in models:
+            if isinstance(model, BenchModel):
+                sources.append(model)
+            else:
+                sources.append(next(remaining_folder_models))
         return sources
 
 
@@ -189,32 +191,43 @@ def bench(arguments: BenchArguments) -> BenchResult:
         NonFiniteError: if its logits are NaN or Inf.
 
     Example:
-        >>> (found,) = quantkit.bench("model-int4", prompt_lengths=[128], batches=[1])
-        >>> found.decode[1].median
+        >>> (result,) = quantkit.bench("model-int4", prompt_lengths=[128], batches=[1])
+        >>> result.decode[1].median
     """
     models = arguments.sources()
     group = arguments.group
     progress = skip_repeated_reports(arguments.progress)
-    options = replace(arguments, models=(), group=SINGLE, progress=None)  # for another process
+    # The options are sent to another process, which is in no group; a progress function might not
+    # be picklable.
+    options = replace(arguments, models=(), group=SINGLE, progress=None)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     if not models:
         raise RequestError("there is no model to measure: `models` is empty")
     options.validate()
+    # All models are checked before the first one runs, so that a late error does not waste the
+    # time of the earlier measurements.
     for model in models:
         require_room(model, options)
     if group.size > 1 and len(models) > 1:
         raise RequestError("several processes measure one model at a time", found=len(models))
     allowed = dispatch.list_allowed_backends(options.backend, allow_slow=options.allow_slow)
-    for checkpoint in (model.checkpoint() for model in models):
+    for model in models:
+        checkpoint = model.checkpoint()
         require_kernels(
             checkpoint,
             group.device or usable_device(options.device),
             choose_default_dtype(checkpoint),
             allowed,
         )
-    measure = partial(_measure, group=group) if group.size > 1 else _measure_in_new_process
-    result = BenchResult(measure(model, options, progress) for model in models)
-    if options.contexts and not any(one.at_contexts for one in result):
+    result = BenchResult()
+    for model in models:
+        # A new process would not be a member of the group.
+        if group.size > 1:
+            result.append(_measure(model, options, progress, group))
+        else:
+            result.append(_measure_in_new_process(model, options, progress))
+    has_contexts = any(model_bench.at_contexts for model_bench in result)
+    if options.contexts and not has_contexts:
         raise RequestError(
             f"no context could be measured: {result[0].left_out[-1]}", path=models[0].path
         )
@@ -241,9 +254,10 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
     positions = max(
         (*options.prompt_lengths, max(batches) * (PROMPT + NEW), min(batches) * shortest)
     )
-    # The smaller of the two caches.
+    # An int8 cache is the smallest: what exceeds the memory with it never fits.
     cache = cache_bytes(checkpoint.config, 1, positions, torch.int8)
-    if cache > (memory := total_bytes()):
+    memory = total_bytes()
+    if cache > memory:
         raise RequestError(
             "keys and values do not fit in memory",
             path=model.path,
@@ -255,45 +269,50 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
 def _measure_in_new_process(
     model: BenchModel, options: BenchArguments, progress: Progress
 ) -> Bench:
-    """As `_measure`; a process that is killed, for example by a system without free memory, is a
-    `RequestError`.
+    """Run `_measure` in a new process. Raises `RequestError` if the process is killed, for example
+    by a system without free memory.
 
     `multiprocessing.Process` would import the calling script again.
     """
-    here, there = multiprocessing.Pipe()
-    path = list(map(str, sys.path))
+    connection, child_connection = multiprocessing.Pipe()
+    import_paths = list(map(str, sys.path))
     program = (
-        f"import sys; sys.path[:] = {path}; from quantkit.evals import bench;"
-        f" bench.serve({there.fileno()})"
+        f"import sys; sys.path[:] = {import_paths}; from quantkit.evals import bench;"
+        f" bench.serve({child_connection.fileno()})"
     )
-    # Ctrl-C ends only this process.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The new process inherits the blocked signal, so Ctrl-C ends only this process.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[there.fileno()])
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=[child_connection.fileno()]
+        )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     try:
-        here.send((model, options))
-        # So that `recv` fails once the process ends.
-        there.close()
-        while isinstance(message := here.recv(), tuple):
+        connection.send((model, options))
+        # While this process has the other end open, `recv` does not fail when the process ends.
+        child_connection.close()
+        message = connection.recv()
+        # Tuples are progress; the first message of another type is the result or the error.
+        while isinstance(message, tuple):
             progress(*message)
+            message = connection.recv()
     except (EOFError, ConnectionResetError) as error:
         code = process.wait()
+        hint = None
+        # The out-of-memory killer of Linux sends SIGKILL.
+        if code == -signal.SIGKILL:
+            hint = "it may have run out of memory; request fewer tokens"
         raise RequestError(
             "the process that measures was ended",
             path=model.path,
             found=f"exit code {code}",
-            hint=(
-                "it may have run out of memory; request fewer tokens"
-                if code == -signal.SIGKILL
-                else None
-            ),
+            hint=hint,
         ) from error
     finally:
         process.terminate()
         process.wait()
-        here.close()
+        connection.close()
     if isinstance(message, Exception):
         raise message
     assert isinstance(message, Bench)
@@ -304,16 +323,17 @@ def serve(connection: int) -> None:
     """Run in the new process: receive what to measure, send progress as tuples, then the result
     or the error.
     """
-    # Of what it warns, the caller has warned.
+    # The caller has already shown the same warnings.
     logging.getLogger(dispatch.__name__).setLevel(logging.ERROR)
-    with Connection(connection) as there:
+    with Connection(connection) as caller:
         try:
-            model, options = there.recv()
-            there.send(_measure(model, options, lambda *now: there.send(now)))
+            model, options = caller.recv()
+            caller.send(_measure(model, options, lambda *state: caller.send(state)))
         except QuantkitError as error:
-            there.send(error)
-        except Exception as error:  # of any type, which might not be picklable
-            there.send(RuntimeError(f"{type(error).__name__}: {error}"))
+            caller.send(error)
+        # An error of another type might not be picklable: only its text is sent.
+        except Exception as error:
+            caller.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @torch.inference_mode()
@@ -332,17 +352,16 @@ def _measure_model(
     checkpoint = source.checkpoint()
     name = source.name or checkpoint.path.resolve().name
     max_context = checkpoint.config.max_context
-    rows = [
-        (context, batch)
-        for context in options.contexts
-        if context <= max_context
-        for batch in options.batches
-    ]
+    rows = []
     too_long = []
     for context in options.contexts:
         if context > max_context:
             too_long.append(LeftOut(context, None, f"the model's is {max_context}"))
+            continue
+        for batch in options.batches:
+            rows.append((context, batch))
     steps = count()
+    # The three others are loading, the first tokens, and the measurements at the end.
     total = 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
     def step() -> None:
@@ -360,7 +379,7 @@ def _measure_model(
     )
     load_seconds = time.perf_counter() - started
     step()
-    others = timing.OtherProcesses()
+    other_processes = timing.OtherProcesses()
     compiled = options.compiled
     runs = options.runs
     if options.int8_cache:
@@ -371,7 +390,9 @@ def _measure_model(
     def prefill_seconds(length: int) -> float:
         return timing.seconds(partial(timing.prefill_once, model, length, compiled, cache))
 
-    firsts = [prefill_seconds(PROMPT) for _ in range(1 + runs)]
+    # The first prompt runs before any other measurement, so that its time includes what a process
+    # does once, such as compilation.
+    first_token_seconds = [prefill_seconds(PROMPT) for _ in range(1 + runs)]
     prefill = {}
     for length in options.prompt_lengths:
         step()
@@ -381,44 +402,50 @@ def _measure_model(
         step()
         decoding = Decoding(model, batch, NEW, compiled, cache_dtype=cache, group=group)
         decode[batch] = rate(batch * NEW, decoding.run, runs, group)
+    # Long contexts reset the peak, and the bandwidth's tensor would count toward it.
     peak = timing.max_bytes(model.device)
     at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
-    # the group's processes would count as others
+    # The group's processes would count as others.
     if group.size == 1:
-        other_load = others.cores()
+        other_load = other_processes.cores()
     else:
         other_load = None
     threads = torch.get_num_threads()
     read_bytes = timing.weight_bytes(model)
     step()
     one_thread = None
-    cpu = model.device.type == "cpu" and group.size == 1
-    if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
+    on_cpu_alone = model.device.type == "cpu" and group.size == 1
+    # Threads that the user has chosen need no advice.
+    default_threads = options.threads is None and threads > 1
+    if on_cpu_alone and default_threads and 1 in decode and read_bytes < SMALL_BYTES:
         with timing.use_threads():
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)
+    if model.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(model.device)
+    else:
+        device_name = model.device.type
+    peaks = [peak]
+    for at_context in at_contexts:
+        peaks.append(at_context.peak_bytes or 0)
     result = Bench(
         name=name,
         quantized=bool(schemes(checkpoint)),
         backends=backend_names(model),
         dtype=DType.of(model.dtype),
-        device=(
-            torch.cuda.get_device_name(model.device)
-            if model.device.type == "cuda"
-            else model.device.type
-        ),
+        device=device_name,
         threads=threads,
         cores=os.cpu_count() or threads,
         other_load=other_load,
         load_seconds=load_seconds,
-        first_token_seconds=(firsts[0], statistics.median(firsts[1:])),
+        first_token_seconds=(first_token_seconds[0], statistics.median(first_token_seconds[1:])),
         prefill=prefill,
         decode=decode,
         one_thread=one_thread,
         weight_bytes=read_bytes,
         bandwidth=timing.bandwidth(model.device),
-        peak_bytes=max([peak, *(at_context.peak_bytes or 0 for at_context in at_contexts)]),
+        peak_bytes=max(peaks),
         cache_dtype=DType.of(cache),
         loaded_bytes=timing.count_loaded_bytes(model),
         at_contexts=at_contexts,

@@ -10,85 +10,123 @@ from typing import Any
 from quantkit.evals.bench_result import Bench
 from quantkit.evals.plot import new_figure, picture_bytes, shorten, style_axes
 from quantkit.evals.table import NONE, Table
-from quantkit.evals.timing import CONTEXT_NEW, PROMPT, Rate, prefill_rates
+from quantkit.evals.timing import CONTEXT_NEW, PROMPT, AtContext, Rate, prefill_rates
 
-_WIDE_SPREAD = 0.3  # of runs: beyond it a median says little
+# Of runs, as a share of the median: beyond it a median says little.
+_WIDE_SPREAD = 0.3
 # Times as fast: smaller factors may be chance.
 _FASTER = 1.1
 
 
 def build_tables(benches: Sequence[Bench]) -> list[Table]:
-    """Speed, start and memory, and the use of memory bandwidth; decoding and prefill with long
-    contexts; with a price the cost of tokens.
+    """Build the tables of speed, start and memory, and of the use of memory bandwidth; of decoding
+    and prefill with long contexts; with a price, also of the cost of tokens.
     """
-    return [
-        *_build_model_tables(benches),
-        *(
-            [_build_decode_table(benches), _build_prefill_table(benches)]
-            if _has_contexts(benches)
-            else []
-        ),
-    ]
+    tables = _build_model_tables(benches)
+    if _has_contexts(benches):
+        tables += [_build_decode_table(benches), _build_prefill_table(benches)]
+    return tables
 
 
 def build_sheet(benches: Sequence[Bench]) -> Table:
-    """Return all tables as one, for programs: a row for each model, or with contexts for each
+    """Join all tables to one for programs, with a row for each model, or with contexts for each
     context and number of sequences.
     """
-    first, *others = _build_model_tables(benches)
-    head = first.head
-    rows = first.rows
-    for table in others:
+    speed, *other_tables = _build_model_tables(benches)
+    head = speed.head
+    rows = speed.rows
+    for table in other_tables:
+        # The first column of every table is the model's name, which one column repeats enough.
         head += table.head[1:]
-        rows = [(*row, *more[1:]) for row, more in zip(rows, table.rows, strict=True)]
+        wider_rows = []
+        for row, other_row in zip(rows, table.rows, strict=True):
+            wider_rows.append((*row, *other_row[1:]))
+        rows = wider_rows
     if not _has_contexts(benches):
         return Table(None, head, rows)
     decoding = _build_decode_table(benches)
     prefill = _build_prefill_table(benches)
-    longer = []
-    for one, row in zip(benches, rows, strict=True):
-        prefills = {context: cells for _, context, *cells in _build_prefill_table([one]).rows}
-        longer += [
-            (*cells, *prefills[cells[1]], *row[1:]) for cells in _build_decode_table([one]).rows
-        ]
-        if not one.at_contexts:
-            longer.append(
-                (one.name, *[NONE] * (len(decoding.head) + len(prefill.head) - 3), *row[1:])
-            )
-    return Table(
-        None, (*decoding.head, *(f"prefill {name}" for name in prefill.head[2:]), *head[1:]), longer
-    )
+    prefill_head = tuple(f"prefill {name}" for name in prefill.head[2:])
+    context_rows: list[tuple[str, ...]] = []
+    for model_bench, row in zip(benches, rows, strict=True):
+        prefill_cells_by_context = {}
+        for _, context, *prefill_cells in _build_prefill_table([model_bench]).rows:
+            prefill_cells_by_context[context] = prefill_cells
+        for cells in _build_decode_table([model_bench]).rows:
+            context_rows.append((*cells, *prefill_cells_by_context[cells[1]], *row[1:]))
+        if not model_bench.at_contexts:
+            # All columns of decoding and prefill at contexts but the model's name.
+            num_missing = len(decoding.head) - 1 + len(prefill_head)
+            context_rows.append((model_bench.name, *[NONE] * num_missing, *row[1:]))
+    return Table(None, (*decoding.head, *prefill_head, *head[1:]), context_rows)
 
 
 def _build_model_tables(benches: Sequence[Bench]) -> list[Table]:
-    """Tables with a row for each model."""
-    rates = [_rates(one) for one in benches]
-    speed = Table(
+    """Build the tables with a row for each model."""
+    tables = [
+        _build_speed_table(benches),
+        _build_start_table(benches),
+        _build_bandwidth_table(benches),
+    ]
+    if _has_price(benches):
+        tables.append(_build_cost_table(benches))
+    return tables
+
+
+def _build_speed_table(benches: Sequence[Bench]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for model_bench in benches:
+        rows.append((model_bench.name, *map(_rate, _rates(model_bench).values())))
+    return Table(
         "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N"
         " sequences",
-        ("model", *rates[0]),
-        [(one.name, *map(_rate, of.values())) for one, of in zip(benches, rates, strict=True)],
+        ("model", *_rates(benches[0])),
+        rows,
     )
-    start = Table(
+
+
+def _build_start_table(benches: Sequence[Bench]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for model_bench in benches:
+        first_seconds, later_seconds = model_bench.first_token_seconds
+        row = (
+            model_bench.name,
+            _digits(model_bench.load_seconds),
+            _digits(1000 * first_seconds),
+            _digits(1000 * later_seconds),
+            _digits(model_bench.peak_bytes / 1e6),
+            str(model_bench.threads),
+            model_bench.device,
+        )
+        rows.append(row)
+    return Table(
         f"Loading, and from a prompt of {PROMPT} tokens to its first new token: the first time, and"
         " later",
         ("model", "load s", "first token ms", "later ms", "peak memory MB", "threads", "device"),
-        [
-            (
-                one.name,
-                _digits(one.load_seconds),
-                *(
-                    _digits(1000 * first_token_second)
-                    for first_token_second in one.first_token_seconds
-                ),
-                _digits(one.peak_bytes / 1e6),
-                str(one.threads),
-                one.device,
-            )
-            for one in benches
-        ],
+        rows,
     )
-    memory = Table(
+
+
+def _build_bandwidth_table(benches: Sequence[Bench]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for model_bench in benches:
+        share = NONE
+        if model_bench.share_of_bandwidth is not None:
+            share = f"{model_bench.share_of_bandwidth:.0%}"
+        float_type = model_bench.dtype
+        if model_bench.cache_dtype != model_bench.dtype:
+            float_type = f"{model_bench.dtype}, cache {model_bench.cache_dtype}"
+        row = (
+            model_bench.name,
+            _digits(model_bench.weight_bytes / 1e6),
+            _digits(model_bench.bandwidth / 1e9),
+            share,
+            float_type,
+            # Without quantized layers, all products are torch's.
+            ", ".join(model_bench.backends) or "torch",
+        )
+        rows.append(row)
+    return Table(
         "Weights read for each token when decoding one sequence, against what memory can give",
         (
             "model",
@@ -98,90 +136,81 @@ def _build_model_tables(benches: Sequence[Bench]) -> list[Table]:
             "float type",
             "kernels",
         ),
-        [
-            (
-                one.name,
-                _digits(one.weight_bytes / 1e6),
-                _digits(one.bandwidth / 1e9),
-                NONE if one.share_of_bandwidth is None else f"{one.share_of_bandwidth:.0%}",
-                (
-                    one.dtype
-                    if one.cache_dtype == one.dtype
-                    else f"{one.dtype}, cache {one.cache_dtype}"
-                ),
-                ", ".join(one.backends) or "torch",
-            )
-            for one in benches
-        ],
+        rows,
     )
-    if not _has_price(benches):
-        return [speed, start, memory]
-    cost = Table(
-        f"{_cost_title(benches)} tokens: of a prompt (prefill), new (decode)",
-        ("model", *(f"{name} cost" for name in rates[0])),
-        [
-            (one.name, *(_format_cost(one, rate) for rate in of.values()))
-            for one, of in zip(benches, rates, strict=True)
-        ],
-    )
-    return [speed, start, memory, cost]
+
+
+def _build_cost_table(benches: Sequence[Bench]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for model_bench in benches:
+        cells = [model_bench.name]
+        for rate in _rates(model_bench).values():
+            cells.append(_format_cost(model_bench, rate))
+        rows.append(tuple(cells))
+    head = ["model"]
+    for name in _rates(benches[0]):
+        head.append(f"{name} cost")
+    title = f"{_cost_title(benches)} tokens: of a prompt (prefill), new (decode)"
+    return Table(title, tuple(head), rows)
 
 
 def _build_decode_table(benches: Sequence[Bench]) -> Table:
-    """Return a row for each context and number of sequences."""
+    """Build the table with a row for each context and number of sequences."""
+    rows: list[tuple[str, ...]] = []
+    rates = []
+    for model_bench in benches:
+        for at_context in model_bench.at_contexts:
+            peak = NONE
+            if at_context.peak_bytes is not None:
+                peak = _digits(at_context.peak_bytes / 1e6)
+            row = (
+                model_bench.name,
+                str(at_context.context),
+                str(at_context.batch),
+                _digits(at_context.sequence_rate),
+                _rate(at_context.together),
+                _digits(model_bench.loaded_bytes / 1e6),
+                _digits(at_context.cache_bytes / 1e6),
+                peak,
+            )
+            rows.append(row)
+            rates.append((model_bench, at_context.together))
     table = Table(
         f"Decoding the last {CONTEXT_NEW} tokens of a context: tokens a second for each sequence"
         " and together, median ± furthest run; memory",
         ("model", "context", "sequences", "each", "together", "weights MB", "cache MB", "peak MB"),
-        [
-            (
-                one.name,
-                str(at.context),
-                str(at.batch),
-                _digits(at.sequence_rate),
-                _rate(at.together),
-                _digits(one.loaded_bytes / 1e6),
-                _digits(at.cache_bytes / 1e6),
-                NONE if at.peak_bytes is None else _digits(at.peak_bytes / 1e6),
-            )
-            for one in benches
-            for at in one.at_contexts
-        ],
+        rows,
     )
-    return _add_costs(
-        table,
-        benches,
-        "new tokens",
-        [(one, at.together) for one in benches for at in one.at_contexts],
-    )
+    return _add_costs(table, benches, "new tokens", rates)
 
 
 def _build_prefill_table(benches: Sequence[Bench]) -> Table:
-    """Return a row for each context."""
+    """Build the table with a row for each context."""
+    rows: list[tuple[str, ...]] = []
     rates = []
-    for one in benches:
-        for of in prefill_rates(one.at_contexts).items():
-            rates.append((one, *of))
+    for model_bench in benches:
+        for context, rate in prefill_rates(model_bench.at_contexts).items():
+            # The last tokens of a context are decoded, not read.
+            seconds = (context - CONTEXT_NEW) / rate.median
+            rows.append((model_bench.name, str(context), _rate(rate), _digits(seconds)))
+            rates.append((model_bench, rate))
     table = Table(
         f"Prefill of these contexts but for their last {CONTEXT_NEW} tokens",
         ("model", "context", "tokens a second", "seconds"),
-        [
-            (one.name, str(context), _rate(rate), _digits((context - CONTEXT_NEW) / rate.median))
-            for one, context, rate in rates
-        ],
+        rows,
     )
-    return _add_costs(table, benches, "tokens of a prompt", [(one, rate) for one, _, rate in rates])
+    return _add_costs(table, benches, "tokens of a prompt", rates)
 
 
 def _add_costs(
     table: Table, benches: Sequence[Bench], token_kind: str, rates: Sequence[tuple[Bench, Rate]]
 ) -> Table:
-    """Return a table with a column of costs, if there is a price."""
+    """Add a column of costs to a table, if there is a price."""
     if not _has_price(benches):
         return table
     rows = []
-    for row, (one, rate) in zip(table.rows, rates, strict=True):
-        rows.append((*row, _format_cost(one, rate)))
+    for row, (model_bench, rate) in zip(table.rows, rates, strict=True):
+        rows.append((*row, _format_cost(model_bench, rate)))
     return Table(f"{table.title}. {_cost_title(benches)} {token_kind}", (*table.head, "cost"), rows)
 
 
@@ -190,83 +219,109 @@ def _cost_title(benches: Sequence[Bench]) -> str:
 
 
 def _has_contexts(benches: Sequence[Bench]) -> bool:
-    return any(one.at_contexts for one in benches)
+    return any(model_bench.at_contexts for model_bench in benches)
 
 
 def _has_price(benches: Sequence[Bench]) -> bool:
+    # All models of a call have the same price.
     return benches[0].price_per_hour is not None
 
 
 def warnings(benches: Sequence[Bench]) -> list[str]:
-    """Reasons to doubt figures, and models that quantization made slower."""
+    """List reasons to doubt figures, and models that quantization made slower."""
     lines = []
-    if loads := [
-        (one.other_load, one.cores) for one in benches if one.busy and one.other_load is not None
-    ]:
+    loads = []
+    for model_bench in benches:
+        if model_bench.busy and model_bench.other_load is not None:
+            loads.append((model_bench.other_load, model_bench.cores))
+    if loads:
         load, cores = max(loads)
-        lines = [
+        lines.append(
             f"the machine is busy: other processes used {load:.1f} of its {cores} cores; figures"
             " are low"
-        ]
-    spreads = []
-    for one in benches:
-        at_contexts = {}
-        for at in one.at_contexts:
-            at_contexts[f"context {at.context}, decode {at.batch}"] = at.together
-        prefill = {}
-        for context, rate in prefill_rates(one.at_contexts).items():
-            prefill[f"context {context}, prefill"] = rate
-        rates = _rates(one) | at_contexts | prefill
-        spreads += [(rate.spread, f"{what} of {one.name}") for what, rate in rates.items()]
-    if wide := [one for one in spreads if one[0] > _WIDE_SPREAD]:
-        spread, what = max(wide)
-        few = f"a figure spreads by {spread:.0%}"
-        if len(wide) == 1:
-            few = few
+        )
+    wide_spreads = []
+    for model_bench in benches:
+        rates = _rates(model_bench)
+        for at_context in model_bench.at_contexts:
+            rates[f"context {at_context.context}, decode {at_context.batch}"] = at_context.together
+        for context, rate in prefill_rates(model_bench.at_contexts).items():
+            rates[f"context {context}, prefill"] = rate
+        for figure, rate in rates.items():
+            if rate.spread > _WIDE_SPREAD:
+                wide_spreads.append((rate.spread, f"{figure} of {model_bench.name}"))
+    if wide_spreads:
+        spread, figure = max(wide_spreads)
+        if len(wide_spreads) == 1:
+            extent = f"a figure spreads by {spread:.0%}"
         else:
-            few = f"{len(wide)} figures spread by up to {spread:.0%}"
-        lines.append(f"{few} ({what}): measure again on a quiet machine, or with more `runs`")
-    decoded = [(one, one.decode[1].median) for one in benches if 1 in one.decode]
-    return lines + [
-        f"{one.name} decodes slower than {other.name}, which is not quantized"
-        for (one, speed), (other, other_speed) in product(decoded, decoded)
-        if one.quantized and not other.quantized and speed < other_speed
-    ]
+            extent = f"{len(wide_spreads)} figures spread by up to {spread:.0%}"
+        lines.append(f"{extent} ({figure}): measure again on a quiet machine, or with more `runs`")
+    # One sequence is the case that quantization is expected to make faster, since reading the
+    # weights limits it.
+    speeds = []
+    for model_bench in benches:
+        if 1 in model_bench.decode:
+            speeds.append((model_bench, model_bench.decode[1].median))
+    for (model_bench, speed), (other, other_speed) in product(speeds, speeds):
+        if model_bench.quantized and not other.quantized and speed < other_speed:
+            lines.append(
+                f"{model_bench.name} decodes slower than {other.name}, which is not quantized"
+            )
+    return lines
 
 
 def notes(benches: Sequence[Bench]) -> list[str]:
-    """Return a line for each model that one thread decodes faster than several, and for each
-    omitted measurement.
+    """List each model that one thread decodes faster than several, and each omitted
+    measurement.
     """
-    return [
-        f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second,"
-        f" not {_digits(one.decode[1].median)}): try `threads=1`"
-        for one in benches
-        if one.one_thread is not None and one.one_thread.median > _FASTER * one.decode[1].median
-    ] + [f"{one.name} is not measured at {line}" for one in benches for line in one.left_out]
+    lines = []
+    for model_bench in benches:
+        one_thread = model_bench.one_thread
+        if one_thread is None:
+            continue
+        # `bench` tries one thread only if it measured one sequence with several.
+        speed = model_bench.decode[1].median
+        if one_thread.median > _FASTER * speed:
+            lines.append(
+                f"one thread decodes {model_bench.name} faster ({_digits(one_thread.median)} tokens"
+                f" a second, not {_digits(speed)}): try `threads=1`"
+            )
+    for model_bench in benches:
+        for left_out in model_bench.left_out:
+            lines.append(f"{model_bench.name} is not measured at {left_out}")
+    return lines
 
 
 def _rates(bench: Bench) -> dict[str, Rate]:
-    """Rates of short prompts, by the heads of their columns."""
-    prefill = {f"prefill {length}": rate for length, rate in bench.prefill.items()}
-    return prefill | {f"decode {batch}": rate for batch, rate in bench.decode.items()}
+    """Collect the rates of short prompts, by the heads of their columns."""
+    rates = {}
+    for length, rate in bench.prefill.items():
+        rates[f"prefill {length}"] = rate
+    for batch, rate in bench.decode.items():
+        rates[f"decode {batch}"] = rate
+    return rates
 
 
 def _rate(rate: Rate) -> str:
-    if rate.least == rate.most:  # of one run
+    # A single run has no spread.
+    if rate.least == rate.most:
         return _digits(rate.median)
     return f"{_digits(rate.median)} ± {rate.spread:.0%}"
 
 
 def _format_cost(bench: Bench, rate: Rate) -> str:
-    if (cost := bench.cost(rate.median)) is None:
+    cost = bench.cost(rate.median)
+    if cost is None:
         return NONE
-    # three significant digits, no exponent
-    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"
+    # Three significant digits without an exponent, which `g` would write for small costs.
+    decimals = max(0, 2 - math.floor(math.log10(cost)))
+    return f"{cost:.{decimals}f}"
 
 
 def _digits(value: float) -> str:
-    """Three significant digits."""
+    """Write three significant digits."""
+    # The first format rounds; the second avoids the exponent that `.3g` has from 1000 on.
     return f"{float(f'{value:.3g}'):.12g}"
 
 
@@ -279,40 +334,56 @@ _LEGEND_KEY = 8
 _MAX_COLUMNS = 3
 # Distinct without colors too.
 _LINES = list(zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True))
-_MAX_TITLE = 36  # characters
+# characters
+_MAX_TITLE = 36
 
 
 def picture(benches: Sequence[Bench], kind: str = "png") -> bytes:
-    """Bars of decoding by batch and of prefill by length; below them, for each model measured with
-    long contexts, decoding by batch with a line for each context.
+    """Draw bars of decoding by batch and of prefill by length; below them, for each model measured
+    with long contexts, decoding by batch with a line for each context.
 
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed.
     """
-    decoding = "decoding", "sequences at once", [one.decode for one in benches]
-    prefill = "prefill", "tokens of the prompt", [one.prefill for one in benches]
-    panels = [panel for panel in (decoding, prefill) if panel[2][0]]
-    with_contexts = [one for one in benches if one.at_contexts]
+    names = []
+    decode_rates = []
+    prompt_rates = []
+    with_contexts = []
+    for bench in benches:
+        names.append(bench.name)
+        decode_rates.append(bench.decode)
+        prompt_rates.append(bench.prefill)
+        if bench.at_contexts:
+            with_contexts.append(bench)
+    # Every model has the same lengths and batches, so the first one tells what was measured.
+    panels = []
+    if decode_rates[0]:
+        panels.append(("decoding", "sequences at once", decode_rates))
+    if prompt_rates[0]:
+        panels.append(("prefill", "tokens of the prompt", prompt_rates))
     columns = min(len(with_contexts), _MAX_COLUMNS)
+    # Rounded up.
     rows = -(-len(with_contexts) // _MAX_COLUMNS)
     figure = new_figure(_PANEL_WIDTH * max(len(panels), columns), _PANEL_HEIGHT * (1 + rows))
-    heights = [1, rows] if with_contexts else [1]
+    heights = [1]
+    if with_contexts:
+        heights.append(rows)
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (title, label, rates) in zip(
-        upper.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        _bars(axes, [one.name for one in benches], rates)
+    panel_axes = upper.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, label, rates) in zip(panel_axes, panels, strict=True):
+        _bars(axes, names, rates)
         _titles(axes, title, label)
-    per_row = max(
-        1, _LEGEND_WIDTH * len(panels) // max(len(one.name) + _LEGEND_KEY for one in benches)
-    )
+    widest_name = max(map(len, names)) + _LEGEND_KEY
+    names_per_row = max(1, _LEGEND_WIDTH * len(panels) // widest_name)
+    # Both panels have the same names: one legend is for both.
     upper.legend(
         *upper.axes[0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=per_row,
+        ncols=names_per_row,
         frameon=False,
         fontsize=9,
     )
     if with_contexts:
+        # A common vertical axis lets models be compared.
         grid = lower[0].subplots(rows, columns, squeeze=False, sharey=True).flatten()
         for axes, with_context in zip(grid, with_contexts, strict=False):
             _contexts(axes, with_context)
@@ -322,16 +393,20 @@ def picture(benches: Sequence[Bench], kind: str = "png") -> bytes:
 
 
 def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> None:
-    """Groups of bars, one for each model, with the range of the runs."""
+    """Draw groups of bars, one bar for each model, with the range of the runs."""
+    # A fifth of the distance between groups stays empty.
     width = 0.8 / len(names)
-    for index, (name, by_key) in enumerate(zip(names, rates, strict=True)):
-        places = [place - 0.4 + (index + 0.5) * width for place in range(len(by_key))]
-        bars = list(by_key.values())
+    for index, (name, rates_by_key) in enumerate(zip(names, rates, strict=True)):
+        places = []
+        medians = []
+        for place, rate in enumerate(rates_by_key.values()):
+            places.append(place - 0.4 + (index + 0.5) * width)
+            medians.append(rate.median)
         axes.bar(
             places,
-            [rate.median for rate in bars],
+            medians,
             width * 0.9,
-            yerr=_range(bars),
+            yerr=_range(list(rates_by_key.values())),
             label=name,
             color=f"C{index}",
             error_kw={"linewidth": 0.8},
@@ -340,16 +415,25 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
 
 
 def _contexts(axes: Any, bench: Bench) -> None:
-    """A line for each context, by the number of sequences; both axes from 0."""
-    batches = sorted({at.batch for at in bench.at_contexts})
-    for context, (style, mark) in zip(
-        dict.fromkeys(at.context for at in bench.at_contexts), cycle(_LINES), strict=False
+    """Draw a line for each context, by the number of sequences; both axes begin at 0."""
+    measurements: dict[int, list[AtContext]] = {}
+    for at_context in bench.at_contexts:
+        measurements.setdefault(at_context.context, []).append(at_context)
+    for (context, at_batches), (style, mark) in zip(
+        measurements.items(), cycle(_LINES), strict=False
     ):
-        line = sorted((at.batch, at.together) for at in bench.at_contexts if at.context == context)
+        at_batches.sort(key=lambda at_batch: at_batch.batch)
+        line_batches = []
+        rates = []
+        medians = []
+        for at_batch in at_batches:
+            line_batches.append(at_batch.batch)
+            rates.append(at_batch.together)
+            medians.append(at_batch.together.median)
         axes.errorbar(
-            [batch for batch, _ in line],
-            [rate.median for _, rate in line],
-            yerr=_range([rate for _, rate in line]),
+            line_batches,
+            medians,
+            yerr=_range(rates),
             linestyle=style,
             marker=mark,
             markersize=5,
@@ -359,20 +443,24 @@ def _contexts(axes: Any, bench: Bench) -> None:
             label=f"{context:,}",
         )
     _titles(axes, f"decoding, {shorten(bench.name, _MAX_TITLE)}", "sequences at once")
+    batches = sorted({at_context.batch for at_context in bench.at_contexts})
     axes.set_xlim(0, 1.06 * batches[-1])
     axes.set_ylim(0)
     axes.set_ylabel("tokens a second, together")
     axes.set_xticks(batches)
+    # A shared axis shows its labels only in the first column.
     axes.yaxis.set_tick_params(labelleft=True)
     axes.legend(title="context", frameon=False, fontsize=9, title_fontsize=9, loc="best")
 
 
 def _range(rates: Sequence[Rate]) -> list[list[float]]:
-    """Distances from the median to the slowest and to the fastest run."""
-    return [
-        [rate.median - rate.least for rate in rates],
-        [rate.most - rate.median for rate in rates],
-    ]
+    """Measure the distances from each median to the slowest and to the fastest run."""
+    below = []
+    above = []
+    for rate in rates:
+        below.append(rate.median - rate.least)
+        above.append(rate.most - rate.median)
+    return [below, above]
 
 
 def _titles(axes: Any, title: str, label: str) -> None:

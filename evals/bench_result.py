@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantkit.evals.timing import AtContext, LeftOut, Rate, prefill_rates
 
-# That other processes may use in addition to the threads that compute.
+# Cores that other processes may use in addition to the threads that compute.
 _IDLE_CORES = 0.3
 
 
@@ -65,9 +66,10 @@ class Bench:
 
     @property
     def share_of_bandwidth(self) -> float | None:
-        """Return the share of the bandwidth that reading weights uses when one sequence is decoded;
-        None if not measured.
+        """Compute the share of the bandwidth that reading weights uses when one sequence is
+        decoded; None if not measured.
         """
+        # Each token of one sequence reads all weights once.
         if 1 in self.decode:
             return self.decode[1].median * self.weight_bytes / self.bandwidth
         return None
@@ -75,58 +77,70 @@ class Bench:
     @property
     def busy(self) -> bool:
         """Return whether other processes used cores that this one needed."""
+        if self.other_load is None:
+            return False
+        # On a GPU, only the thread that starts its kernels needs a core.
         if self.device == "cpu":
             needed = self.threads
         else:
             needed = 1
-        return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
+        return self.other_load + needed > self.cores + _IDLE_CORES
 
     def cost(self, tokens_per_second: float) -> float | None:
-        """Return the cost of a thousand tokens at a rate; None without a price."""
+        """Compute the cost of a thousand tokens at a rate; None without a price."""
         if self.price_per_hour is None:
             return None
         return 1000 * self.price_per_hour / (3600 * tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, in tokens a second, seconds and bytes, and with a price the cost of a
-        thousand tokens.
+        """Collect all figures, in tokens a second, seconds and bytes, and with a price the cost of
+        a thousand tokens.
         """
-        prefill_at = prefill_rates(self.at_contexts)
+        has_price = self.price_per_hour is not None
+        at_contexts = []
+        for at_context in self.at_contexts:
+            # Properties are not fields: `asdict` leaves them out.
+            value = {**asdict(at_context), "each": at_context.sequence_rate}
+            if has_price:
+                value["cost_of_thousand_tokens"] = self.cost(at_context.together.median)
+            at_contexts.append(value)
+        prefill_at_contexts = prefill_rates(self.at_contexts)
         values = {
             **asdict(self),
             "share_of_bandwidth": self.share_of_bandwidth,
             "busy": self.busy,
-            "at_contexts": [
-                {**asdict(at_context), "each": at_context.sequence_rate}
-                for at_context in self.at_contexts
-            ],
-            "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
+            "at_contexts": at_contexts,
+            "prefill_at_contexts": _convert_rates(prefill_at_contexts, asdict),
         }
-        if self.price_per_hour is not None:
-            by_kind = {
-                "prefill": self.prefill,
-                "decode": self.decode,
-                "prefill_at_contexts": prefill_at,
-            }
+        if has_price:
+
+            def compute_cost(rate: Rate) -> float | None:
+                return self.cost(rate.median)
+
             values["cost_of_thousand_tokens"] = {
-                kind: {key: self.cost(rate.median) for key, rate in rates.items()}
-                for kind, rates in by_kind.items()
+                "prefill": _convert_rates(self.prefill, compute_cost),
+                "decode": _convert_rates(self.decode, compute_cost),
+                "prefill_at_contexts": _convert_rates(prefill_at_contexts, compute_cost),
             }
-            for at_context, value in zip(self.at_contexts, values["at_contexts"], strict=True):
-                value["cost_of_thousand_tokens"] = self.cost(at_context.together.median)
         return values
+
+
+def _convert_rates(rates: Mapping[int, Rate], convert: Callable[[Rate], Any]) -> dict[int, Any]:
+    """Apply a function to the rate of each length, batch or context."""
+    return {key: convert(rate) for key, rate in rates.items()}
 
 
 class BenchResult(list[Bench]):
     """The figures of each model, in order."""
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what `Bench.to_json` returns for each model."""
-        return [one.to_json() for one in self]
+        """Collect what `Bench.to_json` returns for each model."""
+        return [model_bench.to_json() for model_bench in self]
 
     def lines(self) -> list[str]:
-        """Return the tables as text."""
-        from quantkit.evals.bench_report import build_tables  # which knows this type
+        """Write the tables as text."""
+        # That module imports this one.
+        from quantkit.evals.bench_report import build_tables
         from quantkit.evals.table import render
 
         return render(build_tables(self), "terminal")

@@ -129,21 +129,11 @@ def evaluate(
     tasks = as_strings("tasks", tasks)
     if not folders:
         raise RequestError("there is no model to measure: `paths` is empty")
-    if against is None:
-        against = None
-    else:
+    if against is not None:
         against = as_path("against", against)
-    if task_data is None:
-        data = None
-    else:
-        data = as_path("task_data", task_data)
-    if cache_logits is None:
-        kept = None
-    else:
-        kept = as_path("cache_logits", cache_logits)
-    if window is None:
-        window = None
-    else:
+    data_folder = None if task_data is None else as_path("task_data", task_data)
+    cache_folder = None if cache_logits is None else as_path("cache_logits", cache_logits)
+    if window is not None:
         window = as_integer("window", window)
     if text_column is not None:
         as_string("text_column", text_column)
@@ -154,14 +144,17 @@ def evaluate(
     )
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = skip_repeated_reports(progress)
-    by_positions = _validate_positions(positions, position_windows, against=against is not None)
-    if data is not None and not tasks:
+    has_reference = against is not None
+    position_limits = _validate_positions(positions, position_windows, against=has_reference)
+    if data_folder is not None and not tasks:
         raise RequestError("task data needs tasks, and none are named")
-    if kept is not None and against is None:
+    if cache_folder is not None and not has_reference:
         raise RequestError("only the logits of a reference are cached, and no reference is given")
-    if kept is not None and group.size > 1:
+    if cache_folder is not None and group.size > 1:
         raise RequestError("several processes cannot cache the logits of a reference")
-    where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
+    device_name = None if device is None else str(device)
+    run_device = _device(device_name, group, used=bool(tasks) or speed)
+    # The harness is asked before any model is opened: an unknown task is then an error at once.
     if tasks:
         require_tasks(tasks)
     if backend is not None and as_string("backend", backend) not in VIAS:
@@ -171,55 +164,76 @@ def evaluate(
     models = open_models(
         folders, against, window, group, backend, trust_remote_code=trust_remote_code
     )
-    by_others = [model for model in models if model.checkpoint.config.run_by is not None]
-    for name, value in (("tasks", tasks), ("speed", speed), ("positions", by_positions)):
-        if value and by_others:
-            path = by_others[0].checkpoint.path
-            run_by = by_others[0].checkpoint.config.run_by
+    run_by_others = []
+    contexts = []
+    for model in models:
+        contexts.append(model.checkpoint.config.max_context)
+        if model.checkpoint.config.run_by is not None:
+            run_by_others.append(model)
+    for name, value in (("tasks", tasks), ("speed", speed), ("positions", position_limits)):
+        if value and run_by_others:
+            path = run_by_others[0].checkpoint.path
+            run_by = run_by_others[0].checkpoint.config.run_by
             raise RequestError(
                 f"`{name}` needs a model that quantkit runs itself",
                 path=path,
                 found=f"run by {run_by}",
             )
-    for checkpoint in (model.checkpoint for model in models):
-        dtypes = [
-            *([torch.float32] if tasks else []),
-            *([choose_default_dtype(checkpoint)] if speed else []),
-        ]
+    for model in models:
+        # Tasks run in float32, as perplexity does; speed is measured in the model's own dtype.
+        dtypes = []
+        if tasks:
+            dtypes.append(torch.float32)
+        if speed:
+            dtypes.append(choose_default_dtype(model.checkpoint))
         for dtype in dtypes:
-            require_kernels(checkpoint, where, dtype, list_allowed_backends(allow_slow=allow_slow))
+            backends = list_allowed_backends(allow_slow=allow_slow)
+            require_kernels(model.checkpoint, run_device, dtype, backends)
+    # One chat template for all models, since they must read the same text.
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
-    chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
-    notes = [f"{model.name}: run by {model.checkpoint.config.run_by}" for model in by_others]
-    notes += [note for model in by_others for note in model.checkpoint.notes]
-    notes += [note for text in chosen for note in text.notes]
-    notes += [text.note for text in chosen if text.note is not None]
-    group.require_same({f"text {text.name}": text.sha256 for text in chosen})
-    length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
-    read = [streams(models, text, length, same_tokens=against is not None) for text in chosen]
-    if kept is None:
+    selected_texts = _texts(files, text_column, chat, use_excerpt=not tasks)
+    notes = _collect_notes(run_by_others, selected_texts)
+    facts_by_text = {}
+    hashes = {}
+    for text in selected_texts:
+        facts_by_text[text.name] = _facts(text)
+        hashes[f"text {text.name}"] = text.sha256
+    group.require_same(hashes)
+    length = window or min(FIXED_WINDOW, *contexts)
+    # All texts are read before a model runs, so that one that is too short is an error at once.
+    streams_by_text = []
+    for text in selected_texts:
+        streams_by_text.append(streams(models, text, length, same_tokens=has_reference))
+    if cache_folder is None:
         hidden: Hidden = final_hidden
     else:
-        hidden = StateCache(kept)
+        hidden = StateCache(cache_folder)
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
-    closer: dict[str, TextDetails] = {}
-    with open_tasks(tasks, data, progress=progress) as questions:
-        for text, cut in zip(chosen, read, strict=True):
-            if details and against is not None:
-                listeners = {model.name: Predictions() for model in models[1:]}
-            else:
-                listeners = {}
-            states = None if against is None else hidden
-            windows = [own for _, own in cut]
-            found = _over_fixed_windows(
-                models, windows, states, list(listeners.values()), group, progress
+    details_by_text: dict[str, TextDetails] = {}
+    # The data of tasks load before the texts are measured, which can take hours.
+    with open_tasks(tasks, data_folder, progress=progress) as questions:
+        for text, text_streams in zip(selected_texts, streams_by_text, strict=True):
+            listeners: dict[str, Predictions] = {}
+            # The divergence's passes compute what a page shows: no pass is repeated for it.
+            if details and has_reference:
+                for model in models[1:]:
+                    listeners[model.name] = Predictions()
+            reference_hidden = hidden if has_reference else None
+            windows = [model_windows for _, model_windows in text_streams]
+            figures_by_model = _over_fixed_windows(
+                models, windows, reference_hidden, list(listeners.values()), group, progress
             )
             if listeners:
-                closer[text.name] = text_details(listeners, windows[0], models[0].tokenizer)
-            buckets, more = _by_position(models, text, by_positions, hidden, group, progress)
-            notes += more
-            for measured, model, (tokens, _), figures, bucket in zip(
-                measures, models, cut, found, buckets, strict=True
+                # With a reference, the windows of all models are equal.
+                details_by_text[text.name] = text_details(
+                    listeners, windows[0], models[0].tokenizer
+                )
+            position_buckets, position_notes = _by_position(
+                models, text, position_limits, hidden, group, progress
+            )
+            notes += position_notes
+            for model_measures, model, (tokens, _), figures, buckets in zip(
+                measures, models, text_streams, figures_by_model, position_buckets, strict=True
             ):
                 perplexity, divergence, ratio_error = figures
                 documents = score_documents(
@@ -230,41 +244,65 @@ def evaluate(
                     group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )
-                measured[text.name] = TextMeasures(
+                model_measures[text.name] = TextMeasures(
                     tokens,
                     documents,
                     perplexity.value,
                     divergence,
                     perplexity.error,
                     ratio_error,
-                    bucket,
+                    buckets,
                 )
-        placed = where, allow_slow, group
-        answers = [
-            _answers(model, questions, *placed, progress) if tasks else ({}, []) for model in models
-        ]
-    paces: list[Speed | None] = [None for _ in models]
-    for index, model in enumerate(models if speed else []):
-        progress("speed", index, len(models), "models")
-        paces[index] = decoding_speed(model.checkpoint, *placed)
-    errors, kind = layer_errors([model.checkpoint.path for model in models])
-    packages = (
-        "quantkit",
-        "torch",
-        *(["lm_eval"] if tasks else []),
-        *(["transformers"] if by_others else []),
-    )
+        answers: list[_Answers] = []
+        for model in models:
+            if tasks:
+                answers.append(_answers(model, questions, run_device, allow_slow, group, progress))
+            else:
+                answers.append(({}, []))
+    speeds: list[Speed | None] = [None for _ in models]
+    if speed:
+        for index, model in enumerate(models):
+            progress("speed", index, len(models), "models")
+            speeds[index] = decoding_speed(model.checkpoint, run_device, allow_slow, group)
+    errors, error_kind = layer_errors([model.checkpoint.path for model in models])
+    rows = []
+    for facts in zip(models, measures, answers, speeds, errors, strict=True):
+        rows.append(_row(*facts))
+    # Figures are reproducible only with the versions of what computed them.
+    packages = ["quantkit", "torch"]
+    if tasks:
+        packages.append("lm_eval")
+    if run_by_others:
+        packages.append("transformers")
+    versions = {}
+    for package in packages:
+        versions[package] = importlib.metadata.version(package)
     return Evaluation(
-        rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
-        reference=None if against is None else models[0].name,
-        texts={text.name: _facts(text) for text in chosen},
-        window=length if chosen else None,
-        layer_error=kind,
-        device=where.type,
-        versions={name: importlib.metadata.version(name) for name in packages},
+        rows=rows,
+        reference=models[0].name if has_reference else None,
+        texts=facts_by_text,
+        window=length if selected_texts else None,
+        layer_error=error_kind,
+        device=run_device.type,
+        versions=versions,
         notes=notes,
-        details=closer,
+        details=details_by_text,
     )
+
+
+def _collect_notes(run_by_others: Sequence[Model], texts: Sequence[Text]) -> list[str]:
+    """Collect the remarks on models that another library runs, and on the texts."""
+    notes = []
+    for model in run_by_others:
+        notes.append(f"{model.name}: run by {model.checkpoint.config.run_by}")
+    for model in run_by_others:
+        notes += model.checkpoint.notes
+    for text in texts:
+        notes += text.notes
+    for text in texts:
+        if text.note is not None:
+            notes.append(text.note)
+    return notes
 
 
 def _facts(text: Text) -> TextFacts:
@@ -274,13 +312,14 @@ def _facts(text: Text) -> TextFacts:
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
-    """Return the device for tasks and speed."""
+    """Choose the device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
         raise RequestError(
             "a device goes with tasks or speed; perplexity is computed on the CPU", found=name
         )
     if group.size > 1 and name not in (None, "cpu"):
         raise RequestError("processes that share a model measure it on the CPU", found=name)
+    # Without a use for it, a GPU is not even looked for.
     if used and group.size == 1:
         return usable_device(name)
     return torch.device("cpu")
@@ -290,32 +329,35 @@ _Sources = list[Path] | dict[str, Path | Iterable[object]]
 
 
 def _sources(texts: object) -> _Sources:
-    """Return the paths of the texts, or the texts by name."""
+    """Validate the paths of the texts, or the texts by name."""
     hint = 'strings and datasets need a name: {"name": ["..."]}'
     if not isinstance(texts, Mapping):
         return as_paths("texts", texts, hint=hint)
-    result: dict[str, Path | Iterable[object]] = {}
+    sources: dict[str, Path | Iterable[object]] = {}
     for name, text in texts.items():
-        documents = is_several(text) and not isinstance(text, str)
-        result[as_string("texts", name)] = (
-            text if documents else as_path("texts", text, hint="text goes in a list")
-        )
-    return result
+        source_name = as_string("texts", name)
+        # A string is the path of a text, not the text itself.
+        if is_several(text) and not isinstance(text, str):
+            sources[source_name] = text
+        else:
+            sources[source_name] = as_path("texts", text, hint="text goes in a list")
+    return sources
 
 
 def _texts(
     sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
 ) -> list[Text]:
-    """Return the texts by distinct names."""
+    """Read the texts, under distinct names."""
+    texts: list[Text] = []
     if isinstance(sources, dict):
-        texts = [read_text(source, column, chat, name) for name, source in sources.items()]
+        for name, source in sources.items():
+            texts.append(read_text(source, column, chat, name))
     else:
-        texts = [read_text(path, column, chat) for path in sources]
-    if not isinstance(sources, dict) and len({text.name for text in texts}) < len(texts):
-        names = short_names(sources)
-        if twice := [name for index, name in enumerate(names) if name in names[:index]]:
-            raise RequestError("the same text is given twice", found=twice[0])
-        texts = [replace(text, name=name) for name, text in zip(names, texts, strict=True)]
+        for path in sources:
+            texts.append(read_text(path, column, chat))
+        # The names of files are not distinct: the ends of their paths are, unless one is repeated.
+        if len({text.name for text in texts}) < len(texts):
+            texts = _rename_texts(texts, short_names(sources))
     if texts or not use_excerpt:
         return texts
     raw = EXCERPT.read_bytes()
@@ -326,6 +368,18 @@ def _texts(
     return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt(), notes=(note,))]
 
 
+def _rename_texts(texts: Sequence[Text], names: Sequence[str]) -> list[Text]:
+    """Give texts these names. Raises `RequestError` if two are the same."""
+    renamed_texts: list[Text] = []
+    used_names = set()
+    for name, text in zip(names, texts, strict=True):
+        if name in used_names:
+            raise RequestError("the same text is given twice", found=name)
+        used_names.add(name)
+        renamed_texts.append(replace(text, name=name))
+    return renamed_texts
+
+
 def _over_fixed_windows(
     models: Sequence[Model],
     windows: Sequence[Tensor],
@@ -334,31 +388,38 @@ def _over_fixed_windows(
     group: ProcessGroup,
     progress: Progress,
 ) -> list[tuple[Estimate, Divergence | None, float | None]]:
-    """Return each model's token perplexity; with `hidden`, of all but the first also the divergence
-    from the first, and the error of the ratio of perplexities.
+    """Measure each model's token perplexity; with `hidden`, of all but the first also the
+    divergence from the first, and the error of the ratio of perplexities.
     """
+    figures: list[tuple[Estimate, Divergence | None, float | None]] = []
     if hidden is None:
-        alone = []
-        for model, window in zip(models, windows, strict=True):
+        for model, model_windows in zip(models, windows, strict=True):
             report = in_phase(progress, f"{model.name}: token perplexity")
-            alone += perplexity_estimates(model.checkpoint, [window], group=group, progress=report)
-        return [(one, None, None) for one in alone]
-    reference, *others = (model.checkpoint for model in models)
-    found = compare(
+            estimates = perplexity_estimates(
+                model.checkpoint, [model_windows], group=group, progress=report
+            )
+            for estimate in estimates:
+                figures.append((estimate, None, None))
+        return figures
+    # Perplexities come from the passes that measure the divergence: each model runs once.
+    reference, *compared = (model.checkpoint for model in models)
+    comparisons = compare(
         reference,
-        others,
+        compared,
         windows[0],
         reference_hidden=hidden,
         listeners=listeners,
         group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
     )
-    first = Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)
-    rest = (
-        (Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error)
-        for one in found
+    reference_perplexity = Estimate(
+        comparisons[0].reference_perplexity, comparisons[0].reference_perplexity_error
     )
-    return [(first, None, None), *rest]
+    figures.append((reference_perplexity, None, None))
+    for comparison in comparisons:
+        perplexity = Estimate(comparison.perplexity, comparison.perplexity_error)
+        figures.append((perplexity, comparison.divergence, comparison.ratio_error))
+    return figures
 
 
 _Answers = tuple[dict[str, TaskScore], list[str]]
@@ -372,8 +433,8 @@ def _answers(
     group: ProcessGroup,
     progress: Progress,
 ) -> _Answers:
-    """Return a model's scores in the tasks, and the backends of its quantized layers there; frees
-    the model.
+    """Score a model in the tasks, and list the backends of its quantized layers there. The model's
+    weights are freed on return, since nothing else refers to the `lm`.
     """
     report = in_phase(progress, f"{model.name}: tasks")
     report("tasks", 0, len(questions), "tasks")
@@ -388,11 +449,12 @@ def _row(
     speed: Speed | None,
     errors: dict[str, float],
 ) -> Row:
-    found = inspect(model.checkpoint.path, tensors_only=not model.checkpoint.config.runnable)
+    # A model that transformers runs has no decoder here: only its tensors can be inspected.
+    size = inspect(model.checkpoint.path, tensors_only=not model.checkpoint.config.runnable)
     return Row(
         name=model.name,
-        megabytes=found.weight_bytes / 1e6,
-        bits_per_weight=found.bits_per_weight,
+        megabytes=size.weight_bytes / 1e6,
+        bits_per_weight=size.bits_per_weight,
         rolling_window=model.rolling_window,
         prefix=prefix_token(model.tokenizer, model.checkpoint),
         adds_bos=prompt_start(model.tokenizer) == [model.tokenizer.bos_id],
@@ -408,7 +470,7 @@ def _row(
 def _validate_positions(
     positions: object, windows: object, *, against: bool
 ) -> tuple[int, int | None] | None:
-    """Return the validated tokens of a window and number of windows; None if no positions are
+    """Validate the tokens of a window and the number of windows; None if no positions are
     requested.
     """
     if positions is None:
@@ -416,10 +478,7 @@ def _validate_positions(
             raise RequestError("`position_windows` goes with `positions`")
         return None
     length = as_integer("positions", positions, 2)
-    if windows is None:
-        count = None
-    else:
-        count = as_integer("position_windows", windows, 1)
+    count = None if windows is None else as_integer("position_windows", windows, 1)
     if not against:
         raise RequestError("divergence by position is from a reference, and none is given")
     return length, count
@@ -433,26 +492,27 @@ def _by_position(
     group: ProcessGroup,
     progress: Progress,
 ) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:
-    """Return the divergence by position of each model, none of the reference, which is the first;
-    and notes.
+    """Measure the divergence by position of each model from the first one, the reference, whose
+    figures are empty; and write notes.
     """
     if requested is None:
         return [{} for _ in models], []
-    reference, *others = (model.checkpoint for model in models)
+    reference, *compared = (model.checkpoint for model in models)
     tokenizer = models[0].tokenizer
-    (length, count) = requested
+    length, count = requested
+    # Dynamic rotary scaling grows with the length, beyond the trained context.
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
     windows, notes = position_windows(
         text.name, ids, prompt_start(tokenizer), length, context, count
     )
     report = in_phase(progress, f"{text.name}: divergence by position")
-    found = divergence_by_position(
-        reference, others, windows, reference_hidden=hidden, group=group, progress=report
+    divergences = divergence_by_position(
+        reference, compared, windows, reference_hidden=hidden, group=group, progress=report
     )
     if count is not None and len(windows) < count:
         notes.append(
             f"'{text.name}' has {len(windows)} of the {count} windows that were requested by"
             " position"
         )
-    return [{}, *found], notes
+    return [{}, *divergences], notes

@@ -64,7 +64,7 @@ def open_models(
     *,
     trust_remote_code: bool = False,
 ) -> list[Model]:
-    """Return all models, the reference first and once, by their given names or the shortest
+    """Open all models, the reference first and once, under their given names or the shortest
     distinct ends of their paths; folders may be given as ``NAME=PATH``; `backend` and
     `trust_remote_code` are as for `open_to_run`. Raises `RequestError` if there is none but the
     reference, two have one name, the window exceeds a context, or processes cannot share a model,
@@ -72,18 +72,17 @@ def open_models(
     """
     requested = parse_named_paths(paths)
     if against is not None:
-        name, path = parse_named_paths([against])[0]
-        same = [one for one in requested if one[1].resolve() == path.resolve()]
-        name = name or next((other for other, _ in same if other), None)
-        requested = [(name, path), *(one for one in requested if one not in same)]
-        if len(requested) == 1:
-            raise RequestError("there is no model but the reference", found=path)
-    ends = short_names([path for _, path in requested])
-    names = [name or end for (name, _), end in zip(requested, ends, strict=True)]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RequestError(
-            "two models have one name", found=twice[0], hint="give each another, as NAME=PATH"
-        )
+        requested = _move_reference_first(requested, against)
+    path_ends = short_names([path for _, path in requested])
+    names: list[str] = []
+    for (given_name, _), path_end in zip(requested, path_ends, strict=True):
+        names.append(given_name or path_end)
+    for name in names:
+        # Results, listeners and tables refer to a model by its name.
+        if names.count(name) > 1:
+            raise RequestError(
+                "two models have one name", found=name, hint="give each another, as NAME=PATH"
+            )
     models = []
     for name, (_, path) in zip(names, requested, strict=True):
         checkpoint = open_to_run(path, via=backend, trust_remote_code=trust_remote_code)
@@ -105,30 +104,62 @@ def open_models(
     return models
 
 
+def _move_reference_first(
+    requested: Sequence[tuple[str | None, Path]], against: str | Path
+) -> list[tuple[str | None, Path]]:
+    """Put the reference before the models, and leave it out among them. A reference without a name
+    takes the one that it has among the models.
+
+    Raises:
+        RequestError: if there is no model but the reference.
+    """
+    reference_name, reference_path = parse_named_paths([against])[0]
+    resolved_reference = reference_path.resolve()
+    models: list[tuple[str | None, Path]] = []
+    for name, path in requested:
+        if path.resolve() == resolved_reference:
+            reference_name = reference_name or name
+        else:
+            models.append((name, path))
+    if not models:
+        raise RequestError("there is no model but the reference", found=reference_path)
+    return [(reference_name, reference_path), *models]
+
+
 def backend_names(model: Decoder) -> list[str]:
-    """Backends of a model's quantized layers; empty without quantized layers."""
-    return sorted(
-        {module.backend.name for module in model.modules() if isinstance(module, QuantLinear)}
-    )
+    """List the backends of a model's quantized layers; empty without quantized layers."""
+    names = set()
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            names.add(module.backend.name)
+    return sorted(names)
 
 
 def streams(
     models: Sequence[Model], text: Text, length: int, *, same_tokens: bool
 ) -> list[tuple[int, Tensor]]:
-    """Return a text as each model reads it: the number of its tokens, and the text as one stream,
-    cut into windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if
-    `same` is set and they do not all read the same tokens, or if there are less than two tokens.
+    """Tokenize a text for each model: the number of its tokens, and the text as one stream, cut
+    into windows [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if
+    `same_tokens` is set and they do not all read the same tokens, or if there are less than two
+    tokens.
     """
-    ids = [token_ids(model.tokenizer, text.raw) for model in models]
-    if same_tokens and (
-        odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]
-    ):
-        raise RequestError(
-            f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens"
-        )
-    if min(len(one) for one in ids) < 2:
+    ids_by_model = [token_ids(model.tokenizer, text.raw) for model in models]
+    if same_tokens:
+        # A divergence compares the predictions of the same next token.
+        for model, ids in zip(models, ids_by_model, strict=True):
+            if ids != ids_by_model[0]:
+                raise RequestError(
+                    f"{model.name} and {models[0].name} do not read the text '{text.name}' as the"
+                    " same tokens"
+                )
+    # The first token of a window predicts the second: one alone has nothing to measure.
+    if min(map(len, ids_by_model)) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")
-    return [(len(one), text_windows(one, [], length)) for one in ids]
+    token_streams = []
+    for ids in ids_by_model:
+        # No token is added at the windows' beginnings: papers cut one stream.
+        token_streams.append((len(ids), text_windows(ids, [], length)))
+    return token_streams
 
 
 class StateCache:
@@ -141,7 +172,7 @@ class StateCache:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `DestinationError` if the folder cannot be made."""
+        """Make the folder. Raises `DestinationError` if that fails."""
         self._folder = folder
         with destination_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,24 +185,30 @@ class StateCache:
         group: ProcessGroup = SINGLE,
         progress: Progress = silent,
     ) -> list[Tensor]:
-        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them.
-        Raises `DestinationError` if they cannot be written.
+        """Compute the final hidden states [B, T, D] of every batch in float32, or read them from
+        the cache if it has them. Raises `DestinationError` if they cannot be written.
         """
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
-        wanted = []
+        expected_tensors = []
         for index, batch in enumerate(batches):
-            wanted.append((f"{key}.{index}", tuple(batch.tokens.shape)))
-        with contextlib.suppress(CheckpointError):  # it is not complete
+            expected_tensors.append((f"{key}.{index}", tuple(batch.tokens.shape)))
+        # A damaged file is computed again, like an absent one.
+        with contextlib.suppress(CheckpointError):
             if path.is_file():
                 file = open_file(path)
-                if [(tensor.name, tensor.shape[:-1]) for tensor in file.tensors.values()] == wanted:
-                    return [file.read(name) for name, _ in wanted]
+                stored_tensors = []
+                for tensor in file.tensors.values():
+                    # The hidden size follows from the checkpoint, which the key identifies.
+                    stored_tensors.append((tensor.name, tensor.shape[:-1]))
+                if stored_tensors == expected_tensors:
+                    return [file.read(name) for name, _ in expected_tensors]
         states = final_hidden(checkpoint, batches, group=group, progress=progress)
-        tensors = [
-            StoredTensor(name, DType.FLOAT32, tuple(state.shape))
-            for (name, _), state in zip(wanted, states, strict=True)
-        ]
+        tensors = []
+        for (name, _), state in zip(expected_tensors, states, strict=True):
+            tensors.append(StoredTensor(name, DType.FLOAT32, tuple(state.shape)))
+        # Written under another name and renamed, so that an interrupted run leaves no half file
+        # under the final name; the process id keeps two runs apart.
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             with destination_errors(path):
@@ -188,6 +225,7 @@ class StateCache:
 
 
 def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
+    # The code in a model's folder computes its states too.
     files = [*checkpoint.files(), *code_files(checkpoint)]
     facts = [
         str(checkpoint.path.resolve()),
@@ -199,9 +237,6 @@ def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
         facts.append(checkpoint.config.run_by)
     digest = hashlib.sha256(json.dumps(facts).encode())
     for batch in batches:
-        digest.update(
-            json.dumps(
-                [list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]
-            ).encode()
-        )
+        inputs = [list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]
+        digest.update(json.dumps(inputs).encode())
     return digest.hexdigest()

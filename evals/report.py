@@ -43,103 +43,108 @@ _KEYS = {
 
 
 def render_markdown(evaluation: Evaluation) -> str:
-    """Return the whole report."""
-    lines = [
-        "# Evaluation",
-        "",
-        *render(build_tables(evaluation), "markdown"),
-        "",
-        "## How it was measured",
-        "",
-    ]
-    return "\n".join([*lines, *(f"- {line}" for line in method(evaluation)), ""])
+    """Write the whole report."""
+    lines = ["# Evaluation", ""]
+    lines += render(build_tables(evaluation), "markdown")
+    lines += ["", "## How it was measured", ""]
+    for line in method(evaluation):
+        lines.append(f"- {line}")
+    # The file ends with a line break.
+    lines.append("")
+    return "\n".join(lines)
 
 
 def build_tables(evaluation: Evaluation) -> list[Table]:
-    """Return a table for each text, a row per model, tasks and speed in the first; then those of
+    """Build a table for each text, a row per model, tasks and speed in the first; then those of
     divergence.
     """
-    rest = _task_and_speed_columns(evaluation)
-    if evaluation.rows[0].tasks:
-        task_note = _TASK_ERRORS
-    else:
-        task_note = ""
-    result = []
+    task_and_speed = _task_and_speed_columns(evaluation)
+    task_note = _TASK_ERRORS if evaluation.rows[0].tasks else ""
+    if not evaluation.texts:
+        return [_table(task_note or None, evaluation.rows, [*_SIZE, *task_and_speed])]
+    tables = []
     for text in evaluation.texts:
         title = (
             f"On {_describe_text(evaluation, text)}; token ppl in windows of"
             f" {evaluation.window}. {task_note}"
         )
-        result.append(
-            _table(title.rstrip(), evaluation.rows, [*_SIZE, *_text_columns(text), *rest])
-        )
-        rest = []
+        columns = [*_SIZE, *_text_columns(text), *task_and_speed]
+        tables.append(_table(title.rstrip(), evaluation.rows, columns))
+        # Tasks and speed do not depend on the text: the first table has them, the others not.
+        task_and_speed = []
         task_note = ""
-    if not evaluation.texts:
-        result.append(_table(task_note or None, evaluation.rows, [*_SIZE, *rest]))
-    elif evaluation.reference is not None:
-        result += [
-            _build_divergence_table(evaluation, evaluation.reference),
-            *build_position_tables(evaluation).values(),
-        ]
-    return result
+    if evaluation.reference is not None:
+        tables.append(_build_divergence_table(evaluation, evaluation.reference))
+        tables += build_position_tables(evaluation).values()
+    return tables
 
 
 def build_full_tables(evaluation: Evaluation) -> list[Table]:
-    """Return a table for each text with all figures of the models; then one of means over the
+    """Build a table for each text with all figures of the models; then one of means over the
     texts.
     """
-    rest = _task_and_speed_columns(evaluation)
-    made = []
+    task_and_speed = _task_and_speed_columns(evaluation)
+    if not evaluation.texts:
+        return [_table(None, evaluation.rows, [*_SIZE, *task_and_speed])]
+    tables = []
     for text in evaluation.texts:
-        if evaluation.reference is None:
-            divergence = []
-        else:
-            divergence = _divergence_columns(evaluation, text)
+        columns = [*_SIZE]
+        if evaluation.reference is not None:
+            columns += _divergence_columns(evaluation, text)
+        columns += _text_columns(text)
+        columns += task_and_speed
         title = f"On {_describe_text(evaluation, text)}"
-        made.append(
-            _table(title, evaluation.rows, [*_SIZE, *divergence, *_text_columns(text), *rest])
-        )
-        rest = []
-    if means := _means(evaluation):
+        tables.append(_table(title, evaluation.rows, columns))
+        # Tasks and speed do not depend on the text.
+        task_and_speed = []
+    means = _means(evaluation)
+    if means:
         head = "model", "KL, nats/token", "top-1, %", "ppl ratio"
         rows: list[tuple[str, ...]] = []
+        # Means have no quantiles, and the title says what they are of.
         for name, _, kl, _, _, top1, ratio in means:
             rows.append((name, kl, top1, ratio))
-        made.append(Table(f"Mean of {len(evaluation.texts)} texts", head, rows))
-    return made or [_table(None, evaluation.rows, [*_SIZE, *rest])]
+        tables.append(Table(f"Mean of {len(evaluation.texts)} texts", head, rows))
+    return tables
 
 
 def build_sheet(evaluation: Evaluation) -> Table:
-    """Everything in one table for programs, a row per text and model, with shares as fractions."""
-    texts: list[str | None] = [*evaluation.texts] or [None]
-    whole = [_table(None, evaluation.rows, _all_columns(evaluation, text)) for text in texts]
-    return Table(None, whole[0].head, [row for one in whole for row in one.rows])
+    """Build one table of all figures for programs, with a row per text and model, and with shares
+    as fractions.
+    """
+    texts: list[str | None] = [*evaluation.texts]
+    if not texts:
+        texts = [None]
+    head: tuple[str, ...] = ()
+    rows: list[tuple[str, ...]] = []
+    for text in texts:
+        # All texts have the same columns.
+        table = _table(None, evaluation.rows, _all_columns(evaluation, text))
+        head = table.head
+        rows += table.rows
+    return Table(None, head, rows)
 
 
 def _all_columns(evaluation: Evaluation, text: str | None) -> list[_Column]:
-    columns = [*_SIZE, *_task_and_speed_columns(evaluation)]
+    """Choose the columns of a text for programs, with heads that are short and without units."""
+    columns = [*_SIZE]
     if text is not None:
-        if evaluation.reference is None:
-            divergence = []
-        else:
-            divergence = _divergence_columns(evaluation, text, share=1)
-        columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
-        columns = [
-            columns[0],
-            ("text", lambda row: text),
-            *columns[1:],
-            *_position_columns(evaluation, text),
-        ]
+        # The text follows the model, since both together identify a row.
+        columns.insert(1, ("text", lambda row: text))
+        columns += _text_columns(text)
+        if evaluation.reference is not None:
+            columns += _divergence_columns(evaluation, text, share=1)
+    columns += _task_and_speed_columns(evaluation)
+    if text is not None:
+        columns += _position_columns(evaluation, text)
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
 def _describe_text(evaluation: Evaluation, text: str) -> str:
-    """Return a text and its length, as a range where tokenizers differ."""
+    """Name a text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in evaluation.rows}
-    return (
-        f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
-    )
+    extremes = sorted({min(counts), max(counts)})
+    return f"{text} ({' to '.join(map(str, extremes))} tokens)"
 
 
 def _text_columns(text: str) -> list[_Column]:
@@ -154,61 +159,81 @@ def _build_divergence_table(evaluation: Evaluation, reference: str) -> Table:
     compared = evaluation.rows[1:]
     several = len(evaluation.texts) > 1
 
-    def part(text: str) -> Table:
+    def build_part(text: str) -> Table:
+        columns = [_SIZE[0]]
         if several:
-            name: list[_Column] = [("text", lambda _: text)]
-        else:
-            name = []
-        return _table(None, compared, [_SIZE[0], *name, *_divergence_columns(evaluation, text)])
+            columns.append(("text", lambda _: text))
+        columns += _divergence_columns(evaluation, text)
+        return _table(None, compared, columns)
 
-    made = [part(text) for text in evaluation.texts]
-    texts = ", ".join(_describe_text(evaluation, text) for text in evaluation.texts)
+    head: tuple[str, ...] = ()
+    rows: list[tuple[str, ...]] = []
+    descriptions = []
+    for text in evaluation.texts:
+        part = build_part(text)
+        head = part.head
+        rows += part.rows
+        descriptions.append(_describe_text(evaluation, text))
+    rows += _means(evaluation)
+    texts = ", ".join(descriptions)
     title = (
         f"Against {reference}, on {texts} in windows of {evaluation.window}:"
         f" KL({reference} || model),"
         " its median and 99th percentile; tokens whose likeliest is the same; ratio of token ppl."
         f" {_ERRORS}"
-        + (
-            " That of a mean is from the spread between the texts."
-            if len(evaluation.texts) > 2
-            else ""
-        )
     )
-    return Table(
-        title, made[0].head, [*(row for one in made for row in one.rows), *_means(evaluation)]
-    )
+    # Fewer texts have no means.
+    if len(evaluation.texts) > 2:
+        title += " That of a mean is from the spread between the texts."
+    return Table(title, head, rows)
 
 
 def _means(evaluation: Evaluation) -> list[tuple[str, ...]]:
-    """Rows of the divergence table, of three texts or more."""
-    return [
-        (
-            row.name,
-            f"mean of {len(evaluation.texts)}",
-            str(over.kl),
-            NONE,
-            NONE,
-            str(over.top1_agreement.times(100)),
-            str(over.perplexity_ratio),
-        )
-        for row in evaluation.rows
-        if (over := evaluation.over_texts(row)) is not None
-    ]
+    """Build the rows of the divergence table for means over three texts or more."""
+    rows: list[tuple[str, ...]] = []
+    for row in evaluation.rows:
+        means = evaluation.over_texts(row)
+        if means is not None:
+            cells = (
+                row.name,
+                f"mean of {len(evaluation.texts)}",
+                str(means.kl),
+                # A mean of quantiles is no quantile of all tokens.
+                NONE,
+                NONE,
+                str(means.top1_agreement.times(100)),
+                str(means.perplexity_ratio),
+            )
+            rows.append(cells)
+    return rows
 
 
 def _divergence_columns(evaluation: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
-    """Figures of models compared with the reference; the reference's cells are empty. `share` is
-    the value of all tokens in the column of top-1 agreement.
+    """Define the columns of models compared with the reference, whose own cells are empty. `share`
+    is the value of all tokens in the column of top-1 agreement.
     """
 
-    def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
+    def column(head: str, describe: Callable[[Divergence], str]) -> _Column:
         def cell(row: Row) -> str:
-            apart = row.texts[text].divergence
-            if apart is None:
+            divergence = row.texts[text].divergence
+            if divergence is None:
                 return NONE
-            return shown(apart)
+            return describe(divergence)
 
         return head, cell
+
+    def kl(divergence: Divergence) -> str:
+        return str(Estimate(divergence.kl, divergence.kl_error))
+
+    def median(divergence: Divergence) -> str:
+        return significant(divergence.kl_median, _QUANTILE_DIGITS)
+
+    def percentile_99(divergence: Divergence) -> str:
+        return significant(divergence.kl_p99, _QUANTILE_DIGITS)
+
+    def agreement(divergence: Divergence) -> str:
+        estimate = Estimate(divergence.top1_agreement, divergence.top1_error)
+        return str(estimate.times(share))
 
     def ratio(row: Row) -> str:
         value = evaluation.perplexity_ratio(row, text)
@@ -218,13 +243,10 @@ def _divergence_columns(evaluation: Evaluation, text: str, *, share: float = 100
         return str(Estimate(value, error))
 
     return [
-        column("KL, nats/token", lambda apart: str(Estimate(apart.kl, apart.kl_error))),
-        column("KL median", lambda apart: significant(apart.kl_median, _QUANTILE_DIGITS)),
-        column("KL 99 %", lambda apart: significant(apart.kl_p99, _QUANTILE_DIGITS)),
-        column(
-            "top-1, %",
-            lambda apart: str(Estimate(apart.top1_agreement, apart.top1_error).times(share)),
-        ),
+        column("KL, nats/token", kl),
+        column("KL median", median),
+        column("KL 99 %", percentile_99),
+        column("top-1, %", agreement),
         ("ppl ratio", ratio),
     ]
 
@@ -233,42 +255,48 @@ def _task_and_speed_columns(evaluation: Evaluation) -> list[_Column]:
     def score(task: str, row: Row) -> str:
         return str(row.tasks[task].estimate)
 
+    def speed(row: Row) -> str:
+        if row.speed is None:
+            return NONE
+        return significant(row.speed.tokens_per_second)
+
     columns: list[_Column] = []
-    columns += [
-        (f"{task} {one.metric}", partial(score, task))
-        for task, one in evaluation.rows[0].tasks.items()
-    ]
+    # All models answer the same tasks.
+    for task, task_score in evaluation.rows[0].tasks.items():
+        columns.append((f"{task} {task_score.metric}", partial(score, task)))
     if evaluation.rows[0].speed is not None:
-        columns.append(
-            (
-                "tok/s",
-                lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second),
-            )
-        )
+        columns.append(("tok/s", speed))
     return columns
 
 
 def _table(title: str | None, rows: Sequence[Row], columns: Sequence[_Column]) -> Table:
-    return Table(
-        title,
-        tuple(head for head, _ in columns),
-        [tuple(cell(row) for _, cell in columns) for row in rows],
-    )
+    head = [name for name, _ in columns]
+    table_rows: list[tuple[str, ...]] = []
+    for row in rows:
+        cells = []
+        for _, cell in columns:
+            cells.append(cell(row))
+        table_rows.append(tuple(cells))
+    return Table(title, tuple(head), table_rows)
 
 
 def method(evaluation: Evaluation) -> list[str]:
-    """Lines of Markdown: units, errors, BOS, windows, strides, hashes of texts, dtypes and
-    backends.
+    """Describe the method in lines of Markdown: units, errors, BOS, windows, strides, hashes of
+    texts, dtypes and backends.
     """
 
     def summarize_models(describe: Callable[..., str], *args: str) -> str:
-        """Return what all models share, or what each has."""
+        """Describe what all models share, or what each has."""
         names: dict[str, list[str]] = {}
         for row in evaluation.rows:
             names.setdefault(describe(row, *args), []).append(row.name)
+        # One line of text is enough where models do not differ, as most do not.
         if len(names) == 1:
             return next(iter(names))
-        return "; ".join(f"{', '.join(models)}: {value}" for value, models in names.items())
+        summaries = []
+        for description, models in names.items():
+            summaries.append(f"{', '.join(models)}: {description}")
+        return "; ".join(summaries)
 
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -289,29 +317,34 @@ def method(evaluation: Evaluation) -> list[str]:
 
 
 def build_position_tables(evaluation: Evaluation) -> dict[str, Table]:
-    """Return a table by text: a row per model and bucket, and one with the change of divergence
-    with the position.
+    """Build a table for each text: a row per model and bucket, and one with the change of
+    divergence with the position.
     """
-    result: dict[str, Table] = {}
-    for text, extent in _windows_by_position(evaluation).items():
-        result[text] = _build_position_table(evaluation, text, *extent)
-    return result
+    tables: dict[str, Table] = {}
+    for text, (length, windows) in _windows_by_position(evaluation).items():
+        tables[text] = _build_position_table(evaluation, text, length, windows)
+    return tables
 
 
 def _build_position_table(evaluation: Evaluation, text: str, length: int, windows: int) -> Table:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in evaluation.rows:
-        if caches := row.texts[text].positions:
-            for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
-                cells = []
-                for bucket in buckets:
-                    for cell in (str(bucket.estimate), f"{100 * bucket.top1_agreement:.1f}"):
-                        cells.append(cell)
-                rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
-            rises = [
-                NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES
-            ]
-            rows.append((row.name, "last / first", NONE, rises[0], NONE, rises[1], NONE))
+        buckets_by_cache = row.texts[text].positions
+        # The reference has no divergence.
+        if not buckets_by_cache:
+            continue
+        # Both caches are measured in the same windows, so their buckets are the same ranges.
+        for buckets in zip(*(buckets_by_cache[cache] for cache in CACHES), strict=True):
+            cells = []
+            for bucket in buckets:
+                cells += [str(bucket.estimate), f"{100 * bucket.top1_agreement:.1f}"]
+            rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
+        rise_cells = []
+        for cache in CACHES:
+            ratio = rise(buckets_by_cache[cache])
+            # The rise has no counterpart for top-1 agreement.
+            rise_cells += [NONE if ratio is None else str(ratio), NONE]
+        rows.append((row.name, "last / first", NONE, *rise_cells))
     title = (
         f"By position, against {evaluation.reference}, on {text} ({windows} x {length} tokens):"
         f" KL({evaluation.reference} || model) in nats/token, and tokens whose"
@@ -323,44 +356,44 @@ def _build_position_table(evaluation: Evaluation, text: str, length: int, window
     )
     heads = []
     for cache in CACHES:
-        for head in (f"KL, {cache} cache", "top-1, %"):
-            heads.append(head)
+        heads += [f"KL, {cache} cache", "top-1, %"]
     return Table(title, ("model", "positions", "tokens", *heads), rows)
 
 
 def _position_columns(evaluation: Evaluation, text: str) -> list[_Column]:
-    """For programs, columns for each bucket and cache of all texts; cells of a text without the
-    bucket are empty.
+    """Define columns for programs, for each bucket and cache of all texts; cells of a text without
+    the bucket are empty.
     """
-    every = (
-        of_text.positions.get(FLOAT, [])
-        for row in evaluation.rows
-        for of_text in row.texts.values()
-    )
-    buckets = {}
-    for some in every:
-        for one in some:
-            buckets[(one.start, one.stop)] = one.name
+    # The windows of a short text are shorter and can have other buckets: all rows of a sheet have
+    # the columns of all.
+    bucket_names = {}
+    for row in evaluation.rows:
+        for measures in row.texts.values():
+            for bucket in measures.positions.get(FLOAT, []):
+                bucket_names[(bucket.start, bucket.stop)] = bucket.name
 
     def cell(cache: str, name: str, field: str, row: Row) -> str:
-        own = row.texts[text].positions.get(cache, [])
-        return next((str(getattr(one, field)) for one in own if one.name == name), NONE)
+        for bucket in row.texts[text].positions.get(cache, []):
+            if bucket.name == name:
+                return str(getattr(bucket, field))
+        return NONE
 
-    position_columns: list[_Column] = []
-    for _, name in sorted(buckets.items()):
+    columns: list[_Column] = []
+    for _, name in sorted(bucket_names.items()):
         for cache in CACHES:
             for head, field in (("KL", "estimate"), ("top1", "top1_agreement")):
-                position_columns.append(
-                    (f"{head} {name} {cache}", partial(cell, cache, name, field))
-                )
-    return position_columns
+                columns.append((f"{head} {name} {cache}", partial(cell, cache, name, field)))
+    return columns
 
 
 def _windows_by_position(evaluation: Evaluation) -> dict[str, tuple[int, int]]:
-    """Return the windows' length and number, for each text measured by position."""
-    return {
-        text: (buckets[-1].stop, buckets[0].tokens // buckets[0].stop)
-        for text in evaluation.texts
-        for row in evaluation.rows
-        if (buckets := row.texts[text].positions.get(FLOAT))
-    }
+    """Find the windows' length and number, for each text measured by position."""
+    windows = {}
+    for text in evaluation.texts:
+        for row in evaluation.rows:
+            buckets = row.texts[text].positions.get(FLOAT)
+            if buckets:
+                # The first bucket begins at 0, and every window has all of its positions.
+                num_windows = buckets[0].tokens // buckets[0].stop
+                windows[text] = (buckets[-1].stop, num_windows)
+    return windows

@@ -132,7 +132,7 @@ class Evaluation:
     details: dict[str, TextDetails] = field(default_factory=dict)
 
     def perplexity_ratio(self, row: Row, text: str) -> float | None:
-        """Token perplexity over the reference's; None where there is no reference.
+        """Divide the token perplexity by the reference's; None where there is no reference.
 
         Raises:
             RequestError: if nothing was measured on a text of this name.
@@ -148,73 +148,85 @@ class Evaluation:
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
 
     def costs(self) -> Iterator[tuple[int, int, Estimate]]:
-        """By the indices of text and row: KL from the reference or, without one, word
+        """List, by the indices of text and row, KL from the reference or, without one, word
         perplexity; finite ones only.
         """
-        for number, text in enumerate(self.texts):
-            for index, measures in enumerate(row.texts[text] for row in self.rows):
-                cost = Estimate(measures.documents.word_perplexity)
-                if self.reference is not None:
-                    apart = measures.divergence
-                    if apart is None:
-                        cost = Estimate(math.nan)
-                    else:
-                        cost = Estimate(apart.kl, apart.kl_error)
+        for text_index, text in enumerate(self.texts):
+            for row_index, row in enumerate(self.rows):
+                measures = row.texts[text]
+                if self.reference is None:
+                    cost = Estimate(measures.documents.word_perplexity)
+                elif measures.divergence is None:
+                    # The reference itself has no cost.
+                    continue
+                else:
+                    cost = Estimate(measures.divergence.kl, measures.divergence.kl_error)
+                # A badly damaged model's figures can be infinite, which no chart can show.
                 if math.isfinite(cost.value):
-                    yield number, index, cost
+                    yield text_index, row_index, cost
 
     def lines(self) -> list[str]:
-        """Return the tables as text: models side by side, and their divergence from the
+        """Write the tables as text: models side by side, and their divergence from the
         reference.
         """
-        from quantkit.evals.report import build_tables  # which knows this type
+        # The report module imports this one.
+        from quantkit.evals.report import build_tables
         from quantkit.evals.table import render
 
         return render(build_tables(self), "terminal")
 
     def to_html(self) -> str:
-        """Return a page that needs nothing else: tables, charts, and texts with their tokens
+        """Write a page that needs nothing else: tables, charts, and texts with their tokens
         coloured by divergence.
 
         The texts are included only if `evaluate` was called with `details` and a reference.
         """
-        from quantkit.evals.html.page import page  # which knows this type
+        # The page module imports this one.
+        from quantkit.evals.html.page import page
 
         return page(self)
 
     def over_texts(self, row: Row) -> OverTexts | None:
-        """Means over the texts; None for fewer than three texts, and for the reference."""
-        found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
-        if len(found) < _MIN_TEXTS:
+        """Compute means over the texts; None for fewer than three texts, and for the reference."""
+        kls = []
+        agreements = []
+        log_ratios = []
+        for text in self.texts:
+            divergence = row.texts[text].divergence
+            if divergence is not None:
+                kls.append(divergence.kl)
+                agreements.append(divergence.top1_agreement)
+            ratio = self.perplexity_ratio(row, text)
+            if ratio is not None:
+                # A ratio is 0 where the reference's perplexity is infinite.
+                log_ratios.append(math.log(ratio) if ratio > 0 else -math.inf)
+        if len(kls) < _MIN_TEXTS:
             return None
-        ratios = [
-            ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None
-        ]
-        logarithms = [math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]
-        kl = _mean([one.kl for one in found])
-        top1 = _mean([one.top1_agreement for one in found])
-        return OverTexts(kl, top1, _mean(logarithms).exp())
+        # The mean of logarithms makes the geometric mean: a ratio and its inverse cancel.
+        return OverTexts(_mean(kls), _mean(agreements), _mean(log_ratios).exp())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with None for infinite ones.
+        """Convert to plain values, with None for infinite ones.
 
         The last model's ``layer_errors`` are at the top level too.
         """
+        # Without the details first: `asdict` would copy each prediction of each token.
         value = {**asdict(replace(self, details={})), "layer_errors": self.rows[-1].layer_errors}
         del value["details"]
-        for row, plain in zip(self.rows, value["rows"], strict=True):
-            over = self.over_texts(row)
-            plain["over_texts"] = None if over is None else asdict(over)
+        for row, plain_row in zip(self.rows, value["rows"], strict=True):
+            means = self.over_texts(row)
+            plain_row["over_texts"] = None if means is None else asdict(means)
             for text in row.texts:
-                plain["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
+                plain_row["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
+        # JSON has no numbers for infinity and NaN.
         plain_value: dict[str, Any] = finite(value)
         return plain_value
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent figures."""
+    """Compute the mean of independent figures, and its standard error."""
     count = len(values)
-    mean = sum(values) / len(values)
-    return Estimate(
-        mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    )
+    mean = sum(values) / count
+    squared_deviations = sum((value - mean) ** 2 for value in values)
+    # The variance of a sample, divided by the number of values for the error of their mean.
+    return Estimate(mean, math.sqrt(squared_deviations / (count - 1) / count))

@@ -16,6 +16,7 @@ LIKELIEST = 5
 """Number of likeliest tokens that are kept of a prediction."""
 SAMPLE_TOKENS = 192
 """Of one part."""
+# Of the first bucket. With the usual 128, a window of 256 tokens would have two buckets only.
 _FIRST_POSITIONS = 16
 # Tokens by which a part may begin earlier, at a word.
 _MAX_SHIFT = 16
@@ -69,20 +70,19 @@ class Predictions:
         self._batches: list[tuple[Tensor, ...]] = []
 
     def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
-        right = targets.clamp(min=0).unsqueeze(-1)
+        # Targets that are not scored are negative, which is no index; no sample shows them.
+        target_indices = targets.clamp(min=0).unsqueeze(-1)
         parts = [kl]
-        for log in (log_p, log_q):
-            likeliest = log.topk(min(LIKELIEST, log.shape[-1]))
-            parts += [
-                likeliest.indices.int(),
-                likeliest.values.exp(),
-                log.gather(-1, right).squeeze(-1).exp(),
-            ]
+        for log_probabilities in (log_p, log_q):
+            likeliest = log_probabilities.topk(min(LIKELIEST, log_probabilities.shape[-1]))
+            target_probabilities = log_probabilities.gather(-1, target_indices).squeeze(-1).exp()
+            # Half the size of the 64-bit indices that `topk` returns.
+            parts += [likeliest.indices.int(), likeliest.values.exp(), target_probabilities]
         self._batches.append(tuple(parts))
 
     def concatenate(self) -> tuple[Tensor, ...]:
-        """KL [N]; then for reference and model: tokens [N, K], probabilities [N, K], that of the
-        text's token [N].
+        """Join the batches: KL [N]; then for reference and model: tokens [N, K], probabilities
+        [N, K], that of the text's token [N].
         """
         return tuple(torch.cat(parts) for parts in zip(*self._batches, strict=True))
 
@@ -90,40 +90,50 @@ class Predictions:
 def text_details(
     predictions: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer
 ) -> TextDetails:
-    """Samples and divergence by position from the predictions of the models, by name, on one text,
-    whose token ids are in `windows` [W, T] one after the other.
+    """Build samples and divergence by position from the predictions of the models, by name, on one
+    text, whose token ids are in `windows` [W, T] one after the other.
     """
-    found = {name: prediction.concatenate() for name, prediction in predictions.items()}
-    kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
-    samples = []
-    for some in _parts(kls, windows.flatten().tolist(), tokenizer):
-        samples.append(_sample(found, windows, some, tokenizer))
+    tensors_by_model = {}
+    kls = {}
     buckets = {}
-    for name, tensors in found.items():
+    for name, prediction in predictions.items():
+        tensors = prediction.concatenate()
+        # The likeliest token of the reference and of the model.
         agreed = tensors[1][:, 0] == tensors[4][:, 0]
+        tensors_by_model[name] = tensors
+        # KL cannot be negative, but sums are rounded.
+        kls[name] = tensors[0].clamp(min=0)
         buckets[name] = position_buckets(
             kls[name].view_as(windows), agreed.view_as(windows), _FIRST_POSITIONS
         )
+    samples = []
+    for places in _parts(kls, windows.flatten().tolist(), tokenizer):
+        samples.append(_sample(tensors_by_model, windows, places, tokenizer))
     return TextDetails(samples, buckets)
 
 
 def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
-    """Return the beginning of a text, and the later part where models, equally weighted, diverge
+    """Choose the beginning of a text, and the later part where models, equally weighted, diverge
     most; a short text whole.
     """
     count = len(ids)
     if count <= 2 * SAMPLE_TOKENS:
         return [range(count)]
-    total = sum(
-        (kl / max(kl.mean().item(), 1e-30) for kl in kls.values()),
-        torch.zeros(count, dtype=torch.float64),
-    )
-    before = torch.cat([torch.zeros(1, dtype=torch.float64), total.cumsum(0)])
-    sums = before[SAMPLE_TOKENS:] - before[:-SAMPLE_TOKENS]
-    worst = SAMPLE_TOKENS + int(sums[SAMPLE_TOKENS:].argmax())
-    for start in range(worst, max(worst - _MAX_SHIFT, SAMPLE_TOKENS) - 1, -1):
-        begins = _pieces(tokenizer, [ids[start]])[ids[start]]
-        if isinstance(begins, bytes) and begins[:1].isspace():
+    total = torch.zeros(count, dtype=torch.float64)
+    for kl in kls.values():
+        # Divided by its mean, since a model that diverges much would decide alone. A model that is
+        # equal to the reference has a mean of 0.
+        total = total + kl / max(kl.mean().item(), 1e-30)
+    # The difference of two cumulative sums is the sum of the tokens between them.
+    sums_before = torch.cat([torch.zeros(1, dtype=torch.float64), total.cumsum(0)])
+    part_sums = sums_before[SAMPLE_TOKENS:] - sums_before[:-SAMPLE_TOKENS]
+    # The first part has the earlier tokens already.
+    worst = SAMPLE_TOKENS + int(part_sums[SAMPLE_TOKENS:].argmax())
+    earliest = max(worst - _MAX_SHIFT, SAMPLE_TOKENS)
+    for start in range(worst, earliest - 1, -1):
+        piece = _pieces(tokenizer, [ids[start]])[ids[start]]
+        # A token that begins with white space begins a word.
+        if isinstance(piece, bytes) and piece[:1].isspace():
             worst = start
             break
     return [range(SAMPLE_TOKENS), range(worst, worst + SAMPLE_TOKENS)]
@@ -132,47 +142,52 @@ def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> 
 def _sample(
     predictions: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
 ) -> TextSample:
-    """Return one part; a token is predicted one position before it, except the first of a
+    """Build one part; a token is predicted one position before it, except the first of a
     window.
     """
-    length = windows.shape[1]
-    ids = windows.flatten()
-    rows = []
-    for place in places:
-        rows.append(place - 1 if place % length else None)
+    window_length = windows.shape[1]
 
-    def guess(kls: Tensor, of_model: Sequence[Tensor], row: int | None) -> Guess | None:
-        if row is None:
-            return None
-        tokens, probabilities, right = (tensor[row] for tensor in of_model)
-        return Guess(
-            tuple(tokens.tolist()),
-            tuple(probabilities.tolist()),
-            right.item(),
-            max(kls[row].item(), 0.0),
-        )
+    def guess_tokens(kls: Tensor, tensors: Sequence[Tensor]) -> tuple[Guess | None, ...]:
+        guesses: list[Guess | None] = []
+        for place in places:
+            if place % window_length == 0:
+                guesses.append(None)
+                continue
+            row = place - 1
+            tokens, probabilities, right = (tensor[row] for tensor in tensors)
+            guess = Guess(
+                tuple(tokens.tolist()),
+                tuple(probabilities.tolist()),
+                right.item(),
+                max(kls[row].item(), 0.0),
+            )
+            guesses.append(guess)
+        return tuple(guesses)
 
-    kl, *first = next(iter(predictions.values()))[:4]
-    reference = tuple(guess(torch.zeros_like(kl), first, row) for row in rows)
+    # The predictions of the reference are the same in the tensors of every model; its KL from
+    # itself is 0.
+    kl, *reference_tensors = next(iter(predictions.values()))[:4]
+    reference = guess_tokens(torch.zeros_like(kl), reference_tensors)
     models = {}
     for name, tensors in predictions.items():
-        models[name] = tuple(guess(tensors[0], tensors[4:7], row) for row in rows)
-    tokens = tuple(ids[places.start : places.stop].tolist())
-    every = []
-    for some in (reference, *models.values()):
-        for one in some:
-            if one is not None:
-                every.append(one)
-    named = [*tokens, *(token for one in every for token in one.tokens)]
-    return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
+        models[name] = guess_tokens(tensors[0], tensors[4:7])
+    tokens = tuple(windows.flatten()[places.start : places.stop].tolist())
+    # A page shows the text's tokens and those that are predicted.
+    shown_tokens = list(tokens)
+    for guesses in (reference, *models.values()):
+        for guess in guesses:
+            if guess is not None:
+                shown_tokens += guess.tokens
+    return TextSample(places.start, tokens, _pieces(tokenizer, shown_tokens), reference, models)
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:
-    """Return the bytes of tokens; names for those without."""
-    names = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
-    names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | (
-        {} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"}
-    )
+    """Look up the bytes of tokens; names for those without."""
+    # The roles of EOS and BOS say more than a tokenizer's own names for them.
+    names = {token: name for name, token in (tokenizer.special_tokens or {}).items()}
+    names |= dict.fromkeys(tokenizer.eos_ids, "EOS")
+    if tokenizer.bos_id is not None:
+        names[tokenizer.bos_id] = "BOS"
 
     def encode_token(token: int) -> bytes:
         if tokenizer.token_bytes is None:

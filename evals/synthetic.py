@@ -53,9 +53,11 @@ _SHAPES = {
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
     "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 30000, 2048, 128, 64, 8),
 }
-# So that all shapes can be timed there.
+# A longer context than some of these models have, so that all shapes can be timed there.
 _MIN_CONTEXT = 4096
-_SPREAD = 0.02  # of the weights
+# The standard deviation of the weights.
+_SPREAD = 0.02
+# The scheme of the head where the linears have one.
 _HEAD = QuantScheme(8, None)
 
 
@@ -90,22 +92,26 @@ class SyntheticCheckpoint:
         return part.of_weight(weight)
 
     def _weight(self, parameter: Parameter) -> Tensor | QuantTensor:
+        # The seed depends only on the name: `hash` would differ in each process.
         generator = torch.Generator().manual_seed(zlib.crc32(parameter.name.encode()))
         scheme = self._scheme(parameter)
         if len(parameter.shape) == 1:
+            # Norms that scale by 1 keep activations in range.
             return torch.ones(parameter.shape, dtype=torch.bfloat16)
         if scheme is None:
             return torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(
                 0, _SPREAD, generator=generator
             )
         rows, columns = parameter.shape
+        # Each random word has eight bytes, and each byte gives a code.
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64).random_(
             -(2**63), None, generator=generator
         )
-        codes = words.view(torch.uint8)[: rows * columns].view(rows, columns) & (scheme.levels - 1)
-        scale = torch.full(
-            (rows, scheme.groups(columns)), 4 * _SPREAD / scheme.levels, dtype=torch.bfloat16
-        )
+        random_bytes = words.view(torch.uint8)[: rows * columns].view(rows, columns)
+        codes = random_bytes & (scheme.levels - 1)
+        # The levels reach from two standard deviations below zero to two above it.
+        step = 4 * _SPREAD / scheme.levels
+        scale = torch.full((rows, scheme.groups(columns)), step, dtype=torch.bfloat16)
         if scheme.symmetric:
             zero = None
         else:
@@ -122,12 +128,13 @@ class SyntheticCheckpoint:
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:
-    """Return a checkpoint of a named shape. `scheme` is that of the decoder's linears, None for
+    """Define a checkpoint of a named shape. `scheme` is that of the decoder's linears, None for
     floats; `head` is that of the head where the linears have one, int8 by default. Raises
     `RequestError` for an unknown shape or scheme.
     """
     if shape not in _SHAPES:
         raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
+    # Not strict: dense models have no values for the sizes of a mixture.
     sizes = dict(zip(_SIZES, _SHAPES[shape], strict=False))
     raw = {
         "architectures": ["LlamaForCausalLM"],
@@ -150,13 +157,17 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
             "moe_intermediate_size": sizes["intermediate_size"],
         }
     config = config_from_hf(raw, shape)
-    name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)
+    name = shape
+    if scheme is not None:
+        name += f"-{scheme}"
+    if head is not None:
+        name += f"-head-{head}"
     return SyntheticCheckpoint(Path(name), config, _schemes(config, scheme, head))
 
 
 def open_shape_checkpoint(source: str | Path, scheme: str | None) -> Checkpoint:
-    """Return a checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a
-    named shape.
+    """Open a checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named
+    shape.
 
     Args:
         scheme: of the linears where there are no weights; see `synthetic`. None is that of the
@@ -168,6 +179,7 @@ def open_shape_checkpoint(source: str | Path, scheme: str | None) -> Checkpoint:
         QuantkitError: as opening a folder does.
     """
     folder = as_path("path", source)
+    # A folder that is called like a shape comes before the shape.
     if not folder.exists() and str(source) in _SHAPES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"
@@ -189,6 +201,10 @@ def _schemes(
 ) -> dict[str, QuantScheme]:
     if scheme is None:
         return {}
-    of_head = Override("lm_head", _HEAD if head is None else QuantScheme.parse(head))
-    recipe = Recipe(QuantScheme.parse(scheme), () if config.tied_embeddings else (of_head,))
+    head_scheme = _HEAD if head is None else QuantScheme.parse(head)
+    overrides: tuple[Override, ...] = (Override("lm_head", head_scheme),)
+    # A tied head is the embedding, which stays in floats.
+    if config.tied_embeddings:
+        overrides = ()
+    recipe = Recipe(QuantScheme.parse(scheme), overrides)
     return recipe.assign(linear_columns(config))

@@ -57,7 +57,7 @@ class Table:
 
 
 def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list[str]:
-    """Tables as lines, a blank one between two.
+    """Write tables as lines, with a blank one between two.
 
     The first column and those without numbers are left-aligned.
 
@@ -67,16 +67,20 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
         width: of the terminal; where a table is wider, its heads are wrapped, or it is split into
             several, each with the first column.
     """
-    if style == "terminal":
-        blocks = [_render_terminal(table, width) for table in tables]
-    else:
-        writers: dict[str, Callable[[Table], list[str]]] = {
-            "markdown": _render_markdown,
-            "latex": _render_latex,
-            "csv": _render_csv,
-        }
-        blocks = [writers[style](table) for table in tables]
-    return [line for block in blocks for line in (*block, "")][:-1]
+    writers: dict[str, Callable[[Table], list[str]]] = {
+        "markdown": _render_markdown,
+        "latex": _render_latex,
+        "csv": _render_csv,
+    }
+    lines: list[str] = []
+    for table in tables:
+        if style == "terminal":
+            lines += _render_terminal(table, width)
+        else:
+            lines += writers[style](table)
+        lines.append("")
+    # Without the blank line after the last table.
+    return lines[:-1]
 
 
 def _render_terminal(table: Table, width: int) -> list[str]:
@@ -84,60 +88,89 @@ def _render_terminal(table: Table, width: int) -> list[str]:
         lines = []
     else:
         lines = textwrap.wrap(table.title, width, break_on_hyphens=False)
-    columns = _columns(table)
-    columns = [_wrap_column(columns[0], 2 * width // 5), *columns[1:]]
-    room = width - _wide(columns[0]) - len(_GAP)
-    columns = [columns[0], *(_wrap_column(column, room) for column in columns[1:])]
-    narrow = [columns[0], *map(_narrow, columns[1:])]
-    if _total(columns) > width >= _total(narrow):
-        columns = narrow
+    first, *other_columns = _columns(table)
+    # The first column is repeated in every part of a table that is split, so it is limited.
+    first = _wrap_column(first, 2 * width // 5)
+    room = width - _wide(first) - len(_GAP)
+    columns = [first]
+    narrow_columns = [first]
+    for column in other_columns:
+        wrapped = _wrap_column(column, room)
+        columns.append(wrapped)
+        narrow_columns.append(_narrow(wrapped))
+    # Heads are wrapped only where that saves the table from being split.
+    if _total(columns) > width >= _total(narrow_columns):
+        columns = narrow_columns
     to_right = columns_to_right(table)
-    for index, some in enumerate(_side_by_side([_wide(column) for column in columns], width)):
-        lines += [""] if index else []
-        widths = [_wide(columns[place]) for place in some]
-        rows = list(zip(*(columns[place] for place in some), strict=True))
-        for row in (rows[0], ["-" * wide for wide in widths], *rows[1:]):
-            for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-                cells = []
-                for one in zip(parts, widths, (to_right[place] for place in some), strict=True):
-                    cells.append(_pad_cell(*one))
-                lines.append(_GAP.join(cells).rstrip())
+    column_widths = [_wide(column) for column in columns]
+    for index, places in enumerate(_side_by_side(column_widths, width)):
+        if index > 0:
+            lines.append("")
+        group = []
+        widths = []
+        alignments = []
+        rule = []
+        for place in places:
+            group.append(columns[place])
+            widths.append(column_widths[place])
+            alignments.append(to_right[place])
+            rule.append("-" * column_widths[place])
+        head, *rows = zip(*group, strict=True)
+        for row in (head, rule, *rows):
+            # A wrapped cell has several lines, next to the only line of another.
+            for line_cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+                lines.append(_GAP.join(_pad_cells(line_cells, widths, alignments)).rstrip())
     return lines
 
 
+def _pad_cells(
+    cells: Sequence[str], widths: Sequence[int], alignments: Sequence[bool]
+) -> list[str]:
+    """Pad the cells of a row to the widths of their columns; the alignments tell which are
+    right-aligned.
+    """
+    padded_cells: list[str] = []
+    for cell, width, to_right in zip(cells, widths, alignments, strict=True):
+        padded_cells.append(_pad_cell(cell, width, to_right))
+    return padded_cells
+
+
 def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Columns that fit next to each other, the first in all."""
-    some = [0]
-    used = widths[0]
-    for place, wide in enumerate(widths[1:], 1):
-        if len(some) > 1 and used + len(_GAP) + wide > width:
-            yield some
-            some = [0]
-            used = widths[0]
-        some.append(place)
-        used += len(_GAP) + wide
-    yield some
+    """Divide columns into groups that fit next to each other, the first column in all."""
+    group = [0]
+    group_width = widths[0]
+    for place, column_width in enumerate(widths[1:], 1):
+        # A group has a column besides the first, even if it is too wide: otherwise it would never
+        # be written.
+        if len(group) > 1 and group_width + len(_GAP) + column_width > width:
+            yield group
+            group = [0]
+            group_width = widths[0]
+        group.append(place)
+        group_width += len(_GAP) + column_width
+    yield group
 
 
 def _wrap_column(column: Sequence[str], width: int) -> list[str]:
-    """Return a column whose cells are broken between words; a word that is longer than the width,
-    also at hyphens.
+    """Break the cells of a column between words; a word that is longer than the width, also at
+    hyphens.
     """
-
-    def lines(cell: str) -> list[str]:
-        longest = max(map(len, cell.split()), default=0)
-        return textwrap.wrap(cell, max(width, 1), break_on_hyphens=longest > width)
-
-    return ["\n".join(lines(cell)) for cell in column]
+    wrapped_cells: list[str] = []
+    for cell in column:
+        longest_word = max(map(len, cell.split()), default=0)
+        lines = textwrap.wrap(cell, max(width, 1), break_on_hyphens=longest_word > width)
+        wrapped_cells.append("\n".join(lines))
+    return wrapped_cells
 
 
 def _narrow(column: Sequence[str]) -> list[str]:
-    """Return a column whose head is no wider than its cells or its longest word."""
+    """Wrap the head of a column, to be no wider than its cells or its longest word."""
     head, *cells = column
-    return [
-        *_wrap_column([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])),
-        *cells,
-    ]
+    widths = [len(word) for word in head.split()]
+    # A table can have no rows.
+    if cells:
+        widths.append(_wide(cells))
+    return [*_wrap_column([head], max(widths)), *cells]
 
 
 def _total(columns: Sequence[Sequence[str]]) -> int:
@@ -145,37 +178,42 @@ def _total(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _wide(column: Sequence[str]) -> int:
-    return max(len(line) for cell in column for line in cell.split("\n"))
+    widest = 0
+    for cell in column:
+        for line in cell.split("\n"):
+            widest = max(widest, len(line))
+    return widest
 
 
 def _render_markdown(table: Table) -> list[str]:
     columns = []
+    widths = []
     for column in _columns(table):
-        columns.append([cell.replace("|", r"\|") for cell in column])
-    widths = [max(3, _wide(column)) for column in columns]
+        # A bar would end the cell.
+        escaped_column = [cell.replace("|", r"\|") for cell in column]
+        columns.append(escaped_column)
+        # GitHub's documentation asks for three characters in each column of the rule.
+        widths.append(max(3, _wide(escaped_column)))
     to_right = columns_to_right(table)
-    lines = []
+    lines: list[str] = []
     for row in zip(*columns, strict=True):
-        lines.append(
-            "| "
-            + " | ".join(_pad_cell(*one) for one in zip(row, widths, to_right, strict=True))
-            + " |"
-        )
+        lines.append(f"| {' | '.join(_pad_cells(row, widths, to_right))} |")
     rule = []
-    for wide, right in zip(widths, to_right, strict=True):
-        rule.append("-" * (wide - right) + ":" * right)
-    if table.title is None:
-        title = []
-    else:
-        title = [table.title, ""]
+    for width, is_right in zip(widths, to_right, strict=True):
+        # A colon at the end of the rule aligns a column to the right.
+        rule.append("-" * (width - 1) + ":" if is_right else "-" * width)
+    title = [] if table.title is None else [table.title, ""]
     return [*title, lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
 
 
 def _render_latex(table: Table) -> list[str]:
-    head, *rows = (
-        " & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True)
-    )
-    alignment = "".join("r" if right else "l" for right in columns_to_right(table))
+    lines: list[str] = []
+    for row in zip(*_columns(table), strict=True):
+        lines.append(" & ".join(map(_latex_cell, row)) + r" \\")
+    head, *rows = lines
+    alignment = ""
+    for is_right in columns_to_right(table):
+        alignment += "r" if is_right else "l"
     begin = rf"\begin{{tabular}}{{{alignment}}}"
     end = r"\end{tabular}"
     body = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
@@ -186,7 +224,7 @@ def _render_latex(table: Table) -> list[str]:
 
 
 def _latex_cell(text: str) -> str:
-    """Return a figure in mathematics, another text escaped."""
+    """Write a figure in mathematics, another text escaped."""
     if text == NONE:
         return "--"
     figure = _FIGURE.fullmatch(text)
@@ -197,6 +235,7 @@ def _latex_cell(text: str) -> str:
     else:
         power = rf" \times 10^{{{int(figure['exponent'])}}}"
     digits = figure["digits"].replace("±", r"\pm")
+    # Text mode would write a minus as a hyphen, and has neither ± nor powers.
     if power or not digits[0].isdigit() or " " in digits:
         return f"${digits}{power}$"
     return digits
@@ -210,39 +249,47 @@ def _render_csv(table: Table) -> list[str]:
     columns = []
     for head, *cells in _columns(table):
         key = re.sub(r"\W+", "_", head.lower()).strip("_")
-        found = [_PLUS_MINUS.fullmatch(cell) for cell in cells]
-        if any(found):
-            errors = []
-            for one in found:
-                errors.append(f"{one['error']}{one['exponent'] or ''}" if one else "")
-            values = []
-            for cell, one in zip(cells, found, strict=True):
-                values.append(f"{one['value']}{one['exponent'] or ''}" if one else cell)
-            spread = any(error.endswith("%") for error in errors)
-            columns += [
-                [key, *values],
-                _without_percent(f"{key}_{'spread' if spread else 'error'}", errors),
-            ]
+        values = []
+        errors = []
+        for cell in cells:
+            figure = _PLUS_MINUS.fullmatch(cell)
+            if figure is None:
+                values.append(cell)
+                errors.append("")
+            else:
+                # The exponent in (1.23 ± 0.04)e-05 is that of both.
+                exponent = figure["exponent"] or ""
+                values.append(f"{figure['value']}{exponent}")
+                errors.append(f"{figure['error']}{exponent}")
+        if any(errors):
+            # Standard errors have the unit of their figure; spreads between runs are percentages.
+            is_spread = any(error.endswith("%") for error in errors)
+            kind = "spread" if is_spread else "error"
+            columns.append([key, *values])
+            columns.append(_without_percent(f"{key}_{kind}", errors))
         else:
             columns.append(_without_percent(key, cells))
-    out = io.StringIO()
-    rows = zip(
-        *([("" if cell == NONE else cell) for cell in column] for column in columns), strict=True
-    )
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue().splitlines()
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for row in zip(*columns, strict=True):
+        # Programs read an empty cell as a missing figure, but a hyphen as text.
+        writer.writerow(["" if cell == NONE else cell for cell in row])
+    return file.getvalue().splitlines()
 
 
 def _without_percent(key: str, cells: Sequence[str]) -> list[str]:
-    """Return a column of CSV, its unit in its head."""
+    """Move the unit of a column of CSV to its head, if all figures are percentages."""
     figures = [cell for cell in cells if cell not in ("", NONE)]
     if not figures or not all(_PERCENT.fullmatch(cell) for cell in figures):
         return [key, *cells]
-    return [f"{key}_percent", *(cell.removesuffix("%") for cell in cells)]
+    column = [f"{key}_percent"]
+    for cell in cells:
+        column.append(cell.removesuffix("%"))
+    return column
 
 
 def _columns(table: Table) -> list[list[str]]:
-    """Return the cells of each column, its head first, each on one line."""
+    """Collect the cells of each column, its head first, each on one line."""
     columns: list[list[str]] = []
     for column in zip(table.head, *table.rows, strict=True):
         columns.append([" ".join(cell.split()) for cell in column])
@@ -250,12 +297,17 @@ def _columns(table: Table) -> list[list[str]]:
 
 
 def columns_to_right(table: Table) -> list[bool]:
-    """Return which columns are right-aligned: those of numbers, except the first."""
+    """Find which columns are right-aligned: those of numbers, except the first."""
+    # Without rows, `zip` has no columns.
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
-    numbers = []
+    has_numbers = []
     for column in columns:
-        numbers.append(all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column))
-    return [False, *numbers[1:]]
+        has_text = False
+        for cell in column:
+            if cell not in ("", NONE) and not _NUMBER.match(cell):
+                has_text = True
+        has_numbers.append(not has_text)
+    return [False, *has_numbers[1:]]
 
 
 def _pad_cell(text: str, width: int, to_right: bool) -> str:
@@ -265,30 +317,40 @@ def _pad_cell(text: str, width: int, to_right: bool) -> str:
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """Return the shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a
+    """Find the shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a
     ``b/int4`` too.
     """
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    result: list[str] = []
-    for part in parts:
-        result.append(_find_distinct_suffix(part, {other for other in parts if other != part}))
-    return result
+    # Not resolved, so that a symbolic link keeps its own name.
+    parts_by_path = []
+    for path in paths:
+        parts_by_path.append(Path(os.path.abspath(path)).parts)
+    names: list[str] = []
+    for parts in parts_by_path:
+        # A path that is given twice has one name.
+        other_paths = set(parts_by_path) - {parts}
+        names.append(_find_distinct_suffix(parts, other_paths))
+    return names
 
 
 def _find_distinct_suffix(parts: tuple[str, ...], other_paths: set[tuple[str, ...]]) -> str:
-    for count in range(1, len(parts)):
-        if not any(other[-count:] == parts[-count:] for other in other_paths):
-            return "/".join(parts[-count:])
+    for length in range(1, len(parts)):
+        other_suffixes = {other_parts[-length:] for other_parts in other_paths}
+        if parts[-length:] not in other_suffixes:
+            return "/".join(parts[-length:])
     return str(Path(*parts))
 
 
 def parse_named_paths(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
-    """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole
-    string.
+    """Split ``NAME=PATH`` into names and paths; the name is None for a path that exists under the
+    whole string.
     """
-    result: list[tuple[str | None, Path]] = []
+    named_paths: list[tuple[str | None, Path]] = []
     for text in map(str, texts):
         name, _, path = text.partition("=")
-        whole = not name.strip() or not path or "/" in name or os.path.lexists(text)
-        result.append((None, Path(text)) if whole else (name.strip(), Path(path)))
-    return result
+        is_incomplete = not name.strip() or not path
+        # A name has no slash: ``a/b=c`` is a path with an equals sign. So is what exists as it is.
+        if is_incomplete or "/" in name or os.path.lexists(text):
+            named_paths.append((None, Path(text)))
+        else:
+            named_paths.append((name.strip(), Path(path)))
+    return named_paths

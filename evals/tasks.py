@@ -34,7 +34,8 @@ _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "t
 _SPLIT = "test"
 _HUB = "https://huggingface.co"
 _HUB_SECONDS = 5
-_NO_POOL = "DISABLE_MULTIPROC"  # read by the harness
+# The harness reads this variable of the environment.
+_NO_POOL = "DISABLE_MULTIPROC"
 _RESAMPLES = 1000
 """Bootstrap samples for errors without a formula; the harness has one for means."""
 
@@ -63,7 +64,7 @@ class TaskScore:
 
     @property
     def estimate(self) -> Estimate:
-        """Return the value with its standard error."""
+        """Combine the value with its standard error."""
         return Estimate(self.value, self.error)
 
 
@@ -73,15 +74,15 @@ def require_tasks(names: Sequence[str]) -> None:
     """
     optional("lm_eval")
     index = _manager().task_index
-    if unknown := [name for name in names if name not in index]:
-        near = difflib.get_close_matches(unknown[0], index, 3)
-        raise RequestError(
-            "unknown task",
-            found=unknown[0][:60],
-            hint=f"did you mean {' or '.join(near)}?"
-            if near
-            else "python -m lm_eval ls tasks lists all of them",
-        )
+    for name in names:
+        if name in index:
+            continue
+        similar_names = difflib.get_close_matches(name, index, 3)
+        if similar_names:
+            hint = f"did you mean {' or '.join(similar_names)}?"
+        else:
+            hint = "python -m lm_eval ls tasks lists all of them"
+        raise RequestError("unknown task", found=name[:60], hint=hint)
 
 
 @contextlib.contextmanager
@@ -105,7 +106,9 @@ def open_tasks(
         return
     require_tasks(names)
     local = _local_files(names, data)
-    if (absent := [name for name in names if name not in local]) and not _hub_answers():
+    absent = [name for name in names if name not in local]
+    # Checked first, so that a machine without a network fails at once.
+    if absent and not _hub_answers():
         hint = f"give them as {absent[0]}.jsonl in a folder named with `task_data`"
         raise RequestError(
             f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint
@@ -119,56 +122,65 @@ def open_tasks(
 
 
 def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
-    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name. Raises
-    `RequestError` if the harness fails, as with fewer documents than it needs examples, and
+    """Let a model (`harness.as_lm`) answer all questions of the tasks, and score it by task name.
+    Raises `RequestError` if the harness fails, as with fewer documents than it needs examples, and
     `NonFiniteError` if the model's logits are NaN or Inf.
     """
     evaluator = optional("lm_eval.evaluator")
     seeds = optional("lm_eval.defaults")
     loaded = _manager().load(list(tasks))
     for task in loaded["tasks"].values():
+        # `simple_evaluate` of the harness does the same before it calls `evaluate`.
         task.set_fewshot_seed(seeds.DEFAULT_OTHER_SEED)
         if task.config.num_fewshot is None:
             task.set_config("num_fewshot", 0)
     try:
         with _quiet(), _one_process():
-            found = evaluator.evaluate(lm, loaded, bootstrap_iters=_RESAMPLES, log_samples=False)
+            results = evaluator.evaluate(lm, loaded, bootstrap_iters=_RESAMPLES, log_samples=False)
     except QuantkitError:
         raise
+    # The harness and a task's own code can raise any type.
     except Exception as error:
-        # Whatever the harness or a task's own code raise.
         for task in loaded["tasks"].values():
-            if place := _unusable(task):
+            unusable = _unusable(task)
+            if unusable is not None:
+                path, line = unusable
                 raise RequestError(
-                    f"does not fit the task: {error!r}", path=place[0], found=place[1]
+                    f"does not fit the task: {error!r}", path=path, found=line
                 ) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
-    values = {**found["results"], **found.get("groups", {})}
-    shots = found["n-shot"]
-    samples = found["n-samples"]
-    names = []
-    for one in tasks:
-        names.append(one.task_name if hasattr(one, "task_name") else one.name)
-    result: dict[str, TaskScore] = {}
-    for name in names:
-        result[name] = _score(values[name], shots.get(name), samples.get(name))
-    return result
+    values = {**results["results"], **results.get("groups", {})}
+    shots = results["n-shot"]
+    samples = results["n-samples"]
+    scores: dict[str, TaskScore] = {}
+    for task in tasks:
+        # A group of the harness has a `name` in the place of `task_name`.
+        name = task.task_name if hasattr(task, "task_name") else task.name
+        scores[name] = _score(values[name], shots.get(name), samples.get(name))
+    return scores
 
 
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
     figures = {}
     for key, value in values.items():
+        # Others are texts, such as the task's alias.
         if isinstance(value, float):
+            # The floats of numpy are a subclass, and print otherwise than plain ones.
             figures[key] = float(value)
     metrics = {key: value for key, value in figures.items() if "_stderr" not in key}
-    error_keys = {}
-    for key in metrics:
-        error_keys[key] = "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr"
     errors = {}
-    for key, of in error_keys.items():
-        if math.isfinite(figures.get(of, math.nan)):
-            errors[key] = figures[of]
-    metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
+    for key in metrics:
+        # The error of ``acc,none`` has the key ``acc_stderr,none``: the filter comes last.
+        name, comma, filter_name = key.partition(",")
+        error = figures.get(f"{name}_stderr{comma}{filter_name}", math.nan)
+        if math.isfinite(error):
+            errors[key] = error
+    # This accuracy is normalized by the answers' lengths, so long answers have no disadvantage.
+    metric = next(iter(metrics))
+    for key in metrics:
+        if key.startswith("acc_norm,"):
+            metric = key
+            break
     return TaskScore(
         metric.removesuffix(",none"),
         metrics[metric],
@@ -182,6 +194,7 @@ def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | N
 
 @cache
 def _manager() -> Any:
+    # Its index reads the definitions of thousands of tasks, so it is made once.
     return optional("lm_eval.tasks").TaskManager()
 
 
@@ -190,38 +203,38 @@ def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
         return {}
     if not data.is_dir():
         raise RequestError("is no folder with data of tasks", path=data)
-    paths = {}
+    files = {}
     for name in names:
-        paths[name] = [data / (name + suffix) for suffix in _READERS]
-    return {
-        name: found[0]
-        for name in names
-        if (found := [path for path in paths[name] if path.is_file()])
-    }
+        for suffix in _READERS:
+            path = data / (name + suffix)
+            if path.is_file():
+                files[name] = path
+                break
+    return files
 
 
 def _hub_answers() -> bool:
-    """Return whether a download can be tried; with the hub declared offline, only its cache is
+    """Check whether a download can be tried; with the hub declared offline, only its cache is
     read.
     """
-    if {os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")} & {
-        "1",
-        "TRUE",
-    }:
-        return True
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if os.environ.get(name, "0").upper() in ("1", "TRUE"):
+            return True
     request = urllib.request.Request(os.environ.get("HF_ENDPOINT", _HUB), method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_HUB_SECONDS):
             return True
+    # Even a refusal comes from a server that can be reached.
     except urllib.error.HTTPError as error:
         error.close()
         return True
+    # A certificate that is unknown here may be known to the hub's client, which has its own.
     except OSError as error:
         return isinstance(getattr(error, "reason", error), ssl.SSLError)
 
 
 def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
-    """Return a task or group of the harness; for a tag, all its tasks."""
+    """Load a task or group of the harness; for a tag, all its tasks."""
     spec: Any = name
     if file is not None:
         if _manager().task_index[name].kind.name != "TASK":
@@ -232,10 +245,10 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             loaded = _manager().load([spec])
     except CheckpointError:
         raise
+    # The harness, a task's own code and the data's reader can raise any type.
     except Exception as error:
-        # Whatever the harness, a task's own code or the data's reader raise.
         if file is not None:
-            # datasets wraps its reader's
+            # `datasets` wraps the error of its reader, which says more.
             line = _first_bad_line(name, file, scratch)
             cause = error.__cause__ or error
             raise RequestError(
@@ -251,8 +264,9 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
 
 
 def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
-    """Return a task of the harness, its data taken from one file instead."""
+    """Configure a task of the harness that takes its data from one file instead."""
     files: dict[str, Any] = {"data_files": {_SPLIT: str(file)}, "cache_dir": scratch}
+    # Examples come from the same file: the harness leaves out the question itself.
     splits = {
         "training_split": None,
         "validation_split": None,
@@ -261,6 +275,7 @@ def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
     }
     task = {"task": name, "dataset_path": _READERS[file.suffix], "dataset_name": None, **splits}
     if name == "wikitext" and file.suffix == ".txt":
+        # By default, each line would be a row; an article has many lines.
         return {
             **task,
             "dataset_kwargs": {**files, "sample_by": "document"},
@@ -270,49 +285,52 @@ def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
 
 
 def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
-    """Return the first line of a file that its task cannot load, by bisection; None if no single
-    line is the cause.
+    """Find the first line of a file that its task cannot load, by bisection; None if no single line
+    is the cause.
     """
     if file.suffix != ".jsonl":
         return None
+    # Bytes, since a line need not be valid UTF-8.
     lines = file.read_bytes().split(b"\n")
 
     def loads(start: int, end: int) -> bool:
         part = Path(scratch) / f"{name}-{start}-{end}.jsonl"
         part.write_bytes(b"\n".join(lines[start:end]))
+        task = _local_task(name, part, scratch)
         try:
             with _quiet():
-                _manager().load(
-                    [{"group": "local data", "task": [_local_task(name, part, scratch)]}]
-                )
-        except Exception:  # as in `_load`
+                _manager().load([{"group": "local data", "task": [task]}])
+        # Any type, as in `_load`.
+        except Exception:
             return False
         return True
 
-    bad = 1 + bisect.bisect_left(range(1, len(lines)), True, key=lambda count: not loads(0, count))
-    if loads(bad - 1, bad):
+    # A file of the first lines fails from the bad line on, which makes the results sorted.
+    counts = range(1, len(lines))
+    bad_line = 1 + bisect.bisect_left(counts, True, key=lambda count: not loads(0, count))
+    # Lines can also contradict each other, for example in the types of their fields.
+    if loads(bad_line - 1, bad_line):
         return None
-    return f"line {bad}"
+    return f"line {bad_line}"
 
 
 def _unusable(task: Any) -> tuple[Path, str] | None:
-    """Return the first line of a task's file that does not form a question."""
+    """Find the first line of a task's file that does not form a question."""
     files = (task.config.dataset_kwargs or {}).get("data_files", {})
     if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
         return None
-    made_by = (
-        (task.config.doc_to_choice, task.doc_to_choice),
-        (task.config.doc_to_target, task.doc_to_target),
-    )
+    make_parts = [task.doc_to_text]
+    # The methods of settings that a task does not have would fail for every document.
+    if task.config.doc_to_choice is not None:
+        make_parts.append(task.doc_to_choice)
+    if task.config.doc_to_target is not None:
+        make_parts.append(task.doc_to_target)
     for number, document in enumerate(task.eval_docs, 1):
         try:
-            for make in (
-                task.doc_to_text,
-                *(make for setting, make in made_by if setting is not None),
-            ):
-                make(document)
+            for make_part in make_parts:
+                make_part(document)
+        # A task's own code can raise any type.
         except Exception:
-            # Whatever a task's own code raises.
             return Path(files[_SPLIT]), f"line {number}"
     return None
 
@@ -321,8 +339,9 @@ def _pages(data: Any) -> Any:
     pages = []
     for row in data:
         for page in articles(row["text"]):
-            pages.append(page)
-    return optional("datasets").Dataset.from_list([{"page": page} for page in pages])
+            # The field that the harness's task reads.
+            pages.append({"page": page})
+    return optional("datasets").Dataset.from_list(pages)
 
 
 @contextlib.contextmanager
@@ -335,6 +354,7 @@ def _quiet() -> Iterator[None]:
             logger = logging.getLogger(name)
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(level)
+        # Progress bars are written to stderr.
         undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
 
@@ -342,25 +362,30 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
     """Let the harness compute bootstrap errors in this process, without output on stdout."""
-    before = {name: os.environ[name] for name in (_NO_POOL,) if name in os.environ}
+    previous_value = os.environ.get(_NO_POOL)
     os.environ[_NO_POOL] = "1"
     try:
+        # stdout may be for the JSON of a command.
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        del os.environ[_NO_POOL]
-        os.environ.update(before)
+        if previous_value is None:
+            del os.environ[_NO_POOL]
+        else:
+            os.environ[_NO_POOL] = previous_value
 
 
 @contextlib.contextmanager
 def _fix_seeds() -> Iterator[None]:
-    states = (random.getstate(), np.random.get_state())
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     seeds = optional("lm_eval.defaults")
     random.seed(seeds.DEFAULT_RANDOM_SEED)
     np.random.seed(seeds.DEFAULT_OTHER_SEED)
     try:
+        # No devices: only the state of the CPU's generator is saved, and no GPU is initialized.
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

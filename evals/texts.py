@@ -29,7 +29,8 @@ from quantkit.text.export import export_json
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 _TITLE = re.compile(r"^ = (?!=).*(?<!=) = $", re.MULTILINE)
-# Bytes; in languages with spaces a word has some 5 to 20.
+# Bytes of an average word, beyond which a text has few spaces: in languages with spaces, a word has
+# some 5 to 20.
 _LONG_WORDS = 40
 
 
@@ -57,7 +58,7 @@ class Text:
 
     @cached_property
     def documents(self) -> list[str]:
-        """Return the documents as they are in the file."""
+        """List the documents as they are in the file."""
         if self.rows is not None:
             return [*self.rows]
         if self.is_wikitext:
@@ -66,17 +67,21 @@ class Text:
 
     @property
     def readings(self) -> list[str]:
-        """Return the documents that a model predicts: WikiText detokenized, others unchanged."""
+        """Prepare the documents that a model predicts: WikiText detokenized, others unchanged."""
         if self.is_wikitext:
             return [detokenize(document) for document in self.documents]
         return self.documents
 
     @property
     def words(self) -> int:
-        """Return the harness's count: pieces between white space, empty ones at the ends
+        """Count words as the harness does: pieces between white space, empty ones at the ends
         included.
         """
-        return sum(len(re.split(r"\s+", document)) for document in self.documents)
+        count = 0
+        for document in self.documents:
+            # `str.split` would leave out the empty pieces.
+            count += len(re.split(r"\s+", document))
+        return count
 
     @property
     def bytes(self) -> int:
@@ -84,7 +89,7 @@ class Text:
 
     @property
     def note(self) -> str | None:
-        """Return a note on figures per word for texts with few spaces, as in Chinese or Thai."""
+        """Write a note on figures per word for texts with few spaces, as in Chinese or Thai."""
         if self.bytes <= _LONG_WORDS * self.words:
             return None
         return (
@@ -99,40 +104,46 @@ def read_text(
     chat: ModelChat | None = None,
     name: str | None = None,
 ) -> Text:
-    """Return a text from a file or folder, or under a name from a dataset, strings or rows;
-    `column` and `chat` are those of `read_documents`.
+    """Read a text from a file or folder, or under a name from a dataset, strings or rows; `column`
+    and `chat` are those of `read_documents`.
 
     Raises:
         RequestError: if it cannot be read, is not what its suffix says, or has nothing but white
             space.
     """
-    own = name or (source.stem if isinstance(source, Path) else "text")
+    if not name:
+        name = source.stem if isinstance(source, Path) else "text"
     if isinstance(source, Path) and column is None and not has_documents(source):
         text, digest = text_of(source)
-        return Text(own, digest, text)
-    documents = read_documents(source, sys.maxsize, column=column, chat=chat, name=own)
+        return Text(name, digest, text)
+    # Without a limit: all of a text is measured, whereas calibration needs some of it.
+    documents = read_documents(source, sys.maxsize, column=column, chat=chat, name=name)
     rows = tuple(document for document in documents.documents or () if document.strip())
     if not rows:
-        raise RequestError("the text is empty", path=source if isinstance(source, Path) else own)
-    return Text(own, documents.sha256, documents.text, rows, documents.specials, documents.notes)
+        raise RequestError("the text is empty", path=source if isinstance(source, Path) else name)
+    return Text(name, documents.sha256, documents.text, rows, documents.specials, documents.notes)
 
 
 def articles(raw: str) -> list[str]:
-    """WikiText's articles, each from its title line to the line before the next title.
+    """Split WikiText into articles, each from its title line to the line before the next title.
 
     The line break before a title belongs to neither side, as in the data set
     EleutherAI/wikitext_document_level; what is blank before the first title is left out.
     """
-    starts = [match.start() for match in _TITLE.finditer(raw)]
-    ends = [start - 1 for start in starts[1:]] + [len(raw)]
+    starts = []
+    for title in _TITLE.finditer(raw):
+        starts.append(title.start())
+    documents = []
+    # A text can begin within an article.
     if starts and starts[0]:
         lead = raw[: starts[0] - 1]
-    else:
-        lead = ""
-    return [
-        *([lead] if lead.strip() else []),
-        *(raw[a:b] for a, b in zip(starts, ends, strict=True)),
-    ]
+        if lead.strip():
+            documents.append(lead)
+    ends = [start - 1 for start in starts[1:]] + [len(raw)]
+    # Strict: a text without titles is not WikiText, which is an error.
+    for start, end in zip(starts, ends, strict=True):
+        documents.append(raw[start:end])
+    return documents
 
 
 def detokenize(text: str) -> str:
@@ -140,8 +151,10 @@ def detokenize(text: str) -> str:
     wikitext task.
     """
     text = text.replace("s '", "s'")
-    # Meant otherwise there, but figures depend on it.
+    # The harness means to match quotation marks around a digit, but matches slashes. Its figures
+    # depend on that.
     text = re.sub(r"/' [0-9]/", "/'[0-9]/", text)
+    # WikiText writes ``well-known`` as ``well @-@ known``, and ``1,000`` as ``1 @,@ 000``.
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)
     for mark in ":;.!?,":
@@ -162,9 +175,8 @@ def detokenize(text: str) -> str:
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Return a checkpoint's tokenizer; for sentencepiece, the one that `convert` would write.
-    Raises `CheckpointError` if there is none, it is damaged, or it knows more tokens than the
-    embedding.
+    """Load a checkpoint's tokenizer; for sentencepiece, the one that `convert` would write. Raises
+    `CheckpointError` if there is none, it is damaged, or it knows more tokens than the embedding.
 
     A text may spell special tokens, as WikiText does with ``<unk>``. transformers encodes them as
     these tokens, and so must what is compared with it; sentencepiece cannot.
@@ -180,20 +192,20 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids as in transformers: BOS first where the model expects it, and special tokens for
-    strings that spell them.
+    """Encode a text as transformers does: BOS first where the model expects it, and special tokens
+    for strings that spell them.
     """
     return tokenizer.encode(text, specials=True)
 
 
 def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
-    """Return the token that the first token of a text is predicted from: BOS, or EOS in a model
+    """Choose the token that the first token of a text is predicted from: BOS, or EOS in a model
     without BOS. Raises `CheckpointError` if the tokenizer has neither.
     """
-    found = [token for token in (tokenizer.bos_id, *tokenizer.eos_ids) if token is not None]
-    if not found:
-        raise CheckpointError("the tokenizer has neither BOS nor EOS", path=checkpoint.path)
-    return found[0]
+    for token in (tokenizer.bos_id, *tokenizer.eos_ids):
+        if token is not None:
+            return token
+    raise CheckpointError("the tokenizer has neither BOS nor EOS", path=checkpoint.path)
 
 
 @dataclass(frozen=True)
@@ -214,40 +226,45 @@ def score_documents(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> DocumentScore:
-    """Return the log probability of a text's documents, in rolling windows, per word and byte of
+    """Measure the log probability of a text's documents, in rolling windows, per word and byte of
     the raw text. Raises `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with,
     and `NonFiniteError` if the model's logits are NaN or Inf.
     """
     prefix = prefix_token(tokenizer, checkpoint)
-    pairs = (
-        pair
-        for reading in text.readings
-        for pair in rolling(token_ids(tokenizer, reading), prefix, window)
-    )
-    # Each length is a batch.
-    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
-    for pair in pairs:
-        by_length[len(pair[0])].append(pair)
+    # Windows of one length are a batch, which needs no padding.
+    ids_by_length: dict[int, list[list[int]]] = defaultdict(list)
+    targets_by_length: dict[int, list[list[int]]] = defaultdict(list)
+    for reading in text.readings:
+        for ids, targets in rolling(token_ids(tokenizer, reading), prefix, window):
+            ids_by_length[len(ids)].append(ids)
+            targets_by_length[len(ids)].append(targets)
     windows = []
-    for own in by_length.values():
-        windows.append(Windows(*(torch.tensor(part) for part in zip(*own, strict=True))))
+    for length, ids_of_length in ids_by_length.items():
+        targets_of_length = targets_by_length[length]
+        windows.append(Windows(torch.tensor(ids_of_length), torch.tensor(targets_of_length)))
     loss = log_loss(checkpoint, windows, group=group, progress=progress)
+    # Words and bytes are those of the raw text, so that figures of models with other tokenizers
+    # can be compared.
     return DocumentScore(
         perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2)
     )
 
 
 def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int], list[int]]]:
-    """Windows over a document that predict every token once: ids, and targets at the same
+    """Cut a document into windows that predict every token once: ids, and targets at the same
     positions.
 
     Windows are adjacent; the last one reaches back to full length and scores only the remaining
     tokens (lm-evaluation-harness, one token of context).
     """
-    source = [prefix, *ids]
-    pairs = []
+    # With the prefix before it, the token at a position of `inputs` predicts the one at the same
+    # position of `ids`.
+    inputs = [prefix, *ids]
+    windows = []
     for done in range(0, len(ids), length):
         end = min(done + length, len(ids))
         begin = max(0, end - length)
-        pairs.append((source[begin:end], [NOT_SCORED] * (done - begin) + list(ids[done:end])))
-    return pairs
+        # The window before this one has predicted these tokens.
+        repeated = [NOT_SCORED] * (done - begin)
+        windows.append((inputs[begin:end], repeated + list(ids[done:end])))
+    return windows

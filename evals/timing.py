@@ -28,15 +28,15 @@ from quantkit.runtime.engine import Engine
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
 
-PROMPT = 16  # tokens before decoding
-# of `decoding_speed`
+# Tokens before decoding.
+PROMPT = 16
+# New tokens and runs of `decoding_speed`.
 NEW_TOKENS = 32
 RUNS = 3
+# Larger than the caches of processors.
 _PROBE_BYTES = 1 << 29
-_MIN_RUN_SECONDS = (
-    # Calls are repeated for so long that a wake-up of another process counts little.
-    0.1
-)
+# Calls are repeated for so long that a wake-up of another process counts little.
+_MIN_RUN_SECONDS = 0.1
 PROC_STAT = Path("/proc/stat")
 
 
@@ -50,12 +50,12 @@ class Rate:
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> Rate:
-        """Runs with these rates."""
+        """Summarize runs with these rates."""
         return cls(statistics.median(rates), min(rates), max(rates))
 
     @property
     def spread(self) -> float:
-        """Return the largest distance of a run from the median, as a share of the median."""
+        """Compute the largest distance of a run from the median, as a share of the median."""
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
@@ -67,48 +67,61 @@ def rate(
     time counts for all.
     """
     timed_call()
-    return Rate.of([tokens / _mean_seconds(timed_call, group) for _ in range(runs)])
+    rates = [tokens / _mean_seconds(timed_call, group) for _ in range(runs)]
+    return Rate.of(rates)
 
 
 def _mean_seconds(timed_call: Callable[[], float], group: ProcessGroup) -> float:
-    """Mean seconds of calls that are repeated until a run is long."""
-    calls = 0
+    """Measure the mean seconds of calls, which are repeated until a run is long."""
+    num_calls = 0
     total = 0.0
     while total < _MIN_RUN_SECONDS:
-        calls = calls + 1
-        total = total + group.broadcast_from_rank0(timed_call())
-    return total / calls
+        num_calls += 1
+        # With times of their own, the processes would make different numbers of calls, and wait
+        # for each other forever.
+        total += group.broadcast_from_rank0(timed_call())
+    return total / num_calls
 
 
 class OtherProcesses:
     """Measures the cores that other processes use, from its creation on."""
 
     def __init__(self) -> None:
+        # The load of the last minute, before this process's own work counts in it.
         self._load = os.getloadavg()[0]
-        self._started, self._process_cpu_start, self._total_cpu_start = (
-            time.perf_counter(),
-            time.process_time(),
-            _cpu_seconds(),
-        )
+        self._started = time.perf_counter()
+        self._process_cpu_start = time.process_time()
+        self._total_cpu_start = _cpu_seconds()
 
     def cores(self) -> float:
-        """Busy cores on average; the load at the start if the system does not count CPU time."""
-        now = _cpu_seconds()
-        if now is None or self._total_cpu_start is None:
+        """Measure the busy cores on average; the load at the start if the system does not count CPU
+        time.
+        """
+        total_cpu_end = _cpu_seconds()
+        if total_cpu_end is None or self._total_cpu_start is None:
             return self._load
-        others = now - self._total_cpu_start - (time.process_time() - self._process_cpu_start)
-        return max(0.0, others / (time.perf_counter() - self._started))
+        total_seconds = total_cpu_end - self._total_cpu_start
+        process_seconds = time.process_time() - self._process_cpu_start
+        elapsed = time.perf_counter() - self._started
+        # The system counts in ticks, so the difference can be slightly negative.
+        return max(0.0, (total_seconds - process_seconds) / elapsed)
 
 
 def _cpu_seconds() -> float | None:
-    """CPU time of all processes and of other guests of the host since boot; None if not counted."""
+    """Read the CPU time of all processes and of other guests of the host since boot; None if not
+    counted.
+    """
     try:
-        user, nice, system, _idle, _iowait, *rest = map(
-            int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9]
+        # The first line sums all processors: user, nice, system, idle, iowait, irq, softirq and
+        # steal. Later columns are for guests of this system, and are part of the first two.
+        first_line = PROC_STAT.read_text().split("\n", 1)[0]
+        user, nice, system, _idle, _iowait, *interrupts_and_steal = map(
+            int, first_line.split()[1:9]
         )
     except (OSError, ValueError):
         return None
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    ticks = user + nice + system + sum(interrupts_and_steal)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -116,54 +129,56 @@ def use_threads(count: int = 1) -> Iterator[None]:
     """Compute on one thread, or a number of them. Several are slower for a small model, much slower
     on a busy machine.
     """
-    before = torch.get_num_threads()
+    previous_count = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_count)
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Measure the seconds that a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
+    # Generated on the CPU, so that all devices read the same tokens.
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(
-        model.device
-    )
+    tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    return tokens.to(model.device)
 
 
 def prefill_once(
     model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None
 ) -> None:
-    """A random prompt, up to its first new token.
+    """Read a random prompt, up to its first new token.
 
     Raises `NonFiniteError` if the model's logits are NaN or Inf.
     """
     engine = Engine(model, length, cache_dtype=cache_dtype, compiled=compiled)
-    finite_logits(_read(engine, 0, _random(model, 1, length)[0])).argmax().item()
+    prompt = _random(model, 1, length)[0]
+    # `item` waits until the GPU is done.
+    finite_logits(_read(engine, 0, prompt)).argmax().item()
 
 
 def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Read a prompt [T] into a slot from a position on, a chunk at a time; logits [1, V] of the
-    next token.
+    """Read a prompt [T] into a slot from a position on, a chunk at a time; returns the logits
+    [1, V] of the next token.
     """
     length = len(prompt)
     logits = torch.empty(0)
     for begin in range(start, length, engine.chunk):
         positions = range(begin, min(begin + engine.chunk, length))
+        # Only the last token of a prompt needs logits, which the head computes for the whole
+        # vocabulary.
+        output_rows = []
         if positions.stop == length:
-            wanted = [len(positions) - 1]
-        else:
-            wanted = []
-        logits = engine.step(
-            prompt[begin : positions.stop], [slot] * len(positions), positions, wanted
-        )
+            output_rows.append(len(positions) - 1)
+        slots = [slot] * len(positions)
+        logits = engine.step(prompt[begin : positions.stop], slots, positions, output_rows)
     return logits
 
 
@@ -185,14 +200,18 @@ class Decoding:
         cache_dtype: torch.dtype | None = None,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """In a run, `new` tokens of each sequence are decoded after `prompt` ones, `PROMPT` at
-        least. Raises `RequestError` if these exceed the model's context, or the cache does not fit
-        in memory.
+        """Prepare runs in which `new` tokens of each sequence are decoded after `prompt` ones,
+        `PROMPT` at least. Raises `RequestError` if these exceed the model's context, or the cache
+        does not fit in memory.
         """
         self.engine = Engine(
             model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled
         )
-        self._new, self._prompts, self._group = new, _random(model, batch, prompt), group
+        self._new = new
+        self._group = group
+        self._prompts = _random(model, batch, prompt)
+        # All prompts share their beginning, so that only one of them is read in full. Different
+        # ends keep the sequences from decoding the same tokens.
         self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
         self._first: torch.Tensor | None = None
 
@@ -200,35 +219,39 @@ class Decoding:
         """Read all prompts into their slots; returns the seconds of the first one. Raises
         `NonFiniteError` if the model's logits are NaN or Inf.
         """
-        whole = self._prompts[0]
+        first_prompt = self._prompts[0]
         chunk = self.engine.chunk
-        # Each kind of step once.
-        warm_up = 2 * chunk + (len(whole) % chunk or chunk)
-        _read(self.engine, 0, whole[:warm_up]).argmax().item()
+        # Each kind of step once: a first chunk, a later one, and a last one, which may be shorter.
+        warm_up = 2 * chunk + (len(first_prompt) % chunk or chunk)
+        _read(self.engine, 0, first_prompt[:warm_up]).argmax().item()
         logits: list[torch.Tensor] = []
 
-        def read() -> None:
-            logits[:] = [_read(self.engine, 0, whole)]
+        def read_first_prompt() -> None:
+            logits[:] = [_read(self.engine, 0, first_prompt)]
             # Waits until the GPU is done.
             logits[0].argmax().item()
 
-        taken = _mean_seconds(partial(seconds, read), self._group)
-        shared = len(whole) - PROMPT
+        prompt_seconds = _mean_seconds(partial(seconds, read_first_prompt), self._group)
+        shared_length = len(first_prompt) - PROMPT
         for slot, prompt in enumerate(self._prompts[1:], 1):
-            self.engine.copy_prefix(0, slot, shared)
-            logits.append(_read(self.engine, slot, prompt, shared))
+            self.engine.copy_prefix(0, slot, shared_length)
+            logits.append(_read(self.engine, slot, prompt, shared_length))
         self._first = finite_logits(torch.cat(logits)).argmax(-1)
-        return taken
+        return prompt_seconds
 
     def run(self) -> float:
-        """Seconds that the new tokens take after the prompts, which are read first if necessary."""
+        """Measure the seconds of the new tokens after the prompts, which are read first if
+        necessary.
+        """
         if self._first is None:
             self.fill()
         assert self._first is not None
         tokens = self._first
         length = self._prompts.shape[1]
         slots = range(len(self._prompts))
+        # Waits until the GPU is done with what came before.
         tokens.tolist()
+        # Each run overwrites the cache's positions after the prompts, so runs are alike.
         self.engine.last[: len(slots)] = tokens
         started = time.perf_counter()
         for position in range(length, length + self._new):
@@ -238,29 +261,34 @@ class Decoding:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes read for each token: all weights except the embedding, unless it is tied to the head,
-    and of a mixture's experts those of one token.
+    """Count the bytes that are read for each token: all weights except the embedding, unless it is
+    tied to the head, and of a mixture's experts those of one token.
     """
-    if model.config.tied_embeddings:
-        left_out = 0
-    else:
-        left_out = count_loaded_bytes(model.model.embed_tokens)
+    unread_bytes = 0
+    # Of an embedding, a token reads one row; the head, which can be the same tensor, is read in
+    # full.
+    if not model.config.tied_embeddings:
+        unread_bytes = count_loaded_bytes(model.model.embed_tokens)
     if model.config.experts is not None:
-        unused = 1 - model.config.experts.per_token / model.config.experts.count
-        experts = [part.experts for part in model.modules() if isinstance(part, Experts)]
-        left_out += round(sum(unused * count_loaded_bytes(expert) for expert in experts))
-    return count_loaded_bytes(model) - left_out
+        unused_share = 1 - model.config.experts.per_token / model.config.experts.count
+        unused_sizes = []
+        for module in model.modules():
+            if isinstance(module, Experts):
+                unused_sizes.append(unused_share * count_loaded_bytes(module.experts))
+        unread_bytes += round(sum(unused_sizes))
+    return count_loaded_bytes(model) - unread_bytes
 
 
 def count_loaded_bytes(module: nn.Module) -> int:
-    """Bytes of all weights of a model or a part of it, in the layout of the kernels."""
+    """Count the bytes of all weights of a model or a part of it, in the layout of the kernels."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best of several sums over a large tensor, or of several copies on a
-    GPU.
+    """Measure bytes a second: the best of several sums over a large tensor, or of several copies on
+    a GPU.
     """
+    # Four bytes for each float.
     probe = torch.ones(_PROBE_BYTES // 4, device=device)
     if device.type != "cuda":
         return probe.nbytes / min(seconds(probe.sum) for _ in range(5))
@@ -270,6 +298,7 @@ def bandwidth(device: torch.device) -> float:
         copy.copy_(probe)
         torch.cuda.synchronize(device)
 
+    # A copy reads and writes.
     return 2 * probe.nbytes / min(seconds(copy_probe) for _ in range(10))
 
 
@@ -299,16 +328,22 @@ def decoding_speed(
     """
     model = load_model(checkpoint, device=device, allow_slow=allow_slow, group=group)
     with torch.inference_mode():
-        found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None, group=group).run, RUNS, group)
-    backends = backend_names(model)
-    threads = torch.get_num_threads()
-    return Speed(found.median, DType.of(model.dtype), backends, str(model.device), threads)
+        decoding = Decoding(model, 1, NEW_TOKENS, None, group=group)
+        decoding_rate = rate(NEW_TOKENS, decoding.run, RUNS, group)
+    return Speed(
+        decoding_rate.median,
+        DType.of(model.dtype),
+        backend_names(model),
+        str(model.device),
+        torch.get_num_threads(),
+    )
 
 
 # Tokens of each sequence that are decoded in a run: the last ones of its context.
 CONTEXT_NEW = 16
 MIN_CONTEXT = PROMPT + CONTEXT_NEW
-SPARE_BYTES = 256_000_000  # for intermediate results
+# For intermediate results, which need memory besides the cache.
+SPARE_BYTES = 256_000_000
 
 
 @dataclass(frozen=True)
@@ -334,7 +369,7 @@ class AtContext:
 
     @property
     def sequence_rate(self) -> float:
-        """Tokens a second of one sequence."""
+        """Compute the tokens a second of one sequence."""
         return self.together.median / self.batch
 
 
@@ -350,17 +385,20 @@ class LeftOut:
 
     def __str__(self) -> str:
         if self.batch is None:
-            row = ""
+            sequences = ""
+        elif self.batch == 1:
+            sequences = " of 1 sequence"
         else:
-            row = f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
-        return f"context {self.context}{row}: {self.reason}"
+            sequences = f" of {self.batch} sequences"
+        return f"context {self.context}{sequences}: {self.reason}"
 
 
 def prefill_rates(measurements: Sequence[AtContext]) -> dict[int, Rate]:
-    """Prefill in tokens a second by context, with one run for each batch size."""
+    """Summarize prefill in tokens a second by context, with one run for each batch size."""
     rates: dict[int, list[float]] = {}
-    for one in measurements:
-        rates.setdefault(one.context, []).append(one.prompt_rate)
+    # Every row reads one prompt in full, whatever its number of sequences.
+    for measurement in measurements:
+        rates.setdefault(measurement.context, []).append(measurement.prompt_rate)
     return {context: Rate.of(runs) for context, runs in rates.items()}
 
 
@@ -385,10 +423,11 @@ def measure_contexts(
         RequestError: if several processes share the model and one runs out of memory.
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    found = []
+    measurements = []
     left_out = []
     for context, batch in rows:
         step()
+        # Free memory differs between processes; all must leave out the same rows.
         reason = group.broadcast_from_rank0(
             _too_large(model, context, batch, cache_dtype, group.size)
         )
@@ -397,14 +436,15 @@ def measure_contexts(
             continue
         try:
             with enough_memory(None):
-                found.append(
+                measurements.append(
                     _measure_context(model, context, batch, compiled, cache_dtype, runs, group)
                 )
         except RequestError as error:
-            if group.size > 1:  # the others would wait
+            # The other processes would wait for this one.
+            if group.size > 1:
                 raise
             left_out.append(LeftOut(context, batch, error.problem))
-    return found, left_out
+    return measurements, left_out
 
 
 def _measure_context(
@@ -420,23 +460,26 @@ def _measure_context(
     if compiled or device.type == "cuda":
         # Graphs for another cache would count toward the limit.
         torch.compiler.reset()
+    # Memory that the row before has freed would count toward this row's peak.
     malloc_trim()
-    if on_gpu := device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    counted = on_gpu or reset_peak()
+        is_peak_known = True
+    else:
+        is_peak_known = reset_peak()
     prompt = context - CONTEXT_NEW
     decoding = Decoding(
         model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype, group=group
     )
     prompt_rate = prompt / decoding.fill()
     together = rate(batch * CONTEXT_NEW, decoding.run, runs, group)
-    peak = max_bytes(device) if counted else None
+    peak = max_bytes(device) if is_peak_known else None
     return AtContext(context, batch, prompt_rate, together, decoding.engine.cache_bytes, peak)
 
 
 def max_bytes(device: torch.device) -> int:
-    """Peak memory since it was reset: of the process, or on the GPU."""
+    """Read the peak memory since it was reset: of the process, or on the GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_bytes()
@@ -445,9 +488,10 @@ def max_bytes(device: torch.device) -> int:
 def _too_large(
     model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int
 ) -> str | None:
-    """Why the sequences do not fit in free memory; None if they fit."""
+    """Explain why the sequences do not fit in free memory; None if they fit."""
     needed = cache_bytes(model.config, batch, context, cache_dtype)
     free = free_bytes(model.device)
+    # Processes on the CPU share one memory; each GPU has its own.
     if model.device.type == "cpu":
         free //= processes
     if needed + SPARE_BYTES <= free:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit import kernels
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, REFERENCE, Backend, Operations
 from quantkit.tensors.dtypes import DType
@@ -92,7 +93,9 @@ def select_backend(
     if REFERENCE in allowed:
         hint = None
     else:
-        hint = f"`allow_slow=True` runs it without kernels ({_slower(device)})"
+        hint = Message(
+            Option("allow_slow", value=True), f" runs it without kernels ({_slower(device)})"
+        )
     raise RequestError(
         f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_join_reasons(reasons)}",
         hint=hint,

@@ -16,15 +16,21 @@ from quantkit.quality.positions import FLOAT, PositionDivergence
 HEIGHT = 300
 LOG_RATIO = 8
 """An axis whose values differ by a larger factor is logarithmic."""
+# Above the top is the title of the vertical axis; below the bottom are tick labels and the title
+# of the horizontal axis.
 _TOP = 28
 _BOTTOM = HEIGHT - 46
-# pixels
+# The average width of a letter, and the height of a line, in pixels.
 _LETTER = 7.1
 _LINE = 15
 _MAX_TICKS = 6
-_DIGITS = 9  # of a tick label: more than a round value has, fewer than the noise of a float
+# Of a tick label: more than a round value has, fewer than the noise of a float.
+_DIGITS = 9
+# Tick labels from here on, and below 0.001, are powers of ten.
 _LARGE = 1e7
-_MIN_SPAN = 0.05  # of the largest value
+# The least margin of an axis, as a share of the largest value: equal values need one too.
+_MIN_SPAN = 0.05
+# From a point to its label, in pixels; the nearest place without overlap is used.
 _LABEL_DISTANCES = (9.0, 18.0, 30.0, 44.0)
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -40,34 +46,38 @@ class Axis:
     log: bool
 
     def pixel(self, value: float) -> float:
-        """Return the position of a value; values outside the axis are moved to its ends."""
+        """Map a value to its position; values outside the axis are moved to its ends."""
         scaled = math.log if self.log else float
         low = scaled(self.low)
         high = scaled(self.high)
-        return self.start + (scaled(min(max(value, self.low), self.high)) - low) / (high - low) * (
-            self.end - self.start
-        )
+        clamped = min(max(value, self.low), self.high)
+        share = (scaled(clamped) - low) / (high - low)
+        return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Return a few round values."""
+        """Choose a few round values."""
         if not self.log:
             step = round_up((self.high - self.low) / _MAX_TICKS, (1, 2, 2.5, 5, 10))
+            # An end that is a multiple of the step is a tick, in spite of the division's rounding.
             first = math.ceil(self.low / step - 1e-9)
-            ticks: list[float] = []
-            for index in range(first, math.floor(self.high / step + 1e-9) + 1):
-                ticks.append(index * step)
-            return ticks
+            last = math.floor(self.high / step + 1e-9)
+            values = []
+            for index in range(first, last + 1):
+                values.append(index * step)
+            return values
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         stride = max(1, len(decades) // _MAX_TICKS)
+        # From the densest ticks to the sparsest, until there are few enough.
         for factors in ((1, 2, 5), (1, 3), (1,)):
-            values = []
+            ticks: list[float] = []
             for decade in decades[::stride]:
                 for factor in factors:
-                    values.append(factor * 10.0**decade)
-            values = [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
-            if len(values) <= _MAX_TICKS:
+                    tick = factor * 10.0**decade
+                    if self.low * 0.999 <= tick <= self.high * 1.001:
+                        ticks.append(tick)
+            if len(ticks) <= _MAX_TICKS:
                 break
-        return values
+        return ticks
 
 
 @dataclass(frozen=True)
@@ -95,11 +105,17 @@ class Drawing:
     def line(
         self, kind: str, x: tuple[float, float], y: tuple[float, float], color: str | None = None
     ) -> None:
-        """A straight line between two points."""
-        ends = dict(zip(("x1", "x2", "y1", "y2"), map(_format_coordinate, (*x, *y)), strict=True))
-        self.shapes.append(
-            Shape("line", {"class": kind, **ends, "style": color and f"stroke:{color}"})
-        )
+        """Draw a straight line between two points."""
+        attributes = {
+            "class": kind,
+            "x1": _format_coordinate(x[0]),
+            "x2": _format_coordinate(x[1]),
+            "y1": _format_coordinate(y[0]),
+            "y2": _format_coordinate(y[1]),
+            # The template leaves out an attribute that is None.
+            "style": color and f"stroke:{color}",
+        }
+        self.shapes.append(Shape("line", attributes))
 
     def text(
         self,
@@ -111,22 +127,28 @@ class Drawing:
         color: str | None = None,
         title: str | None = None,
     ) -> None:
-        """A line of text with its baseline at `y`."""
-        place = {"x": _format_coordinate(x), "y": _format_coordinate(y), "text-anchor": anchor}
-        self.shapes.append(
-            Shape(
-                "text", {"class": kind, **place, "style": color and f"fill:{color}"}, content, title
-            )
-        )
+        """Draw a line of text with its baseline at `y`."""
+        attributes = {
+            "class": kind,
+            "x": _format_coordinate(x),
+            "y": _format_coordinate(y),
+            "text-anchor": anchor,
+            "style": color and f"fill:{color}",
+        }
+        self.shapes.append(Shape("text", attributes, content, title))
 
     def axes(
         self, x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: Sequence[float] | None = None
     ) -> None:
-        """Grid lines, tick labels and titles."""
+        """Draw grid lines, tick labels and titles."""
         for value in y.ticks():
-            self.line("grid", (x.start, x.end), (y.pixel(value),) * 2)
-            self.text(tick_label(value), x.start - 6, y.pixel(value) + 4, "tick", "end")
-        for value in x.ticks() if x_ticks is None else x_ticks:
+            height = y.pixel(value)
+            self.line("grid", (x.start, x.end), (height, height))
+            # The baseline is below the tick, so that the middle of the digits is beside it.
+            self.text(tick_label(value), x.start - 6, height + 4, "tick", "end")
+        if x_ticks is None:
+            x_ticks = x.ticks()
+        for value in x_ticks:
             self.text(tick_label(value), x.pixel(value), y.start + 18, "tick", "middle")
         self.line("base", (x.start, x.end), (y.start, y.start))
         self.text(x_title, x.end, y.start + 36, "axis", "end")
@@ -135,7 +157,7 @@ class Drawing:
     def label(
         self, content: str, x: float, y: float, within: Box, occupied_boxes: list[Box], color: str
     ) -> None:
-        """A name next to a point."""
+        """Draw a name next to a point, and add its box to the occupied ones."""
         place = place_label(
             (x, y), (text_width(content), _LINE), _LABEL_DISTANCES, within, occupied_boxes
         )
@@ -152,12 +174,13 @@ class Chart:
 
 
 def left_margin(y: Axis) -> float:
-    """Pixels that the labels of the vertical axis need."""
-    return max(52.0, 8 + max(text_width(tick_label(value)) for value in y.ticks()))
+    """Measure the pixels that the labels of the vertical axis need."""
+    widest_label = max(text_width(tick_label(value)) for value in y.ticks())
+    return max(52.0, 8 + widest_label)
 
 
 def tick_label(value: float) -> str:
-    """Return a round value with all its digits."""
+    """Write a round value with all its digits."""
     if value and not 1e-3 <= abs(value) < _LARGE:
         digits, _, power = f"{value:.{_DIGITS - 1}e}".partition("e")
         digits = digits.rstrip("0").rstrip(".")
@@ -171,7 +194,7 @@ def tick_label(value: float) -> str:
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Return the ends of an axis for values, and whether it is logarithmic; a logarithmic axis
+    """Choose the ends of an axis for values, and whether it is logarithmic; a logarithmic axis
     shows 0 at its low end.
     """
     positive = [value for value in values if value > 0]
@@ -179,47 +202,56 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
         return min(positive) / 1.6, max(positive) * 1.6, True
     low = min(values)
     high = max(values)
+    # Values that are all 0 have a margin too, because an axis has two ends.
     margin = max(0.15 * (high - low), _MIN_SPAN * abs(high)) or 1.0
-    return max(0.0, low - margin) if low >= 0 else low - margin, high + margin, False
+    axis_low = low - margin
+    # An axis of values that cannot be negative does not show negative ticks.
+    if low >= 0:
+        axis_low = max(0.0, axis_low)
+    return axis_low, high + margin, False
 
 
 def fit(name: str, letters: int) -> str:
-    """Return a name no wider than a number of average letters; of a longer name both ends
+    """Shorten a name to the width of a number of average letters; of a longer name both ends
     remain.
     """
     if text_width(name) <= letters * _LETTER:
         return name
-    for kept in range(len(name) - 1, 1, -1):
-        shortened = f"{name[: (kept + 1) // 2]}…{name[len(name) - kept // 2 :]}"
+    for length in range(len(name) - 1, 1, -1):
+        shortened = f"{name[: (length + 1) // 2]}…{name[len(name) - length // 2 :]}"
         if text_width(shortened) <= letters * _LETTER:
             return shortened
     return "…"
 
 
 def text_width(content: str) -> float:
-    """Return the approximate width of a text in pixels."""
+    """Estimate the width of a text in pixels."""
     return _LETTER * sum(map(_relative_width, content))
 
 
 def _relative_width(character: str) -> float:
-    """Return the width of a character in average letters: an estimate, since fonts differ."""
+    """Estimate the width of a character in average letters; fonts differ."""
+    # Marks over or below the character before them, and format characters, take no room.
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0.0
+    # W and F are the wide and full-width characters of East Asian scripts.
     if unicodedata.east_asian_width(character) in "WF" or character in "MW@%":
         return 1.9
     if character in "mw":
         return 1.6
-    if character < "\u0590":  # Latin, Greek, Cyrillic, Armenian
+    # Latin, Greek, Cyrillic, Armenian
+    if character < "\u0590":
         if character.isupper():
             return 1.25
         return 1.0
-    # Arabic ligatures can be entire words
+    # Arabic ligatures can be entire words.
     if "\ufb50" <= character < "\ufe00":
         return 4.0
     return 1.6
 
 
 def _format_coordinate(value: float) -> str:
+    # A tenth of a pixel cannot be seen, and short numbers make the page smaller.
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -238,7 +270,8 @@ pixels.
 
 
 def model_color(index: int) -> str:
-    """Return the color of a model by its row."""
+    """Choose the color of a model by its row."""
+    # Style variables of the page: dark and light themes have other colors.
     return f"var(--m{index % 6})"
 
 
@@ -252,25 +285,27 @@ class _Point(NamedTuple):
 
     @property
     def error_bar(self) -> tuple[float, float]:
+        # Above 0, for a logarithmic axis.
         return max(self.cost - self.error, 0.1 * self.cost), self.cost + self.error
 
 
 def cost_chart(evaluation: Evaluation) -> Chart | None:
-    """Divergence from the reference, or without one perplexity, by model size; None without two
-    models to compare.
+    """Draw the divergence from the reference, or without one the perplexity, by model size; None
+    without two models to compare.
     """
     points = list(_points(evaluation))
     if not points or (evaluation.reference is None and len(points) < 2):
         return None
     cost = "word perplexity"
-    texts = list(evaluation.texts)
     if evaluation.reference is not None:
         cost = f"KL from {fit(evaluation.reference, 20)}, nats per token"
-    if len(texts) > 1:
-        keys = [f"{_mark(index)} {name}" for index, name in enumerate(texts)]
-    else:
-        keys = []
-    chart = Chart(f"{cost}, by size: {'; '.join(point.title for point in points)}", keys)
+    keys: list[str] = []
+    # The marks of a single text need no explanation.
+    if len(evaluation.texts) > 1:
+        for index, name in enumerate(evaluation.texts):
+            keys.append(f"{_mark(index)} {name}")
+    titles = "; ".join(point.title for point in points)
+    chart = Chart(f"{cost}, by size: {titles}", keys)
     for drawing in chart.drawings:
         _draw_points(drawing, evaluation, points, cost)
     return chart
@@ -289,39 +324,50 @@ def _mark(text: int) -> str:
 
 
 def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point], cost: str) -> None:
-    sizes = [point.megabytes for point in points]
+    sizes = []
+    bar_ends: list[float] = []
+    for point in points:
+        sizes.append(point.megabytes)
+        bar_ends += point.error_bar
     if evaluation.reference is not None:
         sizes.append(evaluation.rows[0].megabytes)
-    low, high, log = axis_range([end for point in points for end in point.error_bar])
+    low, high, log = axis_range(bar_ends)
     y = Axis(low, high, _BOTTOM, _TOP, log)
-    log = max(sizes) >= LOG_RATIO * min(sizes)
-    x = Axis(
-        min(sizes) / 1.6 if log else 0.0, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log
-    )
+    log_sizes = max(sizes) >= LOG_RATIO * min(sizes)
+    # A linear axis of sizes begins at 0, where distances show how much smaller a model is.
+    smallest = min(sizes) / 1.6 if log_sizes else 0.0
+    x = Axis(smallest, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log_sizes)
     drawing.axes(x, y, "size, MB", cost)
-    taken: list[Box] = []
+    # What labels avoid: marks, the reference's name, and the labels before them.
+    occupied_boxes: list[Box] = []
     if evaluation.reference is not None:
-        at = x.pixel(evaluation.rows[0].megabytes)
-        drawing.line("reference", (at, at), (y.start, y.end))
+        # Its KL is 0, so the reference is a line at its size, not a point.
+        across = x.pixel(evaluation.rows[0].megabytes)
+        drawing.line("reference", (across, across), (y.start, y.end))
         name = fit(evaluation.reference, 22 if drawing.wide else 14)
-        drawing.text(name, at - 6, y.end + 10, "name", "end")
-        taken.append(Box(at - 6 - text_width(name), y.end, at + 2, y.end + 14))
+        drawing.text(name, across - 6, y.end + 10, "name", "end")
+        occupied_boxes.append(Box(across - 6 - text_width(name), y.end, across + 2, y.end + 14))
+    first_points: dict[int, _Point] = {}
     for point in points:
-        at = x.pixel(point.megabytes)
+        first_points.setdefault(point.model, point)
+        across = x.pixel(point.megabytes)
         height = y.pixel(point.cost)
         color = model_color(point.model)
-        taken.append(Box(at - 7, height - 7, at + 7, height + 7))
+        occupied_boxes.append(Box(across - 7, height - 7, across + 7, height + 7))
         low, high = point.error_bar
-        drawing.line("bar", (at, at), (y.pixel(low), y.pixel(high)), color)
-        drawing.text(point.mark, at, height + 5, "mark", "middle", color, point.title)
+        drawing.line("bar", (across, across), (y.pixel(low), y.pixel(high)), color)
+        drawing.text(point.mark, across, height + 5, "mark", "middle", color, point.title)
     within = Box(x.start, y.end - 10, drawing.width, y.start)
-    for point in sorted({one.model: one for one in reversed(points)}.values()):
-        name = fit(evaluation.rows[point.model].name, 26 if drawing.wide else 16) + (
-            "" if point.cost else ": 0"
-        )
-        at = x.pixel(point.megabytes)
+    # A model has one label, at its point for the first text: all its points have one size and
+    # color.
+    for point in sorted(first_points.values()):
+        name = fit(evaluation.rows[point.model].name, 26 if drawing.wide else 16)
+        # A logarithmic axis cannot show 0.
+        if not point.cost:
+            name += ": 0"
+        across = x.pixel(point.megabytes)
         height = y.pixel(point.cost)
-        drawing.label(name, at, height, within, taken, model_color(point.model))
+        drawing.label(name, across, height, within, occupied_boxes, model_color(point.model))
 
 
 class Line(NamedTuple):
@@ -334,106 +380,121 @@ class Line(NamedTuple):
 
 
 def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
-    """Divergence by position, with both caches if it was requested; otherwise over the windows
-    of the other figures.
+    """Collect the divergence by position, with both caches if it was requested; otherwise over the
+    windows of the other figures.
     """
-    requested = []
-    rows = list(enumerate(evaluation.rows))
-    for index, row in rows:
-        requested += [
-            Line(index, row.name, cache != FLOAT, position)
-            for cache, position in row.texts[text].positions.items()
-        ]
-    if requested or text not in evaluation.details:
-        return requested
-    by_model = evaluation.details[text].positions
-    return [
-        Line(index, row.name, False, by_model[row.name])
-        for index, row in rows
-        if row.name in by_model
-    ]
+    lines = []
+    for index, row in enumerate(evaluation.rows):
+        for cache, buckets in row.texts[text].positions.items():
+            lines.append(Line(index, row.name, cache != FLOAT, buckets))
+    if lines or text not in evaluation.details:
+        return lines
+    buckets_by_model = evaluation.details[text].positions
+    for index, row in enumerate(evaluation.rows):
+        # The reference has no divergence.
+        if row.name in buckets_by_model:
+            lines.append(Line(index, row.name, False, buckets_by_model[row.name]))
+    return lines
 
 
 def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
-    """Return the lines; None if there is nothing to draw."""
-    finite = []
-    for line in lines:
-        for bucket in line.buckets:
-            if math.isfinite(bucket.kl):
-                finite.append(bucket)
+    """Draw the lines; None if there is nothing to draw."""
     kls = []
-    for bucket in finite:
-        for kl in (bucket.kl, bucket.kl + (bucket.kl_error or 0)):
-            kls.append(kl)
-    if not kls or max(len(line.buckets) for line in lines) < 2:
-        return None
-    values = []
+    descriptions = []
+    keys: list[str] = []
+    most_buckets = 0
     for line in lines:
-        values.append(
-            f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}"
-        )
-    if any(line.dashed for line in lines):
-        keys = ["dashed: with the int8 cache"]
-    else:
-        keys = []
-    chart = Chart(f"{title}. {'; '.join(values)}", keys)
+        most_buckets = max(most_buckets, len(line.buckets))
+        values = []
+        for bucket in line.buckets:
+            values.append(f"{bucket.name}: {bucket.estimate}")
+            if math.isfinite(bucket.kl):
+                # The axis has room for error bars above; below, they end at the axis.
+                kls += [bucket.kl, bucket.kl + (bucket.kl_error or 0)]
+        descriptions.append(f"{line.name}: {', '.join(values)}")
+        if line.dashed:
+            keys = ["dashed: with the int8 cache"]
+    # A single bucket is a point, not a line.
+    if not kls or most_buckets < 2:
+        return None
+    chart = Chart(f"{title}. {'; '.join(descriptions)}", keys)
     for drawing in chart.drawings:
         _draw_lines(drawing, lines, kls)
     return chart
 
 
 def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -> None:
-    def name(line: Line) -> str:
-        """With the value of a line of zeros, which a logarithmic axis cannot show."""
-        return fit(line.name, 20 if drawing.wide else 11) + (
-            "" if any(bucket.kl for bucket in line.buckets) else ": 0"
-        )
+    def shorten_name(line: Line) -> str:
+        """Shorten a name, and add the value of a line of zeros, which a logarithmic axis cannot
+        show.
+        """
+        name = fit(line.name, 20 if drawing.wide else 11)
+        if any(bucket.kl for bucket in line.buckets):
+            return name
+        return f"{name}: 0"
 
-    last = max(bucket.stop for line in lines for bucket in line.buckets)
-    first = min(line.buckets[0].stop for line in lines)
+    first_stops = []
+    last_stops = []
+    name_widths = []
+    for line in lines:
+        first_stops.append(line.buckets[0].stop)
+        last_stops.append(line.buckets[-1].stop)
+        name_widths.append(text_width(shorten_name(line)))
+    first = min(first_stops)
+    last = max(last_stops)
     low, high, log = axis_range(kls)
     y = Axis(low if log else 0.0, high, _BOTTOM, _TOP, log)
-    right = drawing.width - 24 - max(text_width(name(line)) for line in lines)
+    # Names are to the right of the lines, with room for a mark.
+    right = drawing.width - 24 - max(name_widths)
+    # A bucket is twice as long as the one before it: on a logarithmic axis, they are equally wide.
     x = Axis(first / math.sqrt(2), last, left_margin(y), right, True)
-    ticks = [2**power for power in range(first.bit_length() - 1, last.bit_length())]
-    ticks = ticks[:: -(-len(ticks) // (8 if drawing.wide else 5))]
+    ticks = []
+    for power in range(first.bit_length() - 1, last.bit_length()):
+        ticks.append(2**power)
+    max_ticks = 8 if drawing.wide else 5
+    # Every n-th, where n is rounded up.
+    ticks = ticks[:: -(-len(ticks) // max_ticks)]
     drawing.axes(x, y, "position in the context, tokens", "KL, nats per token", ticks)
-    taken: list[float] = []
-    named: set[int] = set()
-    for line in sorted(lines, key=lambda one: (one.dashed, -one.buckets[-1].kl)):
+    name_heights: list[float] = []
+    named_models: set[int] = set()
+    # Names are placed from the top line downward. Solid lines come first, because both lines of a
+    # model share one name, which is at the end of the solid one.
+    for line in sorted(lines, key=lambda line: (line.dashed, -line.buckets[-1].kl)):
         color = model_color(line.model)
         buckets = [bucket for bucket in line.buckets if math.isfinite(bucket.kl)]
         if not buckets:
             continue
-        points = [
-            (
-                x.pixel(math.sqrt(max(bucket.start, bucket.stop / 2) * bucket.stop)),
-                y.pixel(bucket.kl),
-            )
-            for bucket in buckets
-        ]
-        for one, (at, _) in zip(buckets, points, strict=True):
-            error = one.kl_error or 0
-            drawing.line(
-                "bar", (at, at), (y.pixel(max(one.kl - error, low)), y.pixel(one.kl + error)), color
-            )
-        path = "M" + " L".join(f"{at:.1f} {height:.1f}" for at, height in points)
-        style = f"stroke:{color}" + (";stroke-dasharray:5 4" if line.dashed else "")
+        points = []
+        for bucket in buckets:
+            # The middle of a bucket on the logarithmic axis; the first begins at 0, and is drawn
+            # as if it began at half its end.
+            middle = math.sqrt(max(bucket.start, bucket.stop / 2) * bucket.stop)
+            points.append((x.pixel(middle), y.pixel(bucket.kl)))
+        for bucket, (across, _) in zip(buckets, points, strict=True):
+            error = bucket.kl_error or 0
+            bar_low = y.pixel(max(bucket.kl - error, low))
+            bar_high = y.pixel(bucket.kl + error)
+            drawing.line("bar", (across, across), (bar_low, bar_high), color)
+        path = "M" + " L".join(f"{across:.1f} {height:.1f}" for across, height in points)
+        style = f"stroke:{color}"
+        if line.dashed:
+            style += ";stroke-dasharray:5 4"
         drawing.shapes.append(Shape("path", {"class": "line", "d": path, "style": style}))
-        for one, (at, height) in zip(buckets, points, strict=True):
-            title = f"{line.name}, positions {one.name}: {one.estimate}"
-            drawing.shapes.append(_model_mark(line.model, at, height, title))
-        if line.model not in named:
-            named.add(line.model)
+        # SVG draws in this order: marks are above the line and its error bars.
+        for bucket, (across, height) in zip(buckets, points, strict=True):
+            title = f"{line.name}, positions {bucket.name}: {bucket.estimate}"
+            drawing.shapes.append(_model_mark(line.model, across, height, title))
+        if line.model not in named_models:
+            named_models.add(line.model)
             height = points[-1][1]
-            while any(abs(height - other) < 14 for other in taken):
+            while any(abs(height - name_height) < 14 for name_height in name_heights):
                 height += 3
-            taken.append(height)
+            name_heights.append(height)
             drawing.shapes.append(_model_mark(line.model, x.end + 11, height))
-            drawing.text(name(line), x.end + 18, height + 4, "name", "start", color)
+            drawing.text(shorten_name(line), x.end + 18, height + 4, "name", "start", color)
 
 
 def _model_mark(model: int, x: float, y: float, title: str | None = None) -> Shape:
-    """Return a mark that distinguishes a model's line without colors too."""
+    """Draw a mark that distinguishes a model's line without colors too."""
     attributes = {"d": _MODEL_MARKS[model % 6], "transform": f"translate({x:.1f} {y:.1f})"}
     return Shape("path", {**attributes, "style": f"fill:{model_color(model)}"}, title=title)

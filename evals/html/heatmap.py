@@ -15,7 +15,8 @@ from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import significant
 
 STEPS = 8
-_LOG_RATIO = 20  # of the largest to the smallest value: beyond it steps are logarithmic
+# Of the largest to the smallest value: beyond it steps are logarithmic.
+_LOG_RATIO = 20
 # Closer values have colors from the middle of the scale.
 _MIN_RATIO = 2
 _DECADE = (1, 2, 5)
@@ -30,41 +31,59 @@ class ColorScale:
     limits: tuple[float, ...]
 
     def color(self, value: float) -> int:
-        """Return the color of a value."""
+        """Choose the color of a value."""
         return sum(value >= limit for limit in self.limits)
 
 
 def log_scale(values: Iterable[float]) -> ColorScale:
-    """Steps at 1, 2 and 5 of each decade, downward from the largest value."""
-    largest = max((value for value in values if math.isfinite(value)), default=0.0)
+    """Build a scale with steps at 1, 2 and 5 of each decade, downward from the largest value."""
+    largest = 0.0
+    for value in values:
+        if math.isfinite(value):
+            largest = max(largest, value)
+    # The steps of all decades are numbered in one sequence, three to a decade; 0 is the step at 1.
     top = 0
     if largest > 0:
         decade = math.floor(math.log10(largest))
-        top = 3 * decade + sum(largest > factor * 10.0**decade for factor in _DECADE) - 1
-    thirds = range(top - STEPS + 1, top + 1)
-    return ColorScale(tuple(_DECADE[third % 3] * 10.0 ** (third // 3) for third in thirds))
+        # The largest step below the value, since nothing above it needs a color.
+        top = 3 * decade - 1
+        for factor in _DECADE:
+            if largest > factor * 10.0**decade:
+                top += 1
+    limits = []
+    for number in range(top - STEPS + 1, top + 1):
+        limits.append(_DECADE[number % 3] * 10.0 ** (number // 3))
+    return ColorScale(tuple(limits))
 
 
 def error_scale(values: Iterable[float]) -> ColorScale:
-    """Equal steps over all values, logarithmic ones where these differ widely."""
+    """Build a scale with equal steps over all values, or logarithmic ones where these differ
+    widely.
+    """
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if not positive or max(positive) > _LOG_RATIO * min(positive):
         return log_scale(positive)
     low = min(positive)
     high = max(positive)
     if high < _MIN_RATIO * low:
+        # Otherwise small differences would look as large as the whole scale.
         middle = math.sqrt(low * high)
         low = middle / math.sqrt(_MIN_RATIO)
         high = middle * math.sqrt(_MIN_RATIO)
     width = round_up((high - low) / STEPS, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10))
     first = math.floor(low / width)
-    return ColorScale(tuple(width * (first + index) for index in range(STEPS)))
+    limits = []
+    for index in range(STEPS):
+        limits.append(width * (first + index))
+    return ColorScale(tuple(limits))
 
 
 def round_up(value: float, steps: Sequence[float]) -> float:
-    """Return the next larger step in the value's decade; the last step is 10."""
+    """Round to the next larger step in the value's decade; the last step is 10."""
     power = 10.0 ** math.floor(math.log10(value))
-    return power * next(step for step in steps if step * power >= value * (1 - 1e-9))
+    # A value that is a step stays, in spite of the rounding of floats.
+    least = value * (1 - 1e-9)
+    return power * next(step for step in steps if step * power >= least)
 
 
 _GROUPS = {"attention": "", "mlp": "", "expert": "expert", "shared_expert": "shared"}
@@ -105,7 +124,7 @@ class HeatMap:
 
 
 def comparable(evaluation: Evaluation) -> bool:
-    """Return whether errors of all models can be compared.
+    """Check whether errors of all models can be compared.
 
     GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights
     do not compare with those of rounding.
@@ -115,34 +134,48 @@ def comparable(evaluation: Evaluation) -> bool:
 
 
 def heat_maps(evaluation: Evaluation) -> list[HeatMap]:
-    """Return a map for each model whose manifest has errors."""
-    rows = [row for row in evaluation.rows if row.layer_errors]
-    scale = error_scale(error for row in rows for error in row.layer_errors.values())
+    """Build a map for each model whose manifest has errors."""
+    rows = []
+    errors: list[float] = []
+    for row in evaluation.rows:
+        if row.layer_errors:
+            rows.append(row)
+            errors += row.layer_errors.values()
+    # One scale for all maps, so that colors of different models can be compared.
+    scale = error_scale(errors)
     return [_heat_map(row, scale) for row in rows]
 
 
 def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
-    places: dict[str, dict[int, dict[int | None, float]]] = {}
+    # By kind, layer and expert. A linear outside of experts has None in the place of the expert.
+    errors: dict[str, dict[int, dict[int | None, float]]] = {}
     outside = []
+    num_layers = 0
     for name, error in row.layer_errors.items():
         kind, layer, expert = _place(name)
         if layer is None:
             outside.append(f"{kind} {_percent(error)}")
         else:
-            places.setdefault(kind, {}).setdefault(layer, {})[expert] = error
+            errors.setdefault(kind, {}).setdefault(layer, {})[expert] = error
+            num_layers = max(num_layers, layer + 1)
+    # CANONICAL has the order of the data's flow.
     order = [_kind(role) for role in CANONICAL]
-    layers = 1 + max((layer for by_layer in places.values() for layer in by_layer), default=-1)
-    rows = {
-        kind: [_cell(kind, layer, places[kind].get(layer, {}), scale) for layer in range(layers)]
-        for kind in sorted(places, key=order.index)
-    }
-    name, error = next(iter(row.layer_errors.items()))
-    kind, worst_layer, expert = _place(name)
-    if worst_layer is None:
-        place = kind
-    else:
-        place = f"layer {worst_layer}, {kind}" + ("" if expert is None else f" {expert}")
-    return HeatMap(row.name, f"{place}: {_percent(error)}", layers, rows, outside, scale)
+    rows: dict[str, list[Cell | None]] = {}
+    for kind in sorted(errors, key=order.index):
+        cells = []
+        for layer in range(num_layers):
+            cells.append(_cell(kind, layer, errors[kind].get(layer, {}), scale))
+        rows[kind] = cells
+    # A row's errors are sorted, the worst first.
+    worst_name, worst_error = next(iter(row.layer_errors.items()))
+    kind, worst_layer, expert = _place(worst_name)
+    place = kind
+    if worst_layer is not None:
+        place = f"layer {worst_layer}, {kind}"
+        if expert is not None:
+            place += f" {expert}"
+    worst = f"{place}: {_percent(worst_error)}"
+    return HeatMap(row.name, worst, num_layers, rows, outside, scale)
 
 
 def _cell(
@@ -163,25 +196,28 @@ def _percent(error: float) -> str:
 
 
 def _place(name: str) -> tuple[str, int | None, int | None]:
-    """Kind, layer and expert of a module by its canonical name; the name itself where no pattern
-    matches.
+    """Find kind, layer and expert of a module by its canonical name; the kind is the name itself
+    where no pattern matches.
     """
     for role, pattern in _PATTERNS.items():
-        if match := pattern.fullmatch(name):
-            numbers = {key: int(value) for key, value in match.groupdict().items()}
+        match = pattern.fullmatch(name)
+        if match is not None:
+            numbers = {key: int(digits) for key, digits in match.groupdict().items()}
             return _kind(role), numbers.get("layer"), numbers.get("expert")
     return name, None, None
 
 
 def _kind(role: str) -> str:
-    """Return a short name for the linears of a role: ``q``, ``down``, ``expert up``."""
+    """Choose a short name for the linears of a role: ``q``, ``down``, ``expert up``."""
     group, _, part = role.partition(".")
-    return (
-        f"{_GROUPS.get(group, group)} {'o' if part == 'output' else part.replace('_', ' ')}".strip()
-    )
+    # Models' files call this linear ``o_proj``.
+    if part == "output":
+        part = "o"
+    part = part.replace("_", " ")
+    return f"{_GROUPS.get(group, group)} {part}".strip()
 
 
-# A place for a number in a name, as `re.escape` spells it.
+# A place for a number in a name, as `re.escape` spells it: it escapes the braces.
 _NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 _PATTERNS = {
     role: re.compile(_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(name)))

@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page(evaluation: Evaluation) -> str:
-    """Return the page as one file that loads nothing."""
+    """Render the page as one file that loads nothing."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -38,7 +38,15 @@ def page(evaluation: Evaluation) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    whole = environment.get_template("page.html.jinja").render(
+    dots = {}
+    for index, row in enumerate(evaluation.rows):
+        # The reference is no point of the charts, and has no color.
+        dots[row.name] = None if row.name == evaluation.reference else model_color(index)
+    # Of each line, the page sets the topic before the colon apart.
+    method_lines = [line.partition(": ") for line in method(evaluation)]
+    # The page's security policy allows only the script with this digest.
+    script_digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html = environment.get_template("page.html.jinja").render(
         evaluation=evaluation,
         headline=headline(evaluation),
         main_model=main_model(evaluation).name,
@@ -50,25 +58,24 @@ def page(evaluation: Evaluation) -> str:
         comparable=comparable(evaluation),
         token_scale=token_scale(evaluation),
         worst_tokens=worst_tokens,
-        method=[line.partition(": ") for line in method(evaluation)],
-        dots={
-            row.name: None if row.name == evaluation.reference else model_color(index)
-            for index, row in enumerate(evaluation.rows)
-        },
+        method=method_lines,
+        dots=dots,
         columns_to_right=columns_to_right,
         in_text=in_text,
         script=Markup(script),
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        script_digest=script_digest,
         style=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         data=Markup(script_data(evaluation)) if evaluation.details else None,
     )
-    # A folder's name need not be Unicode.
-    return whole.encode(errors="surrogateescape").decode(errors="replace")
+    # A folder's name need not be Unicode: Python represents its other bytes by surrogates, which
+    # UTF-8 cannot encode.
+    return html.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
-    """Title, note and drawings of each chart."""
-    if (chart := cost_chart(evaluation)) is not None:
+    """Draw the charts, each with its title and note."""
+    chart = cost_chart(evaluation)
+    if chart is not None:
         if evaluation.reference is None:
             cost = "word perplexity"
         else:
@@ -76,8 +83,11 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
         yield f"Size against {cost}", "Further left is smaller, further down is better.", chart
     for text in evaluation.texts:
         title = f"KL from {evaluation.reference} by position, on {text}"
-        if (chart := position_chart(position_lines(evaluation, text), title)) is not None:
-            heading = "Divergence by position" + (f", {text}" if len(evaluation.texts) > 1 else "")
+        chart = position_chart(position_lines(evaluation, text), title)
+        if chart is not None:
+            heading = "Divergence by position"
+            if len(evaluation.texts) > 1:
+                heading += f", {text}"
             yield (
                 heading,
                 "Further right, more text precedes a token. Bars are one standard error.",
@@ -86,40 +96,41 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
 
 
 def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
-    """Return the title, the sentence below it where there is a reference, and a sentence for each
+    """Write the title, the sentence below it where there is a reference, and a sentence for each
     of the other models.
     """
     main = main_model(evaluation)
     compared = _select_compared_rows(evaluation)
-    others = [_summary(evaluation, row) for row in compared if row is not main]
+    other_summaries = [_summary(evaluation, row) for row in compared if row is not main]
     if evaluation.reference is None:
-        return _summary(evaluation, main), None, others
-    if others and evaluation.texts:
-        rank = f", the least of {len(compared)} models"
-    else:
-        rank = ""
+        return _summary(evaluation, main), None, other_summaries
+    title = _summary(evaluation, main)
+    if other_summaries and evaluation.texts:
+        title += f", the least of {len(compared)} models"
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
-        agreement = _range(
-            [divergence.times(100) for divergence in _divergences(evaluation, main)[1]]
-        )
+        _, agreements = _divergences(evaluation, main)
+        agreement = _range([agreement.times(100) for agreement in agreements])
         lead += (
             f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
         )
-    return _summary(evaluation, main) + rank, f"{lead}.", others
+    return title, f"{lead}.", other_summaries
 
 
 def main_model(evaluation: Evaluation) -> Row:
-    """Return the model that diverges least from the reference; if several do, or there is no
+    """Choose the model that diverges least from the reference; if several do, or there is no
     reference, the smallest.
     """
 
     def mean_kl(row: Row) -> float:
-        kls = [
-            one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None
-        ]
+        kls = []
+        for text in evaluation.texts:
+            divergence = row.texts[text].divergence
+            if divergence is not None:
+                kls.append(divergence.kl)
         if kls:
             return sum(kls) / len(kls)
+        # Without divergences, all models are equal here and the size decides.
         return 0.0
 
     return min(_select_compared_rows(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
@@ -137,22 +148,20 @@ def _summary(evaluation: Evaluation, row: Row) -> str:
         for text in evaluation.texts:
             perplexities.append(Estimate(row.texts[text].documents.word_perplexity))
         if perplexities:
-            cost = f", word perplexity {_range(perplexities)}"
-        else:
-            cost = ""
-        return f"{_size(row)}{cost}"
+            return f"{_size(row)}, word perplexity {_range(perplexities)}"
+        return _size(row)
     ratio = evaluation.rows[0].megabytes / row.megabytes
     factor = significant(max(ratio, 1 / ratio), 2)
-    size = f"{factor}\u00a0× {'smaller' if ratio > 1 else 'larger'}"  # noqa: RUF001
+    comparison = "smaller" if ratio > 1 else "larger"
+    # A no-break space: a line does not end between a figure and its sign.
+    size = f"{factor}\u00a0× {comparison}"  # noqa: RUF001
     if factor == "1.0":
         size = f"as large as {evaluation.reference}"
     size += f" ({row.megabytes:.2f} MB)"
     if not evaluation.texts:
         return f"{row.name} is {size}"
-    return (
-        f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])}"
-        " nats"
-    )
+    kls, _ = _divergences(evaluation, row)
+    return f"{row.name} is {size}; per token it diverges by {_range(kls)} nats"
 
 
 def _size(row: Row) -> str:
@@ -160,22 +169,32 @@ def _size(row: Row) -> str:
 
 
 def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list[Estimate]]:
-    """KL and top-1 agreement on each text; their means where there are three texts or more."""
-    if (over := evaluation.over_texts(row)) is not None:
-        return [over.kl], [over.top1_agreement]
-    measured = [one for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
-    kls = [Estimate(one.kl, one.kl_error) for one in measured]
-    return kls, [Estimate(one.top1_agreement, one.top1_error) for one in measured]
+    """Collect KL and top-1 agreement on each text, or their means where there are three texts or
+    more.
+    """
+    means = evaluation.over_texts(row)
+    if means is not None:
+        return [means.kl], [means.top1_agreement]
+    kls = []
+    agreements = []
+    for text in evaluation.texts:
+        divergence = row.texts[text].divergence
+        if divergence is not None:
+            kls.append(Estimate(divergence.kl, divergence.kl_error))
+            agreements.append(Estimate(divergence.top1_agreement, divergence.top1_error))
+    return kls, agreements
 
 
 def _range(estimates: list[Estimate]) -> str:
-    """Return one figure, or the smallest and the largest, with the digits that tables have, without
+    """Write one figure, or the smallest and the largest, with the digits that tables have, without
     errors and line breaks.
     """
-    ordered = sorted(estimates, key=lambda one: one.value)
+    ordered = sorted(estimates, key=lambda estimate: estimate.value)
     values = []
-    # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05.
-    for one in (ordered[0], ordered[-1]):
-        value, sign, error = str(one).partition(" ± ")
-        values.append(value.lstrip("(") + error.partition(")")[2] if sign else value)
+    for estimate in (ordered[0], ordered[-1]):
+        # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05: the exponent follows the error.
+        value, _, error = str(estimate).partition(" ± ")
+        _, _, exponent = error.partition(")")
+        values.append(value.lstrip("(") + exponent)
+    # Equal figures are written once. A line may break after a hyphen, but not after U+2011.
     return " to ".join(dict.fromkeys(values)).replace("e-", "e\u2011")

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
     """Build the error for an argument of the wrong type."""
-    problem = f"`{name}` is of the wrong type"
+    problem = Message(Option(name), " is of the wrong type")
     return RequestError(
         problem, found=format_value(value), expected=expected, hint=hint, argument=name
     )
@@ -39,7 +40,7 @@ def require_instance(
 ) -> None:
     """Require an instance of a class; the error shows the type of the value, not the value."""
     if not isinstance(value, kinds):
-        problem = f"`{name}` is of the wrong type"
+        problem = Message(Option(name), " is of the wrong type")
         raise RequestError(problem, found=type(value).__name__, expected=expected, argument=name)
 
 
@@ -60,7 +61,9 @@ def as_integer(name: str, value: object, minimum: int | None = None) -> int:
         raise wrong_type(name, value, "an integer")
     if minimum is not None and integer < minimum:
         raise RequestError(
-            f"`{name}` must be at least {minimum}", found=format_value(integer), argument=name
+            Message(Option(name), f" must be at least {minimum}"),
+            found=format_value(integer),
+            argument=name,
         )
     return integer
 
@@ -75,7 +78,7 @@ def as_number(name: str, value: object) -> float:
     # Python's integers have no upper limit, and floats end at 1.8e308.
     except OverflowError as error:
         raise RequestError(
-            f"`{name}` is out of range", found=format_value(value), argument=name
+            Message(Option(name), " is out of range"), found=format_value(value), argument=name
         ) from error
 
 
@@ -115,14 +118,14 @@ def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
     if not isinstance(text, str):
         raise wrong_type(name, value, "a path", hint=hint)
     if not text:
-        raise RequestError(f"`{name}` is empty", expected="a path")
+        raise RequestError(Message(Option(name), " is empty"), expected="a path")
     try:
         os.lstat(text)
     except OSError as error:
         # A path that does not exist is valid here: it may name an output.
         if error.errno == errno.ENAMETOOLONG:
             raise RequestError(
-                f"`{name}` is too long for a path",
+                Message(Option(name), " is too long for a path"),
                 found=format_value(text),
                 expected="a path",
                 hint=hint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -65,6 +65,10 @@ class Message(str):
         message.parts = tuple(flat)
         return message
 
+    def __add__(self, other: str) -> Message:
+        """Append a string or another message."""
+        return Message(self, other)
+
     def render(self, spell: Callable[[Option], str]) -> str:
         """Spell each option as a front end does, and join the parts to a text."""
         texts: list[str] = []
@@ -89,3 +93,13 @@ class Message(str):
         if parts and isinstance(parts[-1], str):
             parts[-1] = parts[-1].rstrip()
         return Message(*parts)
+
+
+def join_messages(separator: str, messages: Iterable[str]) -> Message:
+    """Join strings and messages as `str.join` does, and keep the options of the messages."""
+    parts: list[str | Option] = []
+    for message in messages:
+        if parts:
+            parts.append(separator)
+        parts.append(message)
+    return Message(*parts)

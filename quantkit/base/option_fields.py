@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from quantkit.base.arguments import as_string, require_flags
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 
 P = ParamSpec("P")
@@ -89,7 +90,9 @@ def require_valid(options: Any) -> None:
     choices = get_args(IfExists)
     if if_exists not in choices:
         raise RequestError(
-            "unknown value of `if_exists`", found=if_exists, expected=" or ".join(choices)
+            Message("unknown value of ", Option("if_exists")),
+            found=if_exists,
+            expected=" or ".join(choices),
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from quantkit.base.arguments import as_integer
 from quantkit.base.cgroups import cpu_quota
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 
 _MAX_THREADS = 256
@@ -86,7 +87,9 @@ def validate_threads(count: object) -> int:
     thread_count = as_integer("threads", count)
     if not 1 <= thread_count <= limit:
         raise RequestError(
-            "`threads` is out of range", found=format_value(thread_count), expected=f"1 to {limit}"
+            Message(Option("threads"), " is out of range"),
+            found=format_value(thread_count),
+            expected=f"1 to {limit}",
         )
     return thread_count
 

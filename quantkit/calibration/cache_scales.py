@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
@@ -56,7 +57,9 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
     ):
         if not value / E4M3_MAX <= limits.max:
             problem = f"{what} of layer {layer} are NaN, Inf or too large for a scale in {dtype}"
-            raise NonFiniteError(problem, path=path, hint="leave `kv_cache` out")
+            raise NonFiniteError(
+                problem, path=path, hint=Message("leave ", Option("kv_cache"), " out")
+            )
         if value > 0:
             scale = max(value / E4M3_MAX, limits.tiny)
         else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.calibration.conversations import (
     TEMPLATE_SECONDS,
     ModelChat,
@@ -118,7 +119,9 @@ class Collector:
         if self._requested is not None:
             near = difflib.get_close_matches(self._requested, columns, 1)
             raise RequestError(
-                f'`text_column="{self._requested}"` is not a column of {place}',
+                Message(
+                    Option("text_column", value=self._requested), f" is not a column of {place}"
+                ),
                 path=self._path,
                 found=found,
                 hint=f"did you mean '{near[0]}'?" if near else None,
@@ -128,7 +131,7 @@ class Collector:
             path=self._path,
             found=found,
             expected=" or ".join(self._columns),
-            hint="name the column that has it with `text_column`",
+            hint=Message("name the column that has it with ", Option("text_column")),
         )
 
     def collect(self, rows: Iterable[tuple[str, object]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.text.chat import TemplateChat, message_text, template_chat
-from quantkit.text.chat_template import ChatTemplates, Message
+from quantkit.text.chat_template import ChatMessage, ChatTemplates
 from quantkit.text.template_process import Budget
 from quantkit.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, l
 
 
 def render_conversation(
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     chat: TemplateChat | None,
     budget: Budget,
     tools: Sequence[Mapping[str, object]] | None = None,
@@ -68,7 +68,7 @@ def render_conversation(
         return chat.text(messages[1:], **settings)
 
 
-def read_messages(value: object) -> list[Message] | None:
+def read_messages(value: object) -> list[ChatMessage] | None:
     """Return the messages in a value: a list of them, or its JSON in a string; None for any
     other value.
     """
@@ -117,7 +117,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and ("role" in value or "from" in value)
 
 
-def plain(messages: Sequence[Message]) -> str:
+def plain(messages: Sequence[ChatMessage]) -> str:
     """Return a conversation as plain text.
 
     Raises `RequestError` for a message without a role or a content in words.
@@ -129,7 +129,7 @@ def plain(messages: Sequence[Message]) -> str:
     )
 
 
-def _message(message: Message) -> Message:
+def _message(message: ChatMessage) -> ChatMessage:
     """Return a message; one in ShareGPT's form, ``from`` and ``value``, with the keys that
     templates read.
     """

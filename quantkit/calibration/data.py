@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.base.arguments import as_seed
+from quantkit.base.messages import Message, Option
 from quantkit.calibration.collector import DocumentText
 from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import TextSource, read_documents
@@ -157,7 +158,7 @@ def require_samples(samples: int, length: int) -> None:
             "too many calibration tokens",
             found=f"{samples} samples of {length} tokens",
             expected=f"at most {_MAX_TOKENS} tokens in all",
-            hint="give fewer `samples`",
+            hint=Message("give fewer ", Option("samples")),
         )
 
 
@@ -189,7 +190,7 @@ def _read(
             path=_describe_source(source),
             found=f"{samples} samples",
             expected=f"at most {len(documents.text)}",
-            hint="give more text, or fewer `samples`",
+            hint=Message("give more text, or fewer ", Option("samples")),
         )
     return documents
 
@@ -220,7 +221,7 @@ def _require_enough_text(
             f"at least {required} tokens, about {math.ceil(required / num_tokens)} times as much"
             " text"
         ),
-        hint=f"give more text, or `samples={fitting}`",
+        hint=Message("give more text, or ", Option("samples", value=fitting)),
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.base.json_values import LINES_OF_ARRAY
+from quantkit.base.messages import Message, Option
 from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decode_utf8
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
@@ -145,7 +146,9 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | Non
                 collector.collect(_parquet_rows(path, collector))
             elif column is not None:
                 raise RequestError(
-                    "plain text has no columns", path=path, hint="leave `text_column` out"
+                    "plain text has no columns",
+                    path=path,
+                    hint=Message("leave ", Option("text_column"), " out"),
                 )
             else:
                 # Grows with the file, since a limit may be far beyond it.

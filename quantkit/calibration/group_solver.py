@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from quantkit.base.messages import Message, Option
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.distributed.group import ProcessGroup
@@ -110,7 +111,7 @@ class GroupSolver:
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"linear '{next(iter(linears))}': {error.problem}",
-                hint='`method="rtn"` rounds without it',
+                hint=Message(Option("method", value="rtn"), " rounds without it"),
             ) from error
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, render_conversation
 from quantkit.calibration.data import Calibration
@@ -115,7 +116,12 @@ class PackagedText:
                 "the tokenizer makes next to nothing of the calibration text",
                 found=f"{sum(len(kind.tokens) for kind in kinds)} tokens",
                 expected=f"{_MIN_DISTINCT} different ones",
-                hint='give text with `calibration`, or round with `method="rtn"`',
+                hint=Message(
+                    "give text with ",
+                    Option("calibration"),
+                    ", or round with ",
+                    Option("method", value="rtn"),
+                ),
             )
         start = prompt_start(tokenizer)
         return cls(
@@ -261,7 +267,9 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
             "the packaged calibration text is too short",
             found=f"{samples} samples of {length} tokens",
             expected=f"at most {_MAX_PASSES * tokens // length}",
-            hint="give your text with `calibration`, or fewer `samples`",
+            hint=Message(
+                "give your text with ", Option("calibration"), ", or fewer ", Option("samples")
+            ),
         )
 
 

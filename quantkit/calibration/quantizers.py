@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups
 from quantkit.base.memory import malloc_trim, set_mmap_threshold
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
@@ -196,13 +197,19 @@ class RtnQuantizer:
                 None,
             )
         module = spec.name.removesuffix(".weight")
-        keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
+        keep = Message(
+            Option("keep", value=module),
+            " and ",
+            Option("allow_nonfinite", value=True),
+            " leave it as it is",
+        )
         if module == EMBEDDING:
-            keep = (
-                "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as"
-                " it is"
+            keep = Message(
+                "leave the scheme of the embedding out, and ",
+                Option("allow_nonfinite", value=True),
+                " leaves it as it is",
             )
-        hint = f"it cannot be quantized; repair the source, or {keep}"
+        hint = Message("it cannot be quantized; repair the source, or ", keep)
         cast_finite(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
         importance = self._importance.get(module)
         if self.shared is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, codec_of
@@ -88,19 +89,17 @@ def scale_out_of_range(
         scheme: of the weight; None if every format has it.
     """
     module = name.removesuffix(".weight")
-    ways = [f'`keep="{module}"` leaves it as it is']
+    ways: list[str] = [Message(Option("keep", value=module), " leaves it as it is")]
     if module == EMBEDDING:
         ways = ["leave the scheme of the embedding out"]
     if dtype is DType.FLOAT16 and source.config.dtype != DType.FLOAT16:
-        way = f'`to="{NATIVE.name}"`'
+        way = Message(Option("to", value=NATIVE.name))
         if scheme is not None and isinstance(codec_of(NATIVE, scheme), Reason):
-            way += (
-                # Such as for K-quants, which GGUF alone has.
-                f' with `scheme="{_NATIVE_SCHEME}"`'
-            )
-        ways.append(f"{way} stores scales in {source.config.dtype}")
+            # Such as for K-quants, which GGUF alone has.
+            way += Message(" with ", Option("scheme", value=_NATIVE_SCHEME))
+        ways.append(Message(way, f" stores scales in {source.config.dtype}"))
     problem = f"tensor '{name}' holds values {values} for scales in {dtype}"
-    return NonFiniteError(problem, path=source.path, hint=", or ".join(ways))
+    return NonFiniteError(problem, path=source.path, hint=join_messages(", or ", ways))
 
 
 def has_finite_scales(weight: QuantTensor) -> bool:

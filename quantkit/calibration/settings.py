@@ -11,6 +11,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.memory import available_bytes
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.calibration import effort
 from quantkit.calibration.conversations import model_chat
@@ -170,7 +171,7 @@ def sample_settings(
             "samples are longer than the model's context",
             found=f"{length} tokens",
             expected=f"at most {context}",
-            hint="give a smaller `length`",
+            hint=Message("give a smaller ", Option("length")),
         )
     if calibration is None and samples > 0:
         require_plausible(samples, length)

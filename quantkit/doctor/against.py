@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
@@ -45,7 +46,7 @@ def check(
         return [finding("other-model", location, str(error))], []
     if schemes(reference) or read_as_floats(reference):
         raise RequestError(
-            "`against` is quantized itself",
+            Message(Option("against"), " is quantized itself"),
             path=source,
             expected="the float model that this one was made of",
         )

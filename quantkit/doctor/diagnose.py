@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.doctor import gguf, parts, quantization, readers, text, weights
 from quantkit.doctor.findings import (
@@ -84,7 +85,9 @@ def diagnose(
         )
     if not 1 <= as_integer("tp", tp) <= _MAX_DEGREE:
         raise RequestError(
-            "`tp` is out of range", found=format_value(tp), expected=f"1 to {_MAX_DEGREE}"
+            Message(Option("tp"), " is out of range"),
+            found=format_value(tp),
+            expected=f"1 to {_MAX_DEGREE}",
         )
     folder = Folder(as_path("path", path))
     if against is None:
@@ -277,11 +280,21 @@ class _Checks:
         if self.deep:
             result = self._unread
         else:
-            result = ["the weights themselves, and what it predicts (`deep=True`)"]
+            result = [
+                Message(
+                    "the weights themselves, and what it predicts (",
+                    Option("deep", value=True),
+                    ")",
+                )
+            ]
         if not compared:
-            result.append("how far it is from its source (`against=SRC`)")
+            result.append(
+                Message("how far it is from its source (", Option("against", metavar="SRC"), ")")
+            )
         if self.runtime is None:
-            result.append("what a runtime does not load (`runtime=NAME`)")
+            result.append(
+                Message("what a runtime does not load (", Option("runtime", metavar="NAME"), ")")
+            )
         for path in self.folder.other_models:
             result.append(f"{path.name}: pass its path to check it")
         if (

@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
 from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
@@ -71,13 +72,20 @@ def require_there(path: str | Path) -> Path:
     except RequestError:
         model = None
     partial = f"{model_path}{PARTIAL}"
+    hints: list[str] = []
     if os.path.exists(partial):
-        hints = [f"{partial} is not finished: add `resume=True` to the command that began it"]
+        hints = [
+            Message(
+                f"{partial} is not finished: add ",
+                Option("resume", value=True),
+                " to the command that began it",
+            )
+        ]
     else:
         hints = [f"did you mean {similar_path}?" for similar_path in _similar(model_path)]
     if model is not None:
         hints.append(f"if it is a model of the Hugging Face hub: {model}")
-    raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
+    raise RequestError("does not exist", path=path, hint=join_messages("; ", hints) or None)
 
 
 def _similar(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.topology import parameters
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL, Weight
@@ -102,8 +103,11 @@ def require_runnable(checkpoint: Checkpoint) -> None:
             path=checkpoint.path,
             found=checkpoint.config.architecture,
             hint=(
-                "inspect and verify show its tensors; eval and generate run it with"
-                ' `backend="transformers"`, if transformers is installed and knows it'
+                Message(
+                    "inspect and verify show its tensors; eval and generate run it with ",
+                    Option("backend", value="transformers"),
+                    ", if transformers is installed and knows it",
+                )
             ),
         )
 
@@ -115,7 +119,7 @@ def require_calibratable(checkpoint: Checkpoint) -> None:
             "the model is known by its tensors only, it cannot be calibrated",
             path=checkpoint.path,
             found=checkpoint.config.architecture,
-            expected='`method="rtn"`',
+            expected=Message(Option("method", value="rtn")),
         )
 
 
@@ -223,9 +227,11 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     for name in listed:
         # DeepSeek's and GLM's multi-token prediction layers merge two inputs with `eh_proj`.
         if is_extra_layer(name, {}) or name.endswith(".eh_proj.weight"):
-            hint = (
-                "layers that predict further tokens are carried with `tensors_only=True`, or by"
-                ' `via="transformers"`'
+            hint = Message(
+                "layers that predict further tokens are carried with ",
+                Option("tensors_only", value=True),
+                ", or by ",
+                Option("via", value="transformers"),
             )
             break
     raise CheckpointError(
@@ -235,7 +241,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
 
 def make_lora_adapter_error(path: Path, found: str) -> UnsupportedError:
     """Build the error for an adapter that was given instead of a model."""
-    hint = "merge it into its base with `lora` of convert or quantize"
+    hint = Message("merge it into its base with ", Option("lora", job="convert"), " or quantize")
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 

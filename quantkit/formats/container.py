@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import GGUF, STEM
 from quantkit.files.tensor_file import StoredTensor
@@ -319,7 +320,9 @@ class Container(Protocol):
 
 
 def _not_written(title: str) -> RequestError:
-    return RequestError(f"{title}'s files are read, not written", expected="another `to`")
+    return RequestError(
+        f"{title}'s files are read, not written", expected=Message("another ", Option("to"))
+    )
 
 
 def describe_format(checkpoint: StoredCheckpoint) -> str:

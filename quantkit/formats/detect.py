@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.base.arguments import as_path, as_string
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, locate_model, require_there
 from quantkit.files.source import SourceFile
@@ -209,7 +210,7 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
         options = []
         for kind, container in eligible:
             descriptions.append(container.weights[kind])
-            options.append(f'`weights="{kind}"`')
+            options.append(Message(Option("weights", value=kind)))
         raise CheckpointError(
             "holds two sets of weights",
             path=folder,

@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.base.arguments import as_string
 from quantkit.base.json_values import MAX_BYTES, format_value, read_json
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.links import outside_target
 from quantkit.files.source import SourceFile
@@ -169,7 +170,12 @@ def select_templates(
     if not source.config.runnable:
         if requested is not None:
             raise RequestError(
-                "`template` and `tensors_only=True` exclude each other",
+                Message(
+                    Option("template"),
+                    " and ",
+                    Option("tensors_only", value=True),
+                    " exclude each other",
+                ),
                 found=format_value(requested),
             )
         # Its files are copied as they are.

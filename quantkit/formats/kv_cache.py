@@ -30,6 +30,7 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.json_values import Settings, format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
@@ -53,7 +54,11 @@ TYPES: Mapping[str, tuple[DType, ...]] = {
     ),
 }
 """The types of scales and zero points that are read."""
-_AGAIN = "quantize the cache again, or drop its scales: `dequantize=True` writes floats"
+_AGAIN = Message(
+    "quantize the cache again, or drop its scales: ",
+    Option("dequantize", value=True),
+    " writes floats",
+)
 Place = tuple[int, str, str]
 """Layer, part and kind of a tensor, see `CacheTensor`."""
 _NAME = re.compile(

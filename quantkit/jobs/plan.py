@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.calibration import effort
@@ -101,8 +102,12 @@ def refine(options: RefineOptions) -> Estimate:
     """
     if options.backend is not None:
         raise RequestError(
-            f'training with `backend="{options.backend}"` is not estimated for this machine',
-            hint="plan it for a `target`",
+            Message(
+                "training with ",
+                Option("backend", value=options.backend),
+                " is not estimated for this machine",
+            ),
+            hint=Message("plan it for a ", Option("target")),
         )
     planned = plan_refinement(options)
     estimate = estimate_refinement(planned)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
@@ -305,18 +306,24 @@ def require_passed(
     if remedy is None:
         # Without a baseline, the result is rounded itself.
         if any(text.rounding_kl is None for text in gate.texts):
-            solver = '`method="gptq"`'
+            solver: str = Message(Option("method", value="gptq"))
         elif all(_baseline_passes(text) for text in gate.texts):
-            solver = 'GPTQ with more text, or round with `method="rtn"`'
+            solver = Message("GPTQ with more text, or round with ", Option("method", value="rtn"))
         else:
             solver = "GPTQ with more text"
         if result.kv_cache is not None:
-            cache = "leave `kv_cache` out, "
+            cache: str = Message("leave ", Option("kv_cache"), " out, ")
         else:
             cache = ""
-        remedy = (
-            f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True`"
-            " (and `resume=True`)"
+        remedy = Message(
+            cache,
+            "choose a finer scheme or ",
+            solver,
+            ", or keep it with ",
+            Option("accept_quality_loss", value=True),
+            " (and ",
+            Option("resume", value=True),
+            ")",
         )
     errors: list[tuple[float, str]] = []
     for module in schemes(result):
@@ -328,7 +335,7 @@ def require_passed(
         path=dst,
         found=problem[1],
         expected=problem[2],
-        hint=f"largest relative weight errors: {worst}; {remedy}",
+        hint=Message(f"largest relative weight errors: {worst}; ", remedy),
     )
 
 

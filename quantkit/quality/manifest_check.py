@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats import manifest
@@ -345,7 +346,7 @@ def _failure(
     if problem:
         message += f": {problem}"
     if value.get("accepted"):
-        hint = "it was kept with `accept_quality_loss=True`"
+        hint: str = Message("it was kept with ", Option("accept_quality_loss", value=True))
     else:
         hint = "make it again"
     return QualityError(message, path=model, found=measured, expected=allowed, hint=hint)

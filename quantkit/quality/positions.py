@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import QualityError
 from quantkit.quality.figures import Estimate, read_record, round_figure, significant
 
@@ -176,9 +177,13 @@ class PositionCertificate:
         """Raise a `QualityError` if a bucket exceeds the bound."""
         problem = self.problem()
         if problem is not None:
-            hint = (
-                f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it"
-                " with `accept_quality_loss=True` (and `resume=True`)"
+            hint = Message(
+                f"the last KL is {rise_text(self.caches[FLOAT])};"
+                " choose a finer scheme, or keep it with ",
+                Option("accept_quality_loss", value=True),
+                " (and ",
+                Option("resume", value=True),
+                ")",
             )
             raise QualityError(
                 problem[0], path=dst, found=problem[1], expected=problem[2], hint=hint

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_integer, as_string, require_tokenizer, wrong_type
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
@@ -54,7 +55,7 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     length = as_integer("context", context, 1)
     if length > config.max_positions:
         raise RequestError(
-            "`context` exceeds the model's",
+            Message(Option("context"), " exceeds the model's"),
             found=length,
             expected=f"at most {config.max_positions}",
         )
@@ -129,7 +130,11 @@ class ChatSession:
         self._sampling = sampling
         if isinstance(model, Engine):
             if context is not None:
-                raise RequestError("`context` goes with a model; an engine has its length already")
+                raise RequestError(
+                    Message(
+                        Option("context"), " goes with a model; an engine has its length already"
+                    )
+                )
             self._engine = model
         else:
             self._engine = Engine(model, conversation_length(decoder.config, context))
@@ -328,7 +333,7 @@ class ChatSession:
                 "the message is too long for the context",
                 found=f"{len(ids)} tokens with the system prompt",
                 expected=f"fewer than {length}, so that there is room for an answer",
-                hint="give a shorter one, or a larger `context`",
+                hint=Message("give a shorter one, or a larger ", Option("context")),
             )
         return dropped, ids
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_integer, as_strings, require_instance, token_rows
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 
@@ -336,7 +337,7 @@ def create_promptless_request(
     new_tokens = as_integer("max_new_tokens", max_new_tokens)
     # One of the two options suggests that the prompt is to be scored, which needs both.
     if new_tokens == 0 and echo != (top is not None):
-        hint = "prompts are scored with both `echo` and `logprobs`"
+        hint = Message("prompts are scored with both ", Option("echo"), " and ", Option("logprobs"))
         raise RequestError(
             "nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens"
         )
@@ -355,7 +356,7 @@ def check_draft_tokens(value: object) -> int:
     count = as_integer("draft_tokens", value)
     if not 0 <= count <= MAX_DRAFT_TOKENS:
         raise RequestError(
-            "`draft_tokens` is out of range",
+            Message(Option("draft_tokens"), " is out of range"),
             found=count,
             expected=f"0 to {MAX_DRAFT_TOKENS}",
             argument="draft_tokens",
@@ -377,7 +378,7 @@ def with_prompt(
 
 def no_beam_search(name: str) -> RequestError:
     """Create the error for an option of beam search."""
-    hint = "draw several samples with `n`"
+    hint = Message("draw several samples with ", Option("n"))
     return RequestError("beam search is not supported", found=name, hint=hint, argument=name)
 
 
@@ -386,7 +387,7 @@ def no_prompt_logprobs(name: str) -> RequestError:
     argument to leave out.
     """
     problem = "log-probabilities of prompts are not given through XLA"
-    return RequestError(problem, hint=f"leave out `{name}`", argument=name)
+    return RequestError(problem, hint=Message("leave out ", Option(name)), argument=name)
 
 
 def check_total_length(
@@ -427,6 +428,8 @@ def check_total_length(
             found=length,
             expected=f"at most {max_tokens}",
             # Fewer new tokens help only if the prompt leaves room for enough of them.
-            hint="give a shorter prompt" if room < min_new_tokens else "lower `max_new_tokens`",
+            hint="give a shorter prompt"
+            if room < min_new_tokens
+            else Message("lower ", Option("max_new_tokens")),
         )
     return length

@@ -9,6 +9,7 @@ import re
 from importlib.util import find_spec
 
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 
 SLOTS = 8
@@ -72,7 +73,7 @@ def host_name(host: str) -> str:
         name = host
     if not _NAME.fullmatch(name):
         raise RequestError(
-            "`allowed_host` has a name that no host has",
+            Message(Option("allowed_host"), " has a name that no host has"),
             found=format_value(host),
             expected="a name or an address, without a port",
             argument="allowed_host",

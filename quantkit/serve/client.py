@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnreachableError
 from quantkit.serve import is_loopback
 from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
@@ -63,17 +64,21 @@ class Server:
         # The address is not shown in this error, as it may contain a password.
         if "@" in url:
             raise RequestError(
-                "`url` has the name of a user", hint="leave it out, and give `api_key`"
+                Message(Option("url"), " has the name of a user"),
+                hint=Message("leave it out, and give ", Option("api_key")),
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             expected = "an address such as http://127.0.0.1:8000/v1"
-            raise RequestError("`url` is not valid", found=format_value(url), expected=expected)
+            raise RequestError(
+                Message(Option("url"), " is not valid"), found=format_value(url), expected=expected
+            )
         if api_key is not None:
             # A header can contain nothing else; a line break could add another header.
             is_sendable = api_key.strip() and api_key.isascii() and api_key.isprintable()
             if not is_sendable:
                 raise RequestError(
-                    "`api_key` cannot be sent", expected="printable ASCII characters"
+                    Message(Option("api_key"), " cannot be sent"),
+                    expected="printable ASCII characters",
                 )
         self._path = parts.path.rstrip("/") or "/v1"
         self._key = api_key

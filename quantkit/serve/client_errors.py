@@ -11,6 +11,7 @@ import textwrap
 from http.client import HTTPResponse
 
 from quantkit.base.json_values import format_value, printable
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnreachableError
 
 # Characters of a server's message that are shown.
@@ -44,14 +45,17 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     if status in (401, 403):
         if with_key:
             return RequestError(
-                f"{url} does not accept the API key: {answered}", hint="check `api_key`"
+                f"{url} does not accept the API key: {answered}",
+                hint=Message("check ", Option("api_key")),
             )
-        return RequestError(f"{url} needs an API key: {answered}", hint="give `api_key`")
+        return RequestError(
+            f"{url} needs an API key: {answered}", hint=Message("give ", Option("api_key"))
+        )
     if status == 404:
         if code == "model_not_found":
             return RequestError(
                 f"{url} does not have this model: {answered}",
-                hint="`model` selects one that it has",
+                hint=Message(Option("model"), " selects one that it has"),
             )
         return RequestError(
             f"{url} does not have this path: {answered}",

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantkit.base.arguments import as_string
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.serve.client import Server
 from quantkit.serve.client_errors import ContextLengthError, lost, other_api
@@ -86,7 +87,9 @@ class RemoteChat:
             if len(models) > 1:
                 names = ", ".join(format_value(name) for name in models)
                 raise RequestError(
-                    f"{server.url} has several models", found=names, hint="select one with `model`"
+                    f"{server.url} has several models",
+                    found=names,
+                    hint=Message("select one with ", Option("model")),
                 )
             model = models[0]
         self.model = model

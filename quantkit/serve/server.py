@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.base.arguments import as_integer, as_number, as_string
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
@@ -122,16 +123,20 @@ class ServeOptions:
         for host in self.allowed_host:
             host_name(host)
         if not as_number("time_limit", self.time_limit) > 0:
-            raise RequestError("`time_limit` must be positive", found=self.time_limit)
+            raise RequestError(
+                Message(Option("time_limit"), " must be positive"), found=self.time_limit
+            )
         if not 0 <= as_integer("port", self.port) <= 65535:
-            raise RequestError("`port` is out of range", found=self.port, expected="0 to 65535")
+            raise RequestError(
+                Message(Option("port"), " is out of range"), found=self.port, expected="0 to 65535"
+            )
         if self.api_key is not None and not as_string("api_key", self.api_key).strip():
-            raise RequestError("`api_key` is empty")
+            raise RequestError(Message(Option("api_key"), " is empty"))
         if self.api_key is None and not self.local:
             raise RequestError(
                 "other machines could use this server without a key",
                 found=self.host,
-                hint="give `api_key`",
+                hint=Message("give ", Option("api_key")),
             )
 
     @property

@@ -7,12 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError
 from quantkit.tensors.float_codes import LARGEST
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 
-_HINT = "use the source's own dtype or repair it; `allow_nonfinite=True` writes it all the same"
-_OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all the same"
+_HINT = Message(
+    "use the source's own dtype or repair it; ",
+    Option("allow_nonfinite", value=True),
+    " writes it all the same",
+)
+_OF_CODES = Message(
+    "repair the source; ", Option("allow_nonfinite", value=True), " carries its scales all the same"
+)
 
 
 def cast_finite(
@@ -44,7 +51,7 @@ def cast_finite(
                 f"tensor '{name}' holds only values that {dtype} has as zero",
                 path=path,
                 found=f"at most {tensor.abs().max().item():.3g}",
-                hint='use `dtype="bf16"`',
+                hint=Message("use ", Option("dtype", value="bf16")),
             )
         return cast
     before = _count_nonfinite(tensor)
@@ -119,9 +126,9 @@ def nonfinite_logits(
     """Build the error that `finite_logits` raises for logits of a float type."""
     hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
-        hint = (
-            "some models, Gemma among them, have hidden states too large for float16: run it with"
-            ' `dtype="bf16"`'
+        hint = Message(
+            "some models, Gemma among them, have hidden states too large for float16: run it with ",
+            Option("dtype", value="bf16"),
         )
     return NonFiniteError("the model's logits are NaN or Inf", path=path, hint=hint)
 

@@ -13,12 +13,13 @@ from typing import Any, Literal, Protocol
 
 from quantkit.base.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import (
     META_FORMATS,
+    ChatMessage,
     ChatTemplate,
     ChatTemplates,
-    Message,
     read_named_template,
 )
 from quantkit.text.end_tokens import find_answer_end
@@ -51,7 +52,7 @@ class Chat(Protocol):
 
     def encode(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -122,7 +123,7 @@ class TemplateChat:
 
     def text(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         budget: Budget | None = None,
@@ -207,7 +208,7 @@ class TemplateChat:
 
     def encode(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -230,7 +231,7 @@ class Llama2Chat:
 
     def encode(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -275,7 +276,7 @@ class Llama2Chat:
         return [*bos, *self._tokenizer.encode(text, bos=False)]
 
 
-def llama2_tag(messages: Sequence[Message]) -> str | None:
+def llama2_tag(messages: Sequence[ChatMessage]) -> str | None:
     """Find a tag of Llama 2's format in the messages, which must not contain one; raises
     `RequestError` for an invalid message.
     """
@@ -313,7 +314,7 @@ class Llama3Chat:
 
     def encode(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -397,7 +398,9 @@ def template_chat(
             "has no chat template",
             path=model_path,
             hint="use a prompt with a base model",
-            expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
+            expected=Message(
+                Option("template", value=" or ".join(META_FORMATS)), " for an instruct model"
+            ),
         )
     # Both are chosen here, so that an error in either is raised before the first conversation.
     templates_by_tools = {
@@ -413,12 +416,14 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
         raise RequestError(
             f"a template cannot spell special tokens for a tokenizer of {tokenizer.kind}",
             path=folder,
-            expected=f"`template={META_FORMATS[0]}`, or the model in a Hugging Face folder",
+            expected=Message(
+                Option("template", value=META_FORMATS[0]), ", or the model in a Hugging Face folder"
+            ),
         )
     return tokenizer
 
 
-def message_text(message: Message) -> str:
+def message_text(message: ChatMessage) -> str:
     """Check a message and read its content, for formats that are not templates.
 
     Raises:
@@ -444,7 +449,7 @@ def message_text(message: Message) -> str:
     return content
 
 
-def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
+def _with_text(message: ChatMessage, *, keep_parts: bool = False) -> ChatMessage:
     """Replace a message's content by a string if it is a list of text parts, which newlines join,
     as in vLLM, or the null of an answer without tool calls. Other messages, and with `keep_parts`
     lists, stay as they are.
@@ -474,14 +479,14 @@ def _has_typed_parts(content: Sequence[object]) -> bool:
     return all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
-def _with_system_role(message: Message) -> Message:
+def _with_system_role(message: ChatMessage) -> ChatMessage:
     """Replace OpenAI's newer name of the system role."""
     if isinstance(message, Mapping) and message.get("role") == "developer":
         return {**message, "role": "system"}
     return message
 
 
-def _spellings(messages: Sequence[Message], *, keep_parts: bool) -> Iterator[list[Message]]:
+def _spellings(messages: Sequence[ChatMessage], *, keep_parts: bool) -> Iterator[list[ChatMessage]]:
     """Yield a conversation as the template should have it, and then as other templates need it.
 
     - A message that only calls tools has no content, as in transformers, or the empty string, as in
@@ -504,7 +509,7 @@ def _spellings(messages: Sequence[Message], *, keep_parts: bool) -> Iterator[lis
             yield chat
 
 
-def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
+def _require_nothing_after(last: Sequence[ChatMessage], continued: object) -> None:
     """Require that a message which is continued says nothing after the field that is continued.
 
     Args:
@@ -536,7 +541,7 @@ def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
                 )
 
 
-def _with_json_arguments(message: Message) -> Message:
+def _with_json_arguments(message: ChatMessage) -> ChatMessage:
     """Write the arguments of a message's calls as JSON."""
     if isinstance(message, Mapping):
         calls = message.get("tool_calls")
@@ -557,7 +562,7 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": respelled}
 
 
-def _with_content(message: Message) -> Message:
+def _with_content(message: ChatMessage) -> ChatMessage:
     """Add the empty string as the content of a message that only calls tools."""
     if (
         isinstance(message, Mapping)
@@ -568,7 +573,7 @@ def _with_content(message: Message) -> Message:
     return message
 
 
-def _plain_role(message: Message) -> str:
+def _plain_role(message: ChatMessage) -> str:
     return str(_with_system_role(message)["role"])
 
 

@@ -20,11 +20,12 @@ from typing import Any
 
 from quantkit.base.arguments import wrong_type
 from quantkit.base.json_values import format_value, read_json, require_plain_file
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.template_process import Budget, check_template, render
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """``role`` and ``content``, and further fields that a template uses, such as ``tool_calls``."""
 
 _CONFIG = "tokenizer_config.json"
@@ -73,7 +74,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -240,14 +241,14 @@ class ChatTemplates:
                 "has chat templates, and none of them is the default",
                 path=self.folder,
                 found=", ".join(map(repr, self._sources)),
-                hint="name one of them as `template`",
+                hint=Message("name one of them as ", Option("template")),
             )
         if chosen not in self._sources:
             raise RequestError(
                 "has no chat template" if name is None else f"has no chat template '{name}'",
                 path=self.folder,
                 found=", ".join(self._sources) or None,
-                hint="a base model has none; use a prompt, or name a `template`",
+                hint=Message("a base model has none; use a prompt, or name a ", Option("template")),
             )
         path, source = self._sources[chosen]
         return ChatTemplate(source, tokens=self._tokens, path=path)

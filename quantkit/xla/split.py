@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.tensors.qtensor import QuantTensor
@@ -81,7 +82,7 @@ def require_trainable(checkpoint: Checkpoint) -> None:
                 path=checkpoint.path,
                 found="offsets of groups in floats" if scheme.has_minima else str(scheme),
                 expected="int4 or int8 codes in all layers",
-                hint="leave `backend` out",
+                hint=Message("leave ", Option("backend"), " out"),
             )
 
 

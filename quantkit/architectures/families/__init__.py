@@ -14,6 +14,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.base.json_values import Settings, format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import UnsupportedError
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
@@ -68,10 +69,13 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
             found=kind,
             expected=", ".join(supported),
             hint=(
-                "quantize, verify and eval have it run by transformers, if `pip install"
-                " 'quantkit[transformers]'` was done, and so has generate with"
-                ' `backend="transformers"`; or `tensors_only=True` of quantize and convert takes'
-                " its tensors as they are"
+                Message(
+                    "quantize, verify and eval run it through transformers after",
+                    " `pip install 'quantkit[transformers]'`, and so does generate with ",
+                    Option("backend", value="transformers", job="generate"),
+                    "; quantize and convert take its tensors as they are with ",
+                    Option("tensors_only", value=True, job="convert"),
+                )
             ),
         )
     return family.read(settings)

@@ -13,6 +13,7 @@ from typing import Any
 
 from quantkit.architectures.names import is_embedding
 from quantkit.base.json_values import Settings, format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
@@ -260,17 +261,19 @@ class CompressedTensors(QuantMethod):
                 " quantkit does"
             )
         if tied:
-            return (
-                "no other reader of compressed-tensors loads a quantized embedding that is the head"
-                " too (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp"
-                " and mlx-lm theirs (`to`)"
+            return Message(
+                "no other reader of compressed-tensors loads a quantized embedding that is the head too"
+                " (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and"
+                " mlx-lm theirs (",
+                Option("to"),
+                ")",
             )
         if self.form(_INT8) == _INT:
             return _VLLM_EMBEDDING
-        return (
-            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on"
-            " CPUs; quantkit"
-            f' does, and transformers that of `to="{_INT}"`'
+        return Message(
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs;"
+            " quantkit does, and transformers that of ",
+            Option("to", value=_INT),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from quantkit.base.messages import Message
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.tensors.late import torch
@@ -35,7 +36,7 @@ class RawModule:
     def note(self, text: str) -> None:
         """Add a note on the folder for the user."""
         if self._notes is not None:
-            self._notes.append(f"{self.path}: {text}")
+            self._notes.append(Message(f"{self.path}: ", text))
 
     def make_damage_error(
         self, problem: str, found: object = None, expected: object = None, hint: str | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.files.pth_encoder import PthEncoder
 from quantkit.files.tensor_file import StoredTensor
@@ -122,7 +123,9 @@ def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) ->
     for name, size in sizes.items():
         if shards < 1 or size % shards:
             raise RequestError(
-                f"{shards} shards do not divide the {name}", found=size, hint="choose another `mp`"
+                f"{shards} shards do not divide the {name}",
+                found=size,
+                hint=Message("choose another ", Option("mp")),
             )
     # More shards than KV heads repeat each head the same number of times.
     kv_heads = config.num_kv_heads

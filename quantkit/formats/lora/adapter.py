@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quantkit.base.arguments import as_number, as_path, is_several
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile
@@ -124,7 +125,7 @@ class Adapter:
             raise NonFiniteError(
                 f"tensor '{key}' of the adapter holds NaN or Inf",
                 path=self.file,
-                hint="`allow_nonfinite=True` merges it all the same",
+                hint=Message(Option("allow_nonfinite", value=True), " merges it all the same"),
             )
         return tensor
 
@@ -275,7 +276,7 @@ def parse_adapters(lora: Requested) -> list[tuple[Path, float]]:
         if not math.isfinite(weight):
             raise RequestError("the weight of an adapter is not finite", path=path, found=weight)
         if absolute_paths.count(path.absolute()) > 1:
-            raise RequestError("`lora` names an adapter twice", found=path)
+            raise RequestError(Message(Option("lora"), " names an adapter twice"), found=path)
     return weighted_paths
 
 

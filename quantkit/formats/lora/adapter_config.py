@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.base.json_values import Settings, format_value, read_settings
+from quantkit.base.messages import Message, Option
 from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import UnsupportedError
 from quantkit.formats.lora.target_modules import TargetModules
@@ -124,8 +125,11 @@ def note_folder_adapter(folder: Path) -> list[str]:
     if not (folder / NAME).is_file():
         return []
     return [
-        f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `lora` of"
-        " convert does that"
+        Message(
+            f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; ",
+            Option("lora", job="convert"),
+            " does that",
+        )
     ]
 
 

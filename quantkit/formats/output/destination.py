@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.base.memory import size_text
+from quantkit.base.messages import Message, Option
 from quantkit.errors import DestinationError, NoSpaceError, ResumeError
 from quantkit.files.gguf_types import GGUF, STEM, split_stem
 
@@ -82,7 +83,9 @@ def destination_error(error: OSError, path: Path) -> DestinationError:
     """Convert a failed write into its typed form."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(
-            "the disk is full", path=path, hint="free some space and repeat it with `resume=True`"
+            "the disk is full",
+            path=path,
+            hint=Message("free some space and repeat it with ", Option("resume", value=True)),
         )
     return DestinationError(f"cannot be written: {error.strerror or error}", path=path)
 
@@ -100,7 +103,12 @@ def scratch_errors(folder: Path) -> Iterator[None]:
             f"calibration activations cannot be written: {error.strerror or error}",
             path=folder,
             hint=(
-                "free some space, or increase `activation_memory`, and repeat it with `resume=True`"
+                Message(
+                    "free some space, or increase ",
+                    Option("activation_memory"),
+                    ", and repeat it with ",
+                    Option("resume", value=True),
+                )
             ),
         ) from error
 
@@ -147,7 +155,7 @@ def place_output(old: Path, new: Path) -> None:
     try:
         rename_new(old, new)
     except FileExistsError as error:
-        hint = "move it away and repeat it with `resume=True`"
+        hint = Message("move it away and repeat it with ", Option("resume", value=True))
         raise DestinationError(
             "appeared while writing; nothing is overwritten", path=new, hint=hint
         ) from error

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
@@ -42,7 +43,7 @@ from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 
 SCRATCH = ".activations"
 """The first part of the names of folders that only the run that made them uses."""
-_KEPT = "is kept: add `resume=True`"
+_KEPT = Message("is kept: add ", Option("resume", value=True))
 _NOTHING = "nothing was written yet"
 _JOBS = ("convert", "quantize")
 
@@ -197,7 +198,7 @@ class Staging:
             raise DestinationError(
                 "is not part of the output, which is complete",
                 path=self.path / strange_names[0],
-                hint="move it away and repeat it with `resume=True`",
+                hint=Message("move it away and repeat it with ", Option("resume", value=True)),
             )
         missing_names = sorted({*files} - {*names})
         if missing_names:
@@ -316,7 +317,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
             if problem:
                 raise in_use(problem)
     if not resume:
-        hint = "add `resume=True` to go on with it, or remove it"
+        hint = Message("add ", Option("resume", value=True), " to go on with it, or remove it")
         raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
 
 
@@ -350,9 +351,13 @@ def require_finished(model: Path, manifest: str) -> None:
     job = fingerprint_in(folder).get("job")
     job_words = f" of {job}" if job in _JOBS else ""
     problem = f"is not a model yet but what an unfinished run{job_words} left"
-    hint = "add `resume=True` to the command that began it"
+    hint = Message("add ", Option("resume", value=True), " to the command that began it")
     if job == "quantize":
-        hint += ", and `accept_quality_loss=True` if it ended with a failed check of quality"
+        hint += Message(
+            ", and ",
+            Option("accept_quality_loss", value=True),
+            " if it ended with a failed check of quality",
+        )
     raise CheckpointError(problem, path=folder, hint=hint)
 
 
@@ -360,7 +365,7 @@ def mark_kept(error: BaseException, partial: Path) -> None:
     """Add a note to an error or an interruption that the partial output is kept, or that there
     is none.
     """
-    error.add_note(f"{partial} {_KEPT}" if partial.exists() else _NOTHING)
+    error.add_note(Message(f"{partial} ", _KEPT) if partial.exists() else _NOTHING)
 
 
 def kept(error: BaseException | None) -> str | None:
@@ -368,12 +373,13 @@ def kept(error: BaseException | None) -> str | None:
     names no longer exists.
     """
     while error is not None:
-        for note in getattr(error, "__notes__", ()):
+        notes: Sequence[str] = getattr(error, "__notes__", ())
+        for note in notes:
             if note == _NOTHING:
-                return str(note)
+                return note
             # A later step may have removed the partial output.
             if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
-                return str(note)
+                return note
         # Errors are raised anew in another type on their way to the user.
         error = error.__cause__ or error.__context__
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
@@ -48,7 +49,7 @@ def with_adapters(
             "adapters are merged into floats, and the base is quantized",
             path=source.path,
             found=str(next(iter(quantized.values()))),
-            hint="`dequantize=True` reads its weights as floats",
+            hint=Message(Option("dequantize", value=True), " reads its weights as floats"),
         )
     adapters = []
     for path, weight in requested:

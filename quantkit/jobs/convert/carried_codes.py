@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns
+from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
@@ -292,7 +293,9 @@ def _choose_closest_scheme(
             path=source.path,
             found=f"{rows} x {columns}",
             expected=f"sizes that one of {', '.join(map(str, codes.schemes))} goes with",
-            hint="choose another format, or write floats with `dequantize=True`",
+            hint=Message(
+                "choose another format, or write floats with ", Option("dequantize", value=True)
+            ),
         )
     source_size = columns // scheme.groups(columns)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.base.arguments import as_path
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.authorship import CARD, read_authorship
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, resolve_stored_name, schemes
@@ -99,7 +100,10 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             if known_container.model_parallel:
                 parallel_names.append(name)
         able = " or ".join(parallel_names)
-        raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
+        raise RequestError(
+            Message(Option("mp"), " goes with ", Option("to", value=able)),
+            found=Message(Option("mp", value=options.mp)),
+        )
     require_new_names(source.path, dst)
     _require_convertible(source, target, options)
     tokenizer, notes = check_side_files(source, template=options.template)
@@ -206,7 +210,7 @@ def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
             path=error.path,
             found=error.found,
             expected=error.expected,
-            hint=f"`requantize=True` {remedy}",
+            hint=Message(Option("requantize", value=True), f" {remedy}"),
             by_scales=error.by_scales,
         ) from error
 
@@ -220,21 +224,34 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     if not source.config.runnable:
         if not target.container.methods:
             raise RequestError(
-                f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`'
+                Message(
+                    Option("tensors_only", value=True),
+                    " does not go with ",
+                    Option("to", value=target.name),
+                ),
+                expected=Message(Option("to", value="hf")),
             )
         # The tensors of an unknown architecture are copied. Another format of codes would need
         # their roles.
         changes_codes = target.method is not None and target.name != source.method
         if options.requantize or (quantized and changes_codes):
             raise RequestError(
-                "`tensors_only=True` changes no codes", found=f'`to="{target.name}"`'
+                Message(Option("tensors_only", value=True), " changes no codes"),
+                found=Message(Option("to", value=target.name)),
             )
     if not (quantized or integers):
         if not target.floats:
-            problem = f'the source is not quantized; `to="{target.name}"` converts one that is'
+            problem = Message(
+                "the source is not quantized; ",
+                Option("to", value=target.name),
+                " converts one that is",
+            )
             raise RequestError(problem, hint="quantize it first")
         if options.requantize:
-            raise RequestError("`requantize=True` is for a quantized source", path=source.path)
+            raise RequestError(
+                Message(Option("requantize", value=True), " is for a quantized source"),
+                path=source.path,
+            )
         return
     if options.dequantize:
         return
@@ -249,27 +266,30 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
             f"the source is quantized; it is written as {written_as} only if it is dequantized",
             path=source.path,
             found=first_format,
-            hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
+            hint=Message(
+                Option("dequantize", value=True),
+                " writes the floats that its codes mean, each rounded once",
+            ),
         )
     if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
-        ways = ["`dequantize=True` writes floats"]
+        ways = [Message(Option("dequantize", value=True), " writes floats")]
         if name.removesuffix(".weight") in linear_columns(source.config):
             reason = "its codes are not carried over"
             expected = f"codes that {target.name} has"
-            ways.append("`requantize=True` rounds it anew")
+            ways.append(Message(Option("requantize", value=True), " rounds it anew"))
         else:
             reason = "only linears have codes in this format"
             expected = "floats"
-            ways.append("`requantize=True` writes this one as floats")
+            ways.append(Message(Option("requantize", value=True), " writes this one as floats"))
         if source.format == GGUF.name:
-            ways.insert(0, f'`to="{GGUF.name}"` keeps every code')
+            ways.insert(0, Message(Option("to", value=GGUF.name), " keeps every code"))
         raise UnsupportedError(
             f"tensor '{name}' cannot be held exactly as {target.name}: {reason}",
             path=source.path,
             found=stored_as,
             expected=expected,
-            hint=", ".join(ways),
+            hint=join_messages(", ", ways),
         )
 
 
@@ -303,8 +323,11 @@ def _code_notes(
         )
     elif requantize and not changes.cast:
         notes.append(
-            f"{dst}: `requantize=True` was not needed: {target.name} holds every quantized tensor"
-            " exactly"
+            Message(
+                f"{dst}: ",
+                Option("requantize", value=True),
+                f" was not needed: {target.name} holds every quantized tensor exactly",
+            )
         )
     if (
         target.codes is not None

@@ -40,7 +40,7 @@ from quantkit.runtime.request import (
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import FloatName, float_name
 from quantkit.text.chat import Chat, Llama2Chat, Llama3Chat, llama2_tag
-from quantkit.text.chat_template import Message
+from quantkit.text.chat_template import ChatMessage
 from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class CompletionPrediction(_Details):
 class ChatPrediction(_Details):
     """An answer: ``{"role": "assistant", "content": "..."}``."""
 
-    generation: Message
+    generation: ChatMessage
 
 
 class Llama:
@@ -302,7 +302,7 @@ class Llama:
 
     def chat_completion(
         self,
-        dialogs: Sequence[Sequence[Message]],
+        dialogs: Sequence[Sequence[ChatMessage]],
         temperature: float = 0.6,
         top_p: float = 0.9,
         max_gen_len: int | None = None,

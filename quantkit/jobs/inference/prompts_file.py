@@ -49,6 +49,7 @@ from quantkit.answers.tools import Tools, check_tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import require_flags, wrong_type
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.inference.json_lines import (
@@ -509,7 +510,9 @@ def parse_request_options(chosen: Mapping[str, Any]) -> tuple[Request, list[str]
         duplicate = find_duplicate(tokens)
         if duplicate is not None:
             raise RequestError(
-                "`logit_bias` names a token twice", found=duplicate, argument="logit_bias"
+                Message(Option("logit_bias"), " names a token twice"),
+                found=duplicate,
+                argument="logit_bias",
             )
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = chosen.get("echo", False)

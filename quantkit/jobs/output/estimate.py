@@ -10,6 +10,7 @@ from typing import Any
 
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 from quantkit.base.memory import available_bytes, resident_bytes, size_text, total_bytes
+from quantkit.base.messages import Message, Option
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import inner_width
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
@@ -108,7 +109,7 @@ class Estimate:
             durations: list[str] = []
             for name, seconds in self.efforts.items():
                 durations.append(f"{name} {_duration(seconds)}")
-            out.append(f"time by `effort`: {', '.join(durations)}")
+            out.append(Message("time by ", Option("effort"), f": {', '.join(durations)}"))
         # Next to the lines that they belong to.
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
@@ -116,8 +117,11 @@ class Estimate:
             out.insert(1, f"KV cache: {self.kv_cache}")
         if self.source_check_tokens:
             out.append(
-                f"first: the source model is checked on {self.source_check_tokens} tokens of text;"
-                " see `source_check`"
+                Message(
+                    f"first: the source model is checked on {self.source_check_tokens} tokens of text;"
+                    " see ",
+                    Option("source_check"),
+                )
             )
         notes = [f"note: {note}" for note in self.notes]
         return [*out, *self._hints(), *notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.base.memory import size_text
+from quantkit.base.messages import Message, Option
 from quantkit.tensors.scheme import EMBEDDING_SCHEME
 
 # An embedding of floats that takes more of the output is worth a hint.
@@ -50,5 +51,8 @@ class WeightSizes:
         has_large_embedding = self.embedding_bytes > _LARGE_SHARE * self.output_bytes
         if is_smaller and not has_large_embedding:
             return []
-        int8 = f'`embedding="{EMBEDDING_SCHEME}"` makes it {size_text(self.embedding_int8_bytes)}'
-        return [f"the embedding is {size_text(self.embedding_bytes)} of that; {int8}"]
+        int8 = Message(
+            Option("embedding", value=str(EMBEDDING_SCHEME)),
+            f" makes it {size_text(self.embedding_int8_bytes)}",
+        )
+        return [Message(f"the embedding is {size_text(self.embedding_bytes)} of that; ", int8)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.base.arguments import as_integer, as_string, as_strings
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
@@ -31,7 +32,14 @@ def choose_target(
     each other.
     """
     if dequantize and requantize:
-        raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
+        raise RequestError(
+            Message(
+                Option("dequantize", value=True),
+                " and ",
+                Option("requantize", value=True),
+                " exclude each other",
+            )
+        )
     if to is None:
         result = None
     else:
@@ -39,10 +47,13 @@ def choose_target(
     if dst.suffix.lower() == f".{GGUF.name}":
         if result is not None and result.name != GGUF.name:
             raise RequestError(
-                f'the destination is a GGUF file by its name, and `to="{result.name}"` requests a'
-                " folder",
+                Message(
+                    "the destination is a GGUF file by its name, and ",
+                    Option("to", value=result.name),
+                    " requests a folder",
+                ),
                 found=str(dst),
-                hint="choose a name without .gguf, or leave `to` out",
+                hint=Message("choose a name without .gguf, or leave ", Option("to"), " out"),
             )
         result = target(GGUF.name)
     if result is None:
@@ -50,11 +61,20 @@ def choose_target(
     if dequantize and not result.floats:
         able = [candidate.name for candidate in targets().values() if candidate.floats]
         raise RequestError(
-            f'`dequantize=True` does not go with `to="{result.name}"`', expected=", ".join(able)
+            Message(
+                Option("dequantize", value=True),
+                " does not go with ",
+                Option("to", value=result.name),
+            ),
+            expected=", ".join(able),
         )
     if requantize and result.codes is None:
         raise RequestError(
-            f'`requantize=True` does not go with `to="{result.name}"`',
+            Message(
+                Option("requantize", value=True),
+                " does not go with ",
+                Option("to", value=result.name),
+            ),
             expected=", ".join(_list_code_targets()),
         )
     return result
@@ -85,7 +105,9 @@ def choose_quantized_target(to: str | None, dst: Path) -> Target:
     result = choose_target(to, dst) or target(NATIVE)
     if result.codes is None:
         able = ", ".join(_list_code_targets())
-        raise RequestError(f'`to="{result.name}"` is a format of floats', expected=able)
+        raise RequestError(
+            Message(Option("to", value=result.name), " is a format of floats"), expected=able
+        )
     return result
 
 
@@ -99,10 +121,12 @@ def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[
     else:
         names = [*as_strings("to", to)]
     if not names:
-        raise RequestError("`to` names no format", expected="a format, or several")
+        raise RequestError(
+            Message(Option("to"), " names no format"), expected="a format, or several"
+        )
     for name in names:
         if name and names.count(name) > 1:
-            raise RequestError("`to` names a format twice", found=name)
+            raise RequestError(Message(Option("to"), " names a format twice"), found=name)
     chosen = [choose_quantized_target(name, dst) for name in names]
     # A fixed order: the same formats give the same output, however they are listed.
     order = list(targets())
@@ -119,11 +143,13 @@ def shard_bytes(requested: int | None, container: Container) -> int:
         return SHARD_BYTES
     size = as_integer("split_max_size", requested)
     if size <= 0:
-        raise RequestError("`split_max_size` must be positive", found=size)
+        raise RequestError(Message(Option("split_max_size"), " must be positive"), found=size)
     if container.model_parallel:
         raise RequestError(
-            f'`split_max_size` does not go with `to="{container.name}"`',
-            hint="`mp` says how many files",
+            Message(
+                Option("split_max_size"), " does not go with ", Option("to", value=container.name)
+            ),
+            hint=Message(Option("mp"), " says how many files"),
         )
     return size
 
@@ -168,7 +194,7 @@ def require_holds_kv_cache(target: Target, dst: Path) -> None:
             f"{target.name} has no place for scales of a KV cache",
             path=dst,
             expected=able,
-            hint="leave `kv_cache` out",
+            hint=Message("leave ", Option("kv_cache"), " out"),
         )
 
 
@@ -190,5 +216,5 @@ def require_kv_cache_run(source: StoredCheckpoint) -> None:
         f"scales of a KV cache are calibrated for models of quantkit's own decoder; {reason}",
         path=source.path,
         found=config.architecture,
-        hint="leave `kv_cache` out",
+        hint=Message("leave ", Option("kv_cache"), " out"),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quantkit.base.arguments import as_path, as_string, require_flags
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent, skip_repeated_reports
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files.hub import PREFIX, REVISION
@@ -206,17 +207,25 @@ def _require_valid(
     ):
         if value is not None and not pattern.fullmatch(as_string(option, value)):
             raise RequestError(
-                f"`{option}` is none that a hub knows", found=format_value(value), expected=expected
+                Message(Option(option), " is none that a hub knows"),
+                found=format_value(value),
+                expected=expected,
             )
     if base_model is not None and "/" not in base_model:
-        raise RequestError("`base_model` has no owner", found=base_model, expected="owner/name")
+        raise RequestError(
+            Message(Option("base_model"), " has no owner"), found=base_model, expected="owner/name"
+        )
     # Where a model is read, a revision may be a commit as well.
     if revision is not None and COMMIT.fullmatch(revision):
         raise RequestError(
-            "`revision` is a commit, which does not change", found=revision, expected="a branch"
+            Message(Option("revision"), " is a commit, which does not change"),
+            found=revision,
+            expected="a branch",
         )
     if message is not None and not as_string("message", message).strip():
-        raise RequestError("`message` is empty", expected="the message of a commit")
+        raise RequestError(
+            Message(Option("message"), " is empty"), expected="the message of a commit"
+        )
 
 
 def _before(
@@ -289,11 +298,15 @@ def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
         problem = "the model card states no licence"
         if private is False:
             raise RequestError(
-                problem, found=README, hint="`license` states it, such as apache-2.0 or other"
+                problem,
+                found=README,
+                hint=Message(Option("license"), " states it, such as apache-2.0 or other"),
             )
-        notes.extend([f"{problem}: `license` states it"])
+        notes.extend([Message(f"{problem}: ", Option("license"), " states it")])
     if card.lacks_base:
-        notes.extend(["the model card states no base model: `base_model` states it"])
+        notes.extend(
+            [Message("the model card states no base model: ", Option("base_model"), " states it")]
+        )
     if card.changed and not card.is_new:
         notes.extend(
             [f"the model card is sent with {_and(card.changed)} added; the folder is not changed"]
@@ -328,8 +341,10 @@ def _require_no_mixture(name: str, files: Collection[str], other_files: Sequence
             path=PREFIX + name,
             found=some_names(mixed),
             hint=(
-                "`delete_others=True` deletes them in the same commit; or push to another"
-                " repository"
+                Message(
+                    Option("delete_others", value=True),
+                    " deletes them in the same commit; or push to another repository",
+                )
             ),
         )
 
@@ -344,7 +359,9 @@ def _ensure_destination(
         # What was meant to be private must not be published by a setting of the hub.
         if private and repository is not None and repository.private is False:
             problem = "the hub has created a public repository"
-            raise RequestError(problem, path=PREFIX + name, hint="`public=True` uses it")
+            raise RequestError(
+                problem, path=PREFIX + name, hint=Message(Option("public", value=True), " uses it")
+            )
     if repository is not None and not repository.has_branch and branch is not None:
         create_branch(name, branch)
         repository = read_repository(name, branch)

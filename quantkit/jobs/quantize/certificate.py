@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_integer, as_path
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
@@ -115,12 +116,19 @@ def prepare_certified_text(
     """
     if positions is None:
         if text is not None:
-            raise RequestError("`certify_text` goes with `certify_positions`")
+            raise RequestError(
+                Message(Option("certify_text"), " goes with ", Option("certify_positions"))
+            )
         return None
     length = as_integer("certify_positions", positions, _MIN_TOKENS)
     if not source.config.runnable:
         raise RequestError(
-            "`certify_positions` does not go with `tensors_only=True`: the model is not run"
+            Message(
+                Option("certify_positions"),
+                " does not go with ",
+                Option("tensors_only", value=True),
+                ": the model is not run",
+            )
         )
     if tokenizer is None:
         raise RequestError(
@@ -136,7 +144,7 @@ def prepare_certified_text(
     context = source.config.max_positions
     windows, notes = position_windows(name, ids, prompt_start(tokenizer), length, context)
     if notes and text is None and windows.shape[1] < context:
-        notes[0] += "; `certify_text` names a longer one"
+        notes[0] += Message("; ", Option("certify_text"), " names a longer one")
     return CertifiedText(name, digest, length, windows, notes)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, codec_of
@@ -46,9 +47,15 @@ def assign_schemes(
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
-            f"schemes do not fit: {'; '.join(misfits)}, and `strict=True` was requested",
+            Message(
+                f"schemes do not fit: {'; '.join(misfits)}, and ",
+                Option("strict", value=True),
+                " was requested",
+            ),
             path=source.path,
-            hint="choose a smaller group size, or leave `strict=True` out",
+            hint=Message(
+                "choose a smaller group size, or leave ", Option("strict", value=True), " out"
+            ),
         )
     notes = [f"{source.path}: {line}" for line in misfits]
     _require_held(scheme_map.schemes, target, source)
@@ -72,18 +79,19 @@ def assign_schemes(
     small = sorted(small_floats)
     # A bfloat16 model needs no note: transformers loads it in its own type.
     if small and source.config.dtype != DType.BFLOAT16:
-        loading = (
-            "transformers decodes it to bfloat16 alone (seen in 5.23); load it with"
-            " `dtype=torch.bfloat16`"
+        # This `dtype` is an argument of transformers.
+        notes.append(
+            f"{dst}: {' and '.join(small)}: transformers decodes it to bfloat16 alone (seen in"
+            " 5.23); load it with `dtype=torch.bfloat16`"
         )
-        notes.append(f"{dst}: {' and '.join(small)}: {loading}")
     problem = describe_problems(vllm_problems_of(source, scheme_map.schemes, target))
     if problem:
         notes.append(f"{dst}: {problem}")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
         tied = source.config.tied_embeddings
         here_alone = source.config.run_by is not None
-        notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
+        problem = target.method.unread_embedding(tied=tied, here_alone=here_alone)
+        notes.append(Message(f"{dst}: ", problem))
     return scheme_map, notes
 
 
@@ -116,7 +124,9 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
                     path=path,
                     found=misfit.found,
                     expected=misfit.expected,
-                    hint="choose another scheme, or `keep` the linear as floats",
+                    hint=Message(
+                        "choose another scheme, or ", Option("keep"), " the linear as floats"
+                    ),
                 )
             continue
         reason = codec
@@ -126,12 +136,12 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
                 path=path,
                 found=f"{scheme} for '{module}'",
                 expected=reason.expected,
-                hint="leave `embedding` out",
+                hint=Message("leave ", Option("embedding"), " out"),
             )
         raise UnsupportedError(
             f"{target.name} does not hold {scheme}: {reason.problem}",
             path=path,
             found=f"{scheme} for '{module}'",
             expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
-            hint="choose another scheme, or `keep` the linear as floats",
+            hint=Message("choose another scheme, or ", Option("keep"), " the linear as floats"),
         )

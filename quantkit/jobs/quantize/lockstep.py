@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.architectures.topology import kept_unless_named
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
@@ -49,7 +50,7 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
             "GPTQ can solve no linear layer of this model",
             path=prepared.source.path,
             found=f"'{module}': {reason}",
-            hint='`method="rtn"` rounds them',
+            hint=Message(Option("method", value="rtn"), " rounds them"),
         )
     # A recipe that names such a module requests it explicitly: a note would not do.
     requested_by_name = []
@@ -63,7 +64,9 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
             f"GPTQ cannot solve '{module}', which the recipe names: {unsolved[module]}",
             path=prepared.source.path,
             found=f"{count} such linear{'s' * (count > 1)}",
-            hint='leave it out of the recipe; `method="rtn"` rounds it',
+            hint=Message(
+                "leave it out of the recipe; ", Option("method", value="rtn"), " rounds it"
+            ),
         )
     scheme_map = prepared.scheme_map.without(unsolved)
     return replace(prepared, scheme_map=scheme_map, survey=survey, notes=[*prepared.notes, *notes])

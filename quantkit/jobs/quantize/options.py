@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -58,7 +59,7 @@ METHODS = get_args(Method)
 
 SCHEMES = "Schemes"
 METHOD = "Method"
-CALIBRATION = 'Calibration, with `method="gptq"`'
+CALIBRATION = Message("Calibration, with ", Option("method", value="gptq"))
 REFINEMENT = "Refinement"
 CHECKS = "Checks"
 MODEL_CARD = "Model card"
@@ -174,8 +175,11 @@ class QuantizeOptions:
     )
     target_bits: float | None = option(
         SCHEMES,
-        "Instead of `scheme`: choose each linear's, for this average number of bits per weight,"
-        " such as 4.5.",
+        Message(
+            "Instead of ",
+            Option("scheme"),
+            ": choose each linear's, for this average number of bits per weight, such as 4.5.",
+        ),
         float,
         metavar="BITS",
     )
@@ -229,12 +233,21 @@ class QuantizeOptions:
         "How much calibration; `quantkit plan quantize` shows the time of each. Default: default.",
         choices=tuple(EFFORTS),
     )
-    thorough: bool = option(CALIBRATION, 'The same as `effort="thorough"`.', bool, default=False)
+    thorough: bool = option(
+        CALIBRATION,
+        Message("The same as ", Option("effort", value="thorough"), "."),
+        bool,
+        default=False,
+    )
     samples: int | None = option(
         CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int
     )
     length: int | None = option(
-        CALIBRATION, f"Tokens in each sample. Default: by `effort`, at most {MAX_LENGTH}.", int
+        CALIBRATION,
+        Message(
+            "Tokens in each sample. Default: by ", Option("effort"), f", at most {MAX_LENGTH}."
+        ),
+        int,
     )
     seed: int | None = option(
         CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int
@@ -252,10 +265,16 @@ class QuantizeOptions:
         REFINEMENT, "Then train the scales against SRC's logits.", bool, default=False
     )
     train_codes: bool = option(
-        REFINEMENT, "With `refine=True`, also train the codes.", bool, default=False
+        REFINEMENT,
+        Message("With ", Option("refine", value=True), ", also train the codes."),
+        bool,
+        default=False,
     )
     train_norms: bool = option(
-        REFINEMENT, "With `refine=True`, also train the weights of norms.", bool, default=False
+        REFINEMENT,
+        Message("With ", Option("refine", value=True), ", also train the weights of norms."),
+        bool,
+        default=False,
     )
     epochs: int | None = option(
         REFINEMENT, f"Passes over the samples in training. Default: {EPOCHS}.", int
@@ -277,7 +296,11 @@ class QuantizeOptions:
     )
     certify_text: str | Path | None = option(
         CHECKS,
-        "UTF-8 text for `certify_positions`. Default: some 5,000 tokens that ship with quantkit.",
+        Message(
+            "UTF-8 text for ",
+            Option("certify_positions"),
+            ". Default: some 5,000 tokens that ship with quantkit.",
+        ),
         "path",
         metavar="FILE",
     )
@@ -320,32 +343,43 @@ class QuantizeOptions:
         ):
             if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(
-                    f"`{name}` is none that a hub knows",
+                    Message(Option(name), " is none that a hub knows"),
                     found=format_value(value),
                     expected=expected,
                 )
         if self.via is not None and as_string("via", self.via) not in VIAS:
-            raise RequestError("unknown value of `via`", found=self.via, expected=" or ".join(VIAS))
+            raise RequestError(
+                Message("unknown value of ", Option("via")),
+                found=self.via,
+                expected=" or ".join(VIAS),
+            )
         if self.via is not None and self.tensors_only:
             raise RequestError(
-                "`via` and `tensors_only=True` exclude each other: then nothing runs the model"
+                Message(
+                    Option("via"),
+                    " and ",
+                    Option("tensors_only", value=True),
+                    " exclude each other: then nothing runs the model",
+                )
             )
         if self.tensors_only:
-            require_no_code(self.trust_remote_code, "`tensors_only=True`")
+            require_no_code(self.trust_remote_code, Message(Option("tensors_only", value=True)))
         elif self.via == "own":
-            require_no_code(self.trust_remote_code, '`via="own"`')
+            require_no_code(self.trust_remote_code, Message(Option("via", value="own")))
         if self.via == "transformers":
             self._check_transformers()
         types = tuple(Activations)
         if self.activations is not None and as_string("activations", self.activations) not in types:
             raise RequestError(
-                "unknown type of `activations`",
+                Message("unknown type of ", Option("activations")),
                 found=format_value(self.activations),
                 expected=" or ".join(Activations),
             )
         if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
             raise RequestError(
-                "unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES)
+                Message("unknown value of ", Option("kv_cache")),
+                found=self.kv_cache,
+                expected=" or ".join(KV_CACHES),
             )
         if len(self.targets) > 1:
             self._check_several()
@@ -355,7 +389,9 @@ class QuantizeOptions:
             raise RequestError(
                 f"{mix.name} is a mix of GGUF's types",
                 found=f"the format {formats[0]}",
-                hint='`to="gguf"`, or a destination whose name ends in .gguf',
+                hint=Message(
+                    Option("to", value="gguf"), ", or a destination whose name ends in .gguf"
+                ),
             )
         # Both properties raise errors of their own.
         _ = self.target, self.size
@@ -379,8 +415,10 @@ class QuantizeOptions:
         for target in self.targets:
             if target.name != NATIVE:
                 raise RequestError(
-                    f'`activations` does not go with `to="{target.name}"`',
-                    expected=f'`to="{NATIVE}"`',
+                    Message(
+                        Option("activations"), " does not go with ", Option("to", value=target.name)
+                    ),
+                    expected=Message(Option("to", value=NATIVE)),
                 )
         return replace(first_target, method=CompressedTensors(Activations(self.activations)))
 
@@ -406,14 +444,16 @@ class QuantizeOptions:
                 continue
             value = getattr(self, name)
             if value is not None and value is not False:
-                raise RequestError(f'`{name}` goes with `method="gptq"`')
+                raise RequestError(
+                    Message(Option(name), " goes with ", Option("method", value="gptq"))
+                )
 
     def _check_several(self) -> None:
         names = ", ".join(target.name for target in self.targets)
         for name in ("target_bits", "max_size"):
             if getattr(self, name) is not None:
                 raise RequestError(
-                    f"`{name}` goes with one format: sizes differ by format",
+                    Message(Option(name), " goes with one format: sizes differ by format"),
                     found=names,
                     hint=(
                         "choose the size in one, and convert its result to the others, with the"
@@ -421,7 +461,15 @@ class QuantizeOptions:
                     ),
                 )
         if self.tensors_only:
-            raise RequestError(f'`tensors_only=True` goes with `to="{NATIVE}"` alone', found=names)
+            raise RequestError(
+                Message(
+                    Option("tensors_only", value=True),
+                    " goes with ",
+                    Option("to", value=NATIVE),
+                    " alone",
+                ),
+                found=names,
+            )
 
     def _check_refinement(self) -> None:
         if self.epochs is not None:
@@ -429,33 +477,44 @@ class QuantizeOptions:
         if not self.refine:
             for name in ("train_codes", "train_norms", "epochs"):
                 if getattr(self, name):
-                    raise RequestError(f"`{name}` goes with `refine=True`")
+                    raise RequestError(
+                        Message(Option(name), " goes with ", Option("refine", value=True))
+                    )
             return
         excluded = {
-            "`tensors_only`": self.tensors_only,
-            '`via="transformers"`': self.via == "transformers",
-            "`lora`": self.lora,
-            "`dequantize`": self.dequantize,
-            "`certify_positions`": self.certify_positions,
-            "`kv_cache`": self.kv_cache,
-            '`if_exists="skip"`': self.if_exists == "skip",
+            Message(Option("tensors_only")): self.tensors_only,
+            Message(Option("via", value="transformers")): self.via == "transformers",
+            Message(Option("lora")): self.lora,
+            Message(Option("dequantize")): self.dequantize,
+            Message(Option("certify_positions")): self.certify_positions,
+            Message(Option("kv_cache")): self.kv_cache,
+            Message(Option("if_exists", value="skip")): self.if_exists == "skip",
             "several formats": len(self.targets) > 1,
-            '`method="rtn"`': self.method == "rtn",
+            Message(Option("method", value="rtn")): self.method == "rtn",
         }
         for name, requested in excluded.items():
             if requested:
                 raise RequestError(
-                    f"`refine=True` does not go with {name}",
+                    Message(Option("refine", value=True), f" does not go with {name}"),
                     hint="run `quantkit refine` on the result",
                 )
 
     def _check_transformers(self) -> None:
         for name in ("target_bits", "max_size", "certify_positions", "template"):
             if getattr(self, name) is not None:
-                raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
+                raise RequestError(
+                    Message(
+                        Option(name),
+                        " does not go with ",
+                        Option("via", value="transformers"),
+                        " yet",
+                    )
+                )
         if self.to not in (None, NATIVE):
             raise RequestError(
-                '`to` does not go with `via="transformers"` yet',
+                Message(
+                    Option("to"), " does not go with ", Option("via", value="transformers"), " yet"
+                ),
                 found=", ".join(target.name for target in self.targets),
                 expected=NATIVE,
             )
@@ -467,18 +526,26 @@ class QuantizeOptions:
             raise RequestError("unknown effort", found=self.effort, expected=" or ".join(EFFORTS))
         if self.thorough and self.effort not in (None, "thorough"):
             raise RequestError(
-                '`thorough=True` is `effort="thorough"`', found=f'`effort="{self.effort}"`'
+                Message(Option("thorough", value=True), " is ", Option("effort", value="thorough")),
+                found=Message(Option("effort", value=self.effort)),
             )
         if self.method == "rtn" and self.size is not None:
             raise RequestError(
-                "a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`'
+                "a size to fit goes with GPTQ",
+                found=Message(Option("method", value="rtn")),
+                expected=Message(Option("method", value="gptq")),
             )
         if self.method == "rtn":
             self.require_no_calibration()
         if self.imatrix is not None and self.method != "rtn":
             as_path("imatrix", self.imatrix)
             raise RequestError(
-                '`imatrix` goes with `method="rtn"`: GPTQ measures the inputs itself'
+                Message(
+                    Option("imatrix"),
+                    " goes with ",
+                    Option("method", value="rtn"),
+                    ": GPTQ measures the inputs itself",
+                )
             )
         is_texts = self.calibration is None or is_several(self.calibration)
         if isinstance(self.calibration, str) or not is_texts:
@@ -492,7 +559,9 @@ class QuantizeOptions:
         if self.text_column is not None:
             as_string("text_column", self.text_column)
             if self.calibration is None:
-                raise RequestError("`text_column` goes with `calibration`")
+                raise RequestError(
+                    Message(Option("text_column"), " goes with ", Option("calibration"))
+                )
         for name in ("samples", "length"):
             value = getattr(self, name)
             if value is not None:
@@ -505,7 +574,7 @@ class QuantizeOptions:
             is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
             if not is_number or not 0 <= memory < math.inf:
                 raise RequestError(
-                    "`activation_memory` is no number of bytes",
+                    Message(Option("activation_memory"), " is no number of bytes"),
                     found=format_value(memory),
                     expected="such as 4_000_000_000",
                 )

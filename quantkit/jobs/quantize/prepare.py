@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, linear_columns
 from quantkit.base.arguments import as_path, as_strings
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import command_words, find_option_fields
 from quantkit.base.progress import Progress
 from quantkit.bit_allocation.allocation import Allocation, units
@@ -330,8 +331,12 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += float_notes
     if options.tensors_only and target.name != NATIVE:
         raise RequestError(
-            f'`tensors_only=True` does not go with `to="{target.name}"`',
-            expected=f'`to="{NATIVE}"`',
+            Message(
+                Option("tensors_only", value=True),
+                " does not go with ",
+                Option("to", value=target.name),
+            ),
+            expected=Message(Option("to", value=NATIVE)),
         )
     if options.kv_cache is not None:
         require_kv_cache_run(source)
@@ -360,7 +365,13 @@ def prepare(options: QuantizeOptions) -> Prepared:
             why = "config.json names no code"
         else:
             why = "quantkit runs the model itself"
-        notes.append(f"{source.path}: `trust_remote_code=True` has no effect: {why}")
+        notes.append(
+            Message(
+                f"{source.path}: ",
+                Option("trust_remote_code", value=True),
+                f" has no effect: {why}",
+            )
+        )
     if not source.config.runnable:
         recurrent = kept_recurrent(source.config, scheme_map.schemes)
         if recurrent:
@@ -393,8 +404,11 @@ def prepare(options: QuantizeOptions) -> Prepared:
     )
     if options.imatrix is not None and not prepared.is_weighted:
         raise RequestError(
-            "`imatrix` would not be used: it weights errors of fewer than 8 bits, in models that"
-            " can be run",
+            Message(
+                Option("imatrix"),
+                " would not be used: it weights errors of fewer than 8 bits, in models that can be"
+                " run",
+            ),
             path=source.path,
         )
     return prepared
@@ -420,7 +434,12 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
                 "the folder's code is not run for a model that quantkit runs itself",
                 path=source.path,
                 found=file,
-                hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
+                hint=Message(
+                    Option("via", value="transformers"),
+                    " runs it; or leave ",
+                    Option("trust_remote_code"),
+                    " out",
+                ),
             )
     if source.config.run_by is not None:
         # The checks of the options raise an error for those that transformers does not serve.
@@ -457,8 +476,10 @@ def _as_floats(
             path=source.path,
             found=source_format,
             hint=(
-                f"start from the float model, or read this one as floats: {shlex.join(words)}"
-                " `dequantize=True`"
+                Message(
+                    f"start from the float model, or read this one as floats: {shlex.join(words)} ",
+                    Option("dequantize", value=True),
+                )
             ),
         )
     note = (
@@ -594,6 +615,9 @@ def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     if tokens >= width:
         return []
     return [
-        f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs; give more"
-        " `samples`"
+        Message(
+            f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs;"
+            " give more ",
+            Option("samples"),
+        )
     ]

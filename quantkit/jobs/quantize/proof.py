@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer
@@ -126,10 +127,10 @@ def with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
     problem = loading_problem(result.path, prepared.source.config.code)
     if problem is None:
         return prepared
-    remedy = "`quantkit convert` with `dequantize=True` makes a folder that it loads"
-    note = (
-        f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem});"
-        f" {remedy}"
+    note = Message(
+        f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem}); ",
+        Option("dequantize", value=True, job="convert"),
+        " makes a folder that it loads",
     )
     return replace(prepared, unread=problem, notes=[*prepared.notes, note])
 

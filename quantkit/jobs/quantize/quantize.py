@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.base.arguments import is_several, require_instance
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, skip_repeated_reports, without_phase
 from quantkit.calibration.data import Calibration
@@ -178,7 +179,8 @@ def _quantize_and_refine(
     """Quantize to a folder next to the output, and refine the model in it."""
     if options.group.size > 1:
         raise RequestError(
-            "`refine=True` is for one process", found=f"{options.group.size} processes"
+            Message(Option("refine", value=True), " is for one process"),
+            found=f"{options.group.size} processes",
         )
     require_buildable(prepared.dst, prepared.encoder, resume=options.resume)
     estimate = estimate_refined_quantization(prepared)

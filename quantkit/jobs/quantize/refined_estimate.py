@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.jobs.output.estimate import (
     Estimate,
@@ -35,7 +36,10 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
             trained[module] = (source.info(f"{module}.weight").shape, scheme)
     if not trained:
         raise RequestError(
-            "`refine=True` trains scales in floats of integer codes, and no linear gets such",
+            Message(
+                Option("refine", value=True),
+                " trains scales in floats of integer codes, and no linear gets such",
+            ),
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),
             expected="int4 or int8",
@@ -43,11 +47,15 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
     # Schemes of 8 bits are rounded by default.
     if settings is None:
         raise RequestError(
-            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by"
-            " default",
+            Message(
+                Option("refine", value=True),
+                " trains on the samples of GPTQ, and this scheme is rounded to nearest by default",
+            ),
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),
-            hint='add `method="gptq"`, or run `quantkit refine` on the result',
+            hint=Message(
+                "add ", Option("method", value="gptq"), ", or run `quantkit refine` on the result"
+            ),
         )
     estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
     cost = TrainingCost.of(

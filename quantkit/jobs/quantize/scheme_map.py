@@ -21,6 +21,7 @@ from quantkit.architectures.topology import (
 )
 from quantkit.base.arguments import as_strings
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
 from quantkit.formats.codecs.codec import Reason, codec_of
@@ -54,7 +55,8 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
     if options.head is not None:
         if isinstance(options.scheme, Recipe):
             raise RequestError(
-                "`head` does not go with a recipe", hint=f"name {_HEAD} among its overrides"
+                Message(Option("head"), " does not go with a recipe"),
+                hint=f"name {_HEAD} among its overrides",
             )
         recipe = _with_override(recipe, _HEAD, options.head)
     if options.embedding is not None:
@@ -62,11 +64,16 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
         for pattern in kept:
             if Override(pattern, None).matches(EMBEDDING):
                 raise RequestError(
-                    "`embedding` quantizes what `keep` leaves as floats",
+                    Message(
+                        Option("embedding"), " quantizes what ", Option("keep"), " leaves as floats"
+                    ),
                     found=f"{format_value(pattern)} matches '{EMBEDDING}'",
                     hint=(
-                        "leave `embedding` out, which keeps its floats then, or name the linear"
-                        " layers alone"
+                        Message(
+                            "leave ",
+                            Option("embedding"),
+                            " out, which keeps its floats then, or name the linear layers alone",
+                        )
                     ),
                 )
     # Of several overrides the last one counts, so that `keep` comes after all others.
@@ -104,7 +111,12 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
     # Callers without a type checker may pass anything.
     if not isinstance(scheme, str):
         raise RequestError(
-            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`",
+            Message(
+                f"give a scheme: {SPELLINGS}, or a Recipe; or a size: ",
+                Option("target_bits"),
+                " or ",
+                Option("max_size"),
+            ),
             found=format_value(scheme),
         )
     mix = mix_named(scheme)
@@ -464,7 +476,7 @@ def _embedding_scheme(
             f"lm_head is tied to the embedding{state}",
             found=f"{head.scheme} for {format_value(head.pattern)}",
             expected=str(scheme) if scheme else None,
-            hint=f'`embedding="{EMBEDDING_SCHEME}"` quantizes both',
+            hint=Message(Option("embedding", value=str(EMBEDDING_SCHEME)), " quantizes both"),
         )
     return scheme
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 
+from quantkit.base.messages import Message, Option
 from quantkit.calibration.settings import GptqSettings, sample_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
     if options.device is not None and usable_device(options.device).type != "cpu":
         raise RequestError(
             "models that transformers runs are quantized on the CPU",
-            found=f"`device={str(options.device)!r}`",
+            found=Message(Option("device", value=f"{str(options.device)!r}")),
         )
     return torch.device("cpu")
 
@@ -64,18 +65,18 @@ def gptq_settings(
             raise RequestError(
                 f"a size to fit needs a model that can be calibrated: {lack}",
                 path=source.path,
-                hint='give a scheme and `method="rtn"` instead',
+                hint=Message("give a scheme and ", Option("method", value="rtn"), " instead"),
             )
         raise RequestError(
             f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}",
             path=source.path,
-            hint='round it with `method="rtn"`',
+            hint=Message("round it with ", Option("method", value="rtn")),
         )
     if tokenizer is None:
         raise RequestError(
             "calibration needs a tokenizer, and the source has none",
             path=source.path,
-            hint='round it with `method="rtn"`',
+            hint=Message("round it with ", Option("method", value="rtn")),
         )
     return sample_settings(
         tokenizer,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, require_flags
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import COLUMN_HELP, TEXT_HELP, option
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.errors import RequestError
@@ -40,7 +41,9 @@ def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
     if match is None:
         raise RequestError(
-            "`mesh` is no shape", found=format_value(mesh), expected="DxM, such as 2x4"
+            Message(Option("mesh"), " is no shape"),
+            found=format_value(mesh),
+            expected="DxM, such as 2x4",
         )
     return int(match[1]), int(match[2])
 
@@ -142,7 +145,9 @@ class RefineOptions:
             else:
                 outputs = "neither"
             raise RequestError(
-                "give a destination or `delta`", found=outputs, expected="one of them"
+                Message("give a destination or ", Option("delta")),
+                found=outputs,
+                expected="one of them",
             )
         for name in ("batch", "epochs", "samples", "length"):
             value = getattr(self, name)
@@ -151,14 +156,27 @@ class RefineOptions:
         if self.seed is not None:
             as_seed("seed", self.seed)
         if self.text_column is not None and self.calibration is None:
-            raise RequestError("`text_column` goes with `calibration`")
+            raise RequestError(Message(Option("text_column"), " goes with ", Option("calibration")))
         if self.backend not in (None, XLA):
-            raise RequestError("unknown `backend`", found=format_value(self.backend), expected=XLA)
+            raise RequestError(
+                Message("unknown ", Option("backend")),
+                found=format_value(self.backend),
+                expected=XLA,
+            )
         if self.backend is not None and self.train_codes:
-            raise RequestError('`train_codes` does not go with `backend="xla"`')
+            raise RequestError(
+                Message(Option("train_codes"), " does not go with ", Option("backend", value="xla"))
+            )
         # JAX, not torch, chooses the devices of XLA.
         if self.backend is not None and self.device is not None:
-            raise RequestError('`device` does not go with `backend="xla"`, which has its own')
+            raise RequestError(
+                Message(
+                    Option("device"),
+                    " does not go with ",
+                    Option("backend", value="xla"),
+                    ", which has its own",
+                )
+            )
         # Raises an error for a mesh that is no shape.
         _ = self.mesh_shape
 

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from quantkit.base.arguments import require_instance
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.calibration.data import Calibration
@@ -129,13 +130,18 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     if options.backend is not None:
         if group.size > 1:
             raise RequestError(
-                '`backend="xla"` is for one process', found=f"{group.size} processes"
+                Message(Option("backend", value="xla"), " is for one process"),
+                found=f"{group.size} processes",
             )
         # The axis of the samples: each part gets as many of a step's samples.
         parts = (options.mesh_shape or (1, 1))[0]
         if options.step_samples % parts:
             raise RequestError(
-                "`batch` can't be divided among the parts of the samples in `mesh`",
+                Message(
+                    Option("batch"),
+                    " can't be divided among the parts of the samples in ",
+                    Option("mesh"),
+                ),
                 found=options.step_samples,
                 expected=f"a multiple of {parts}",
             )
@@ -147,7 +153,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     data, model = shape
     if data * model != group.size:
         raise RequestError(
-            "`mesh` has another number of processes than there are",
+            Message(Option("mesh"), " has another number of processes than there are"),
             found=f"{options.mesh} for {group.size}",
             hint="start as many with torchrun",
         )
@@ -155,10 +161,12 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     most = min(options.step_samples, samples - held_back(samples))
     # A process without samples would have nothing to do in a step.
     if data > most:
-        problem = "`mesh` has more processes for samples than a step has samples"
+        problem = Message(Option("mesh"), " has more processes for samples than a step has samples")
         raise RequestError(problem, found=data, expected=f"at most {most}")
     if group.size > 1 and planned.names.codes:
-        raise RequestError("`train_codes` is for one process", found=f"{group.size} processes")
+        raise RequestError(
+            Message(Option("train_codes"), " is for one process"), found=f"{group.size} processes"
+        )
     mesh = Mesh.of(group, shape)
     # Machines may have other copies of the models.
     for checkpoint in (planned.plan.work.source, planned.reference):
@@ -288,9 +296,11 @@ def check_result(
         planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate")
     )
     if not planned.options.accept_quality_loss:
-        remedy = (
-            "refine with more text or `train_codes=True`, or keep it with"
-            " `accept_quality_loss=True`"
+        remedy = Message(
+            "refine with more text or ",
+            Option("train_codes", value=True),
+            ", or keep it with ",
+            Option("accept_quality_loss", value=True),
         )
         require_passed(gate, planned.reference, result, planned.plan.dst, remedy=remedy)
     return gate

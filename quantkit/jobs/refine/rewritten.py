@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, NotRepresentableError, QuantkitError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runnable, schemes
 from quantkit.formats.codecs.codec import Reason
@@ -73,7 +74,9 @@ def plan_rewriting(
     require_runnable(source)
     if not schemes(source):
         raise RequestError(
-            "the source is not quantized", path=source.path, hint="quantize it with `refine=True`"
+            "the source is not quantized",
+            path=source.path,
+            hint=Message("quantize it with ", Option("refine", value=True)),
         )
     return plan
 
@@ -126,8 +129,10 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
                 found=encoded.found,
                 expected=encoded.expected,
                 hint=(
-                    "convert it to another format first: quantkit convert,"
-                    ' `to="compressed-tensors"`'
+                    Message(
+                        "convert it to another format first: quantkit convert, ",
+                        Option("to", value="compressed-tensors"),
+                    )
                 ),
             )
 
