@@ -37,7 +37,8 @@ from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
-from quantkit.evals.bench_result import Bench, BenchResult
+from quantkit.evals.bench_result import Bench
+from quantkit.evals.bench_results import BenchResult
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import parse_named_paths, short_names

@@ -128,19 +128,3 @@ class Bench:
 def _convert_rates(rates: Mapping[int, Rate], convert: Callable[[Rate], Any]) -> dict[int, Any]:
     """Apply a function to the rate of each length, batch or context."""
     return {key: convert(rate) for key, rate in rates.items()}
-
-
-class BenchResult(list[Bench]):
-    """The figures of each model, in order."""
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Collect what `Bench.to_json` returns for each model."""
-        return [model_bench.to_json() for model_bench in self]
-
-    def lines(self) -> list[str]:
-        """Write the tables as text."""
-        # That module imports this one.
-        from quantkit.evals.bench_report import build_tables
-        from quantkit.evals.table import render
-
-        return render(build_tables(self), "terminal")

@@ -29,9 +29,10 @@ from quantkit.calibration.documents import TextSource
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
+from quantkit.evals.evaluation import Evaluation
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import FIXED_WINDOW, Model, StateCache, open_models, streams
-from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
+from quantkit.evals.results import Row, TextFacts, TextMeasures
 from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.table import short_names
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from quantkit.errors import RequestError
 from quantkit.evals import optional
-from quantkit.evals.results import Evaluation, Row
+from quantkit.evals.results import EvaluationData, Row
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.figures import layer_errors, method_of, significant
 
@@ -49,7 +49,7 @@ class _Point(NamedTuple):
     mark: str
 
 
-def picture(evaluation: Evaluation, kind: str = "png") -> bytes:
+def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
     """Draw KL from the reference, or without one word perplexity, by bits per weight; below it the
     worst layers of up to three models that quantkit quantized by one method.
 
@@ -122,7 +122,7 @@ def _nothing_to_draw() -> RequestError:
     return RequestError("nothing to draw", expected=expected)
 
 
-def _collect_points(evaluation: Evaluation) -> list[_Point]:
+def _collect_points(evaluation: EvaluationData) -> list[_Point]:
     """Collect the models that differ from the reference or, without one, two models or more."""
     if evaluation.reference is None and len(evaluation.rows) < 2:
         return []
@@ -137,7 +137,7 @@ def _collect_points(evaluation: Evaluation) -> list[_Point]:
     return points
 
 
-def _draw_costs(axes: Any, evaluation: Evaluation, points: Sequence[_Point]) -> None:
+def _draw_costs(axes: Any, evaluation: EvaluationData, points: Sequence[_Point]) -> None:
     """Draw each model by its size, with one standard error to each side if it is known."""
     ticker = optional("matplotlib.ticker")
     lines = optional("matplotlib.lines")

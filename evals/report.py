@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jinja2
 
-from quantkit.evals.results import Evaluation, Row
+from quantkit.evals.results import EvaluationData, Row
 from quantkit.evals.table import NONE, Table, render
 from quantkit.evals.timing import NEW_TOKENS, PROMPT, RUNS
 from quantkit.quality.figures import Estimate, significant
@@ -42,9 +42,9 @@ _KEYS = {
 """Heads of columns for programs, where the usual ones have units or signs."""
 
 
-def render_markdown(evaluation: Evaluation) -> str:
+def render_markdown(evaluation: EvaluationData) -> str:
     """Write the whole report."""
-    lines = ["# Evaluation", ""]
+    lines = ["# EvaluationData", ""]
     lines += render(build_tables(evaluation), "markdown")
     lines += ["", "## How it was measured", ""]
     for line in method(evaluation):
@@ -54,7 +54,7 @@ def render_markdown(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def build_tables(evaluation: Evaluation) -> list[Table]:
+def build_tables(evaluation: EvaluationData) -> list[Table]:
     """Build a table for each text, a row per model, tasks and speed in the first; then those of
     divergence.
     """
@@ -79,7 +79,7 @@ def build_tables(evaluation: Evaluation) -> list[Table]:
     return tables
 
 
-def build_full_tables(evaluation: Evaluation) -> list[Table]:
+def build_full_tables(evaluation: EvaluationData) -> list[Table]:
     """Build a table for each text with all figures of the models; then one of means over the
     texts.
     """
@@ -108,7 +108,7 @@ def build_full_tables(evaluation: Evaluation) -> list[Table]:
     return tables
 
 
-def build_sheet(evaluation: Evaluation) -> Table:
+def build_sheet(evaluation: EvaluationData) -> Table:
     """Build one table of all figures for programs, with a row per text and model, and with shares
     as fractions.
     """
@@ -125,7 +125,7 @@ def build_sheet(evaluation: Evaluation) -> Table:
     return Table(None, head, rows)
 
 
-def _all_columns(evaluation: Evaluation, text: str | None) -> list[_Column]:
+def _all_columns(evaluation: EvaluationData, text: str | None) -> list[_Column]:
     """Choose the columns of a text for programs, with heads that are short and without units."""
     columns = [*_SIZE]
     if text is not None:
@@ -140,7 +140,7 @@ def _all_columns(evaluation: Evaluation, text: str | None) -> list[_Column]:
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
-def _describe_text(evaluation: Evaluation, text: str) -> str:
+def _describe_text(evaluation: EvaluationData, text: str) -> str:
     """Name a text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in evaluation.rows}
     extremes = sorted({min(counts), max(counts)})
@@ -155,7 +155,7 @@ def _text_columns(text: str) -> list[_Column]:
     ]
 
 
-def _build_divergence_table(evaluation: Evaluation, reference: str) -> Table:
+def _build_divergence_table(evaluation: EvaluationData, reference: str) -> Table:
     compared = evaluation.rows[1:]
     several = len(evaluation.texts) > 1
 
@@ -188,7 +188,7 @@ def _build_divergence_table(evaluation: Evaluation, reference: str) -> Table:
     return Table(title, head, rows)
 
 
-def _means(evaluation: Evaluation) -> list[tuple[str, ...]]:
+def _means(evaluation: EvaluationData) -> list[tuple[str, ...]]:
     """Build the rows of the divergence table for means over three texts or more."""
     rows: list[tuple[str, ...]] = []
     for row in evaluation.rows:
@@ -208,7 +208,9 @@ def _means(evaluation: Evaluation) -> list[tuple[str, ...]]:
     return rows
 
 
-def _divergence_columns(evaluation: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
+def _divergence_columns(
+    evaluation: EvaluationData, text: str, *, share: float = 100
+) -> list[_Column]:
     """Define the columns of models compared with the reference, whose own cells are empty. `share`
     is the value of all tokens in the column of top-1 agreement.
     """
@@ -251,7 +253,7 @@ def _divergence_columns(evaluation: Evaluation, text: str, *, share: float = 100
     ]
 
 
-def _task_and_speed_columns(evaluation: Evaluation) -> list[_Column]:
+def _task_and_speed_columns(evaluation: EvaluationData) -> list[_Column]:
     def score(task: str, row: Row) -> str:
         return str(row.tasks[task].estimate)
 
@@ -280,7 +282,7 @@ def _table(title: str | None, rows: Sequence[Row], columns: Sequence[_Column]) -
     return Table(title, tuple(head), table_rows)
 
 
-def method(evaluation: Evaluation) -> list[str]:
+def method(evaluation: EvaluationData) -> list[str]:
     """Describe the method in lines of Markdown: units, errors, BOS, windows, strides, hashes of
     texts, dtypes and backends.
     """
@@ -316,7 +318,7 @@ def method(evaluation: Evaluation) -> list[str]:
     return [line for line in text.split("\n") if line]
 
 
-def build_position_tables(evaluation: Evaluation) -> dict[str, Table]:
+def build_position_tables(evaluation: EvaluationData) -> dict[str, Table]:
     """Build a table for each text: a row per model and bucket, and one with the change of
     divergence with the position.
     """
@@ -326,7 +328,9 @@ def build_position_tables(evaluation: Evaluation) -> dict[str, Table]:
     return tables
 
 
-def _build_position_table(evaluation: Evaluation, text: str, length: int, windows: int) -> Table:
+def _build_position_table(
+    evaluation: EvaluationData, text: str, length: int, windows: int
+) -> Table:
     rows: list[tuple[str, ...]] = []
     for row in evaluation.rows:
         buckets_by_cache = row.texts[text].positions
@@ -360,7 +364,7 @@ def _build_position_table(evaluation: Evaluation, text: str, length: int, window
     return Table(title, ("model", "positions", "tokens", *heads), rows)
 
 
-def _position_columns(evaluation: Evaluation, text: str) -> list[_Column]:
+def _position_columns(evaluation: EvaluationData, text: str) -> list[_Column]:
     """Define columns for programs, for each bucket and cache of all texts; cells of a text without
     the bucket are empty.
     """
@@ -386,7 +390,7 @@ def _position_columns(evaluation: Evaluation, text: str) -> list[_Column]:
     return columns
 
 
-def _windows_by_position(evaluation: Evaluation) -> dict[str, tuple[int, int]]:
+def _windows_by_position(evaluation: EvaluationData) -> dict[str, tuple[int, int]]:
     """Find the windows' length and number, for each text measured by position."""
     windows = {}
     for text in evaluation.texts:

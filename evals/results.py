@@ -105,7 +105,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationData:
     """The figures of all models, the reference first if there is one.
 
     Attributes:
@@ -164,27 +164,6 @@ class Evaluation:
                 # A badly damaged model's figures can be infinite, which no chart can show.
                 if math.isfinite(cost.value):
                     yield text_index, row_index, cost
-
-    def lines(self) -> list[str]:
-        """Write the tables as text: models side by side, and their divergence from the
-        reference.
-        """
-        # The report module imports this one.
-        from quantkit.evals.report import build_tables
-        from quantkit.evals.table import render
-
-        return render(build_tables(self), "terminal")
-
-    def to_html(self) -> str:
-        """Write a page that needs nothing else: tables, charts, and texts with their tokens
-        coloured by divergence.
-
-        The texts are included only if `evaluate` was called with `details` and a reference.
-        """
-        # The page module imports this one.
-        from quantkit.evals.html.page import page
-
-        return page(self)
 
     def over_texts(self, row: Row) -> OverTexts | None:
         """Compute means over the texts; None for fewer than three texts, and for the reference."""

@@ -7,9 +7,9 @@ from quantkit.doctor.findings import Diagnosis as Diagnosis
 from quantkit.evals.bench import BenchModel as BenchModel
 from quantkit.evals.bench import bench as bench
 from quantkit.evals.bench_result import Bench as Bench
-from quantkit.evals.bench_result import BenchResult as BenchResult
+from quantkit.evals.bench_results import BenchResult as BenchResult
 from quantkit.evals.evaluate import evaluate as evaluate
-from quantkit.evals.results import Evaluation as Evaluation
+from quantkit.evals.evaluation import Evaluation as Evaluation
 from quantkit.formats.detect import open_checkpoint as open_checkpoint
 from quantkit.jobs import plan as plan
 from quantkit.jobs.convert.convert import convert as convert

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from quantkit.evals.html.heatmap import round_up
 from quantkit.evals.plot import Box, place_label
-from quantkit.evals.results import Evaluation
+from quantkit.evals.results import EvaluationData
 from quantkit.quality.positions import FLOAT, PositionDivergence
 
 HEIGHT = 300
@@ -289,7 +289,7 @@ class _Point(NamedTuple):
         return max(self.cost - self.error, 0.1 * self.cost), self.cost + self.error
 
 
-def cost_chart(evaluation: Evaluation) -> Chart | None:
+def cost_chart(evaluation: EvaluationData) -> Chart | None:
     """Draw the divergence from the reference, or without one the perplexity, by model size; None
     without two models to compare.
     """
@@ -311,7 +311,7 @@ def cost_chart(evaluation: Evaluation) -> Chart | None:
     return chart
 
 
-def _points(evaluation: Evaluation) -> Iterator[_Point]:
+def _points(evaluation: EvaluationData) -> Iterator[_Point]:
     texts = list(evaluation.texts)
     for number, index, cost in evaluation.costs():
         row = evaluation.rows[index]
@@ -323,7 +323,9 @@ def _mark(text: int) -> str:
     return _TEXT_MARKS[text % len(_TEXT_MARKS)]
 
 
-def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point], cost: str) -> None:
+def _draw_points(
+    drawing: Drawing, evaluation: EvaluationData, points: list[_Point], cost: str
+) -> None:
     sizes = []
     bar_ends: list[float] = []
     for point in points:
@@ -379,7 +381,7 @@ class Line(NamedTuple):
     buckets: Sequence[PositionDivergence]
 
 
-def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
+def position_lines(evaluation: EvaluationData, text: str) -> list[Line]:
     """Collect the divergence by position, with both caches if it was requested; otherwise over the
     windows of the other figures.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quantkit.architectures.names import CANONICAL
-from quantkit.evals.results import Evaluation, Row
+from quantkit.evals.results import EvaluationData, Row
 from quantkit.quality.figures import significant
 
 STEPS = 8
@@ -123,7 +123,7 @@ class HeatMap:
         return self.layers <= _MAX_LAYERS_WITH_DIGITS
 
 
-def comparable(evaluation: Evaluation) -> bool:
+def comparable(evaluation: EvaluationData) -> bool:
     """Check whether errors of all models can be compared.
 
     GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights
@@ -133,7 +133,7 @@ def comparable(evaluation: Evaluation) -> bool:
     return evaluation.layer_error == "output_error" or len(methods) == 1
 
 
-def heat_maps(evaluation: Evaluation) -> list[HeatMap]:
+def heat_maps(evaluation: EvaluationData) -> list[HeatMap]:
     """Build a map for each model whose manifest has errors."""
     rows = []
     errors: list[float] = []

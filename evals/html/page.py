@@ -21,14 +21,14 @@ from quantkit.evals.html.charts import (
 from quantkit.evals.html.heatmap import comparable, heat_maps
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
 from quantkit.evals.report import build_full_tables, build_position_tables, method
-from quantkit.evals.results import Evaluation, Row
+from quantkit.evals.results import EvaluationData, Row
 from quantkit.evals.table import columns_to_right
 from quantkit.quality.figures import Estimate, significant
 
 _FOLDER = Path(__file__).parent
 
 
-def page(evaluation: Evaluation) -> str:
+def page(evaluation: EvaluationData) -> str:
     """Render the page as one file that loads nothing."""
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
@@ -72,7 +72,7 @@ def page(evaluation: Evaluation) -> str:
     return html.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
+def _charts(evaluation: EvaluationData) -> Iterator[tuple[str, str, Chart]]:
     """Draw the charts, each with its title and note."""
     chart = cost_chart(evaluation)
     if chart is not None:
@@ -95,7 +95,7 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
             )
 
 
-def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
+def headline(evaluation: EvaluationData) -> tuple[str, str | None, list[str]]:
     """Write the title, the sentence below it where there is a reference, and a sentence for each
     of the other models.
     """
@@ -117,7 +117,7 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     return title, f"{lead}.", other_summaries
 
 
-def main_model(evaluation: Evaluation) -> Row:
+def main_model(evaluation: EvaluationData) -> Row:
     """Choose the model that diverges least from the reference; if several do, or there is no
     reference, the smallest.
     """
@@ -136,13 +136,13 @@ def main_model(evaluation: Evaluation) -> Row:
     return min(_select_compared_rows(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
 
 
-def _select_compared_rows(evaluation: Evaluation) -> list[Row]:
+def _select_compared_rows(evaluation: EvaluationData) -> list[Row]:
     if evaluation.reference is None:
         return evaluation.rows
     return evaluation.rows[1:]
 
 
-def _summary(evaluation: Evaluation, row: Row) -> str:
+def _summary(evaluation: EvaluationData, row: Row) -> str:
     if evaluation.reference is None:
         perplexities = []
         for text in evaluation.texts:
@@ -168,7 +168,7 @@ def _size(row: Row) -> str:
     return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight"
 
 
-def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list[Estimate]]:
+def _divergences(evaluation: EvaluationData, row: Row) -> tuple[list[Estimate], list[Estimate]]:
     """Collect KL and top-1 agreement on each text, or their means where there are three texts or
     more.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from quantkit.evals.html.heatmap import ColorScale, log_scale
-from quantkit.evals.results import Evaluation
+from quantkit.evals.results import EvaluationData
 from quantkit.evals.samples import Guess, TextSample
 from quantkit.evals.table import Table
 from quantkit.quality.figures import significant
@@ -21,7 +21,7 @@ _NUM_WORST = 10
 _CONTEXT = 6
 
 
-def token_scale(evaluation: Evaluation) -> ColorScale:
+def token_scale(evaluation: EvaluationData) -> ColorScale:
     """Build the color scale of all tokens of a page."""
     kls = []
     for details in evaluation.details.values():
@@ -33,7 +33,7 @@ def token_scale(evaluation: Evaluation) -> ColorScale:
     return log_scale(kls)
 
 
-def script_data(evaluation: Evaluation) -> str:
+def script_data(evaluation: EvaluationData) -> str:
     """Write the tokens and predictions as JSON that is safe within a ``script`` element.
 
     A prediction is a flat list: five times a token and its probability in thousandths, then the
@@ -89,7 +89,7 @@ def script_data(evaluation: Evaluation) -> str:
     return encoded
 
 
-def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
+def worst_tokens(evaluation: EvaluationData, text: str, model: str) -> Table:
     """List the tokens where a model diverges most: for print, and for readers who cannot point at a
     token.
     """

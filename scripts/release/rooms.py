@@ -152,19 +152,19 @@ ROOMS = (
 
 # Packages and modules that may import less than their level allows.
 ONLY = {
-    "quantkit.architectures": {"errors", "base", "architectures"},
-    "quantkit.tensors": {"errors", "base", "tensors"},
-    "quantkit.text": {"errors", "base", "text", "files"},
-    "quantkit.kernels": {"errors", "base", "tensors", "kernels"},
+    "quantkit.architectures": {"errors", "base", "base.messages", "architectures"},
+    "quantkit.tensors": {"errors", "base", "base.messages", "tensors"},
+    "quantkit.text": {"errors", "base", "base.messages", "text", "files"},
+    "quantkit.kernels": {"errors", "base", "base.messages", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
     "quantkit.model.decoder": {"architectures", "distributed", "model"},
     "quantkit.model.attention": {"model", "tensors"},
     "quantkit.model.cache": {"architectures", "tensors"},
     "quantkit.model.rope": {"architectures"},
     "quantkit.base.messages": {"base.messages"},
-    "quantkit.base.json_values": {"errors", "base"},
-    "quantkit.base.arguments": {"errors", "base"},
-    "quantkit.base.patterns": {"errors", "base"},
+    "quantkit.base.json_values": {"errors", "base", "base.messages"},
+    "quantkit.base.arguments": {"errors", "base", "base.messages"},
+    "quantkit.base.patterns": {"errors", "base", "base.messages"},
 }
 
 _BEGIN, _END = "<!-- rooms -->\n", "<!-- /rooms -->"

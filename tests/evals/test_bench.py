@@ -27,7 +27,8 @@ from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import BenchArguments, BenchModel, _measure, bench, require_room
 from quantkit.evals.bench_report import picture
-from quantkit.evals.bench_result import Bench, BenchResult
+from quantkit.evals.bench_result import Bench
+from quantkit.evals.bench_results import BenchResult
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate

@@ -20,12 +20,12 @@ import quantkit
 from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
+from quantkit.evals.evaluation import Evaluation
 from quantkit.evals.html.charts import Axis, Line, axis_range, position_chart, tick_label
 from quantkit.evals.html.heatmap import STEPS, error_scale, heat_maps, log_scale
 from quantkit.evals.html.page import headline
 from quantkit.evals.html.tokens import in_list, in_text
 from quantkit.evals.report import build_full_tables, build_tables
-from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import LIKELIEST, SAMPLE_TOKENS, Predictions, TextSample
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.measures import NOT_SCORED, compare, text_windows

@@ -20,10 +20,10 @@ from quantkit.cli.files import Outputs
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.evals.evaluate import evaluate
+from quantkit.evals.evaluation import Evaluation
 from quantkit.evals.models import open_models
 from quantkit.evals.plot import picture
 from quantkit.evals.report import build_sheet, build_tables, method, render_markdown
-from quantkit.evals.results import Evaluation
 from quantkit.evals.table import render
 from quantkit.evals.texts import DocumentScore
 from quantkit.files.source import SourceFile

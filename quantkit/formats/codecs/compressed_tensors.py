@@ -262,17 +262,17 @@ class CompressedTensors(QuantMethod):
             )
         if tied:
             return Message(
-                "no other reader of compressed-tensors loads a quantized embedding that is the head too"
-                " (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and"
-                " mlx-lm theirs (",
+                "no other reader of compressed-tensors loads a quantized embedding that is the head"
+                " too (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp"
+                " and mlx-lm theirs (",
                 Option("to"),
                 ")",
             )
         if self.form(_INT8) == _INT:
             return _VLLM_EMBEDDING
         return Message(
-            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs;"
-            " quantkit does, and transformers that of ",
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on"
+            " CPUs; quantkit does, and transformers that of ",
             Option("to", value=_INT),
         )
 

@@ -118,8 +118,8 @@ class Estimate:
         if self.source_check_tokens:
             out.append(
                 Message(
-                    f"first: the source model is checked on {self.source_check_tokens} tokens of text;"
-                    " see ",
+                    f"first: the source model is checked on {self.source_check_tokens} tokens of"
+                    " text; see ",
                     Option("source_check"),
                 )
             )
