@@ -26,20 +26,20 @@ class Syntax(Protocol):
     marks: tuple[str, ...]
 
     def start(self, text: str) -> int | None:
-        """Return where the JSON value begins in the text after `opens`; None if that is not known
+        """Find where the JSON value begins in the text after `opens`; None if that is not known
         yet, -1 if there is none.
         """
         ...
 
     def calls(self, head: str, value: str) -> list[Call] | None:
-        """Return the calls in a JSON value, with the text before it; None if it is something
-        else.
+        """Parse the calls in a JSON value, with the text before it; None if the value is not a
+        call.
         """
         ...
 
 
 class _Scan:
-    """Finds the end of a JSON object or list, of which it gets part after part."""
+    """Finds the end of a JSON object or list that arrives in parts."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -47,7 +47,9 @@ class _Scan:
         self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """Return the place after the value's last bracket; None if more has to come."""
+        """Find the place after the value's last bracket; None if the value continues."""
+        # Only strings and the depth are tracked, not the grammar of JSON: `Syntax.calls` parses the
+        # complete value, and what it cannot parse becomes content.
         for place, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -68,8 +70,8 @@ class _Scan:
 class CallParser:
     """A `Parser` of content and calls.
 
-    Text that is no call of a known tool stays content, also one that ends before it is whole. Space
-    before and after calls is dropped.
+    Text that is no call of a known tool stays content, also a call that ends before it is complete.
+    Space before and after calls is dropped.
     """
 
     def __init__(self, syntax: Syntax, names: Collection[str], *, parallel: bool = True) -> None:
@@ -83,32 +85,44 @@ class CallParser:
         self._started = False
         self._called = False
         self._closed = False
-        # Text that is not read.
+        # Text that no state has consumed yet.
         self._buffer = ""
-        # What may become a call: `opens`, the text before the value, and parts of the value.
+        # What may become a call: `opens`, the text before the value, and parts of the value. The
+        # parser keeps it because it is emitted as content if it turns out to be no call.
         self._raw: list[str] = []
         self._scan = _Scan()
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
-        result: list[Piece] = []
-        read = {"text": self._text, "head": self._head, "value": self._value, "after": self._after}
-        while read[self._state](result):
+        pieces: list[Piece] = []
+        readers = {
+            "text": self._text,
+            "head": self._head,
+            "value": self._value,
+            "after": self._after,
+        }
+        while readers[self._state](pieces):
             pass
-        return result
+        return pieces
 
     def close(self) -> list[Piece]:
-        left = "".join(self._raw) + ("" if self._state == "after" else self._buffer)
+        unread = "".join(self._raw)
+        # After a call, the buffer contains at most an incomplete mark that closes or separates
+        # calls.
+        if self._state != "after":
+            unread += self._buffer
         self._raw = []
         self._buffer = ""
-        if self._called and not left.strip():
+        if self._called and not unread.strip():
             return []
-        return [Piece(left)] if left else []
+        return [Piece(unread)] if unread else []
 
-    # Each of these reads what it can of the buffer; whether the next state may read on.
+    # Each state's method consumes what it can of the buffer. It returns True if the next state may
+    # continue with the buffer, and False if more text is needed.
 
     def _text(self, pieces: list[Piece]) -> bool:
         opens = self._syntax.opens
+        # A bare call is possible only at the beginning of the answer; later braces are content.
         if not self._started:
             start = self._buffer.lstrip()
             if self._syntax.bare and start.startswith("{"):
@@ -121,13 +135,12 @@ class CallParser:
         place = self._buffer.find(opens)
         if place >= 0:
             self._emit(self._buffer[:place].rstrip(), pieces)
-            self._raw, self._buffer = (
-                [self._buffer[place : place + len(opens)]],
-                self._buffer[place + len(opens) :],
-            )
+            self._raw = [opens]
+            self._buffer = self._buffer[place + len(opens) :]
             self._state = "head"
             self._started = True
             return True
+        # The end of the buffer may be the beginning of `opens`, so it is not emitted yet.
         count = count_held_back(self._buffer, [opens])
         self._started = True
         self._emit(self._buffer[: len(self._buffer) - count], pieces)
@@ -141,7 +154,9 @@ class CallParser:
         if place < 0:
             return self._give_up(pieces)
         self._raw += [self._buffer[:place], ""]
-        self._buffer, self._state, self._scan = self._buffer[place:], "value", _Scan()
+        self._buffer = self._buffer[place:]
+        self._state = "value"
+        self._scan = _Scan()
         return True
 
     def _value(self, pieces: list[Piece]) -> bool:
@@ -149,14 +164,13 @@ class CallParser:
         self._raw.append(self._buffer[:end])
         if end is None:
             self._buffer = ""
-        else:
-            self._buffer = self._buffer[end:]
-        if end is None:
             return False
+        self._buffer = self._buffer[end:]
         calls = self._syntax.calls(self._raw[1], "".join(self._raw[2:]))
-        if not calls or not all(call.name in self._names for call in calls):
+        if not calls or not self._names.issuperset(call.name for call in calls):
             return self._give_up(pieces)
         for call in calls:
+            # Without `parallel`, further calls are dropped, and their text does not become content.
             if self._parallel or not self._called:
                 pieces.append(Piece(call=call))
             self._called = True
@@ -176,15 +190,17 @@ class CallParser:
                 self._buffer = self._buffer[len(closes) :]
                 self._closed = True
                 return True
+            # The buffer is an incomplete closing mark.
             if closes.startswith(self._buffer):
                 return False
         if separator is not None:
-            rest = self._buffer.removeprefix(separator).lstrip()
-            if not rest:
+            next_value = self._buffer.removeprefix(separator).lstrip()
+            if not next_value:
                 return False
-            if rest.startswith("{"):
+            if next_value.startswith("{"):
+                # Calls after a separator have no `opens`.
                 self._raw = [""]
-                self._buffer = rest
+                self._buffer = next_value
                 self._state = "head"
                 return True
         self._state = "text"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quantkit.answers.calls import CallParser
@@ -32,35 +32,38 @@ class AnswerForm:
     reasoning: Reasoning | None = None
 
     def parser(self) -> Parser:
-        """Return a parser for one answer."""
-        rest: Parser = Plain()
+        """Create a parser for one answer."""
+        answer_parser: Parser = Plain()
         if self.syntax is not None:
-            rest = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
+            answer_parser = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
         if self.reasoning is None:
-            return rest
-        return ReasoningParser(rest, self.reasoning.opened)
+            return answer_parser
+        return ReasoningParser(answer_parser, self.reasoning.opened)
 
     def find_hidden_marks(self, tokenizer: Tokenizer) -> dict[int, str]:
-        """Special tokens that the parser has to see, and that texts of tokens do not show."""
+        """Find the special tokens that the parser has to see, and that decoding omits."""
         if self.reasoning is not None:
             marks = [OPENS, CLOSES]
         else:
             marks = []
         if self.syntax is not None:
             marks += SYNTAXES[self.syntax]().marks
-        known = tokenizer.special_tokens or {}
-        result: dict[int, str] = {}
+        special_tokens = tokenizer.special_tokens or {}
+        hidden_marks: dict[int, str] = {}
         for mark in marks:
-            if mark in known and not tokenizer.decode([known[mark]]):
-                result[known[mark]] = mark
-        return result
+            if mark in special_tokens and not tokenizer.decode([special_tokens[mark]]):
+                hidden_marks[special_tokens[mark]] = mark
+        return hidden_marks
 
     def reasoning_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many of an answer's tokens are reasoning, with those that begin and end it."""
-        if self.reasoning is None or not (
-            self.reasoning.opened or self.reasoning.begin in tokens[:4]
-        ):
+        """Count the tokens of an answer that are reasoning, with those that begin and end it."""
+        if self.reasoning is None:
             return 0
+        # Tokens of white space may precede <think>.
+        begins_with_reasoning = self.reasoning.opened or self.reasoning.begin in tokens[:4]
+        if not begins_with_reasoning:
+            return 0
+        # An answer that was cut off within its reasoning has no end token.
         if self.reasoning.end in tokens:
             return tokens.index(self.reasoning.end) + 1
         return len(tokens)
@@ -68,34 +71,34 @@ class AnswerForm:
 
 @dataclass
 class Parts:
-    """An answer, put together."""
+    """An answer, assembled from its pieces."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Sequence[Piece]) -> None:
-        """Append more of it."""
+        """Append pieces to the content, the reasoning and the calls."""
         for piece in pieces:
             self.content += piece.content
             self.reasoning += piece.reasoning
             if piece.call is not None:
-                self.calls += [piece.call]
-            else:
-                self.calls += []
+                self.calls.append(piece.call)
 
 
 def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
-    """Return the grammar of the answers that tools allow; None if that is any text. Raises
+    """Write the grammar of the answers that tools allow; None if that is any text. Raises
     `RequestError` as `Tools.grammar`.
     """
-    hidden: Mapping[str, int] = {
-        mark: token for token, mark in AnswerForm(syntax).find_hidden_marks(tokenizer).items()
-    }
+    token_of_mark: dict[str, int] = {}
+    for token, mark in AnswerForm(syntax).find_hidden_marks(tokenizer).items():
+        token_of_mark[mark] = token
 
     def spell_mark(mark: str) -> str:
-        if mark in hidden:
-            return f"<[{hidden[mark]}]>"
+        # A special token has no text that a grammar could match, so llguidance's syntax for token
+        # ids spells it.
+        if mark in token_of_mark:
+            return f"<[{token_of_mark[mark]}]>"
         return json.dumps(mark)
 
     return tools.grammar(syntax, spell_mark)

@@ -25,16 +25,16 @@ class Piece:
 
 
 class Parser(Protocol):
-    """Splits a text that comes in parts; the same text gives the same pieces, put together, in
-    whatever parts.
+    """Splits a text that arrives in parts. The assembled pieces do not depend on how the text is
+    divided into parts.
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that are known with more text."""
+        """Read more text and return the pieces that it completes."""
         ...
 
     def close(self) -> list[Piece]:
-        """Return what is left at the end of the text."""
+        """End the text and return the remaining pieces."""
         ...
 
 
@@ -49,16 +49,21 @@ class Plain:
 
 
 def count_partial_mark(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
-    longest = min(max((len(mark) for mark in marks), default=0) - 1, len(text))
-    found = (
-        count
-        for count in range(longest, 0, -1)
-        if any(mark.startswith(text[-count:]) for mark in marks)
-    )
-    return next(found, 0)
+    """Count the characters at the end of a text that may be the beginning of a mark."""
+    # A complete mark is not partial, hence one less than its length.
+    longest_mark = max(map(len, marks), default=0)
+    longest_part = min(longest_mark - 1, len(text))
+    for count in range(longest_part, 0, -1):
+        ending = text[-count:]
+        if any(mark.startswith(ending) for mark in marks):
+            return count
+    return 0
 
 
 def count_held_back(text: str, marks: Sequence[str]) -> int:
-    """Return the same, together with the space before it, or at the end of the text."""
-    return len(text) - len(text[: len(text) - count_partial_mark(text, marks)].rstrip())
+    """Count the characters at the end of a text that may be the beginning of a mark, together with
+    the space before it, or at the end of the text.
+    """
+    # Space before a mark is dropped, so it cannot be emitted before the mark is known.
+    before_mark = text[: len(text) - count_partial_mark(text, marks)]
+    return len(text) - len(before_mark.rstrip())

@@ -14,17 +14,16 @@ CLOSES = "</think>"
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
-    """Return how the answer to a prompt may begin with reasoning; None if the vocabulary has no
-    tokens for that, or the prompt itself has closed it, as templates do where none is wanted.
+    """Determine how the answer to a prompt may begin with reasoning; None if the vocabulary has no
+    tokens for reasoning, or the prompt has closed it, as templates do to disable reasoning.
     """
-    known = tokenizer.special_tokens or {}
-    if OPENS not in known or CLOSES not in known:
+    special_tokens = tokenizer.special_tokens or {}
+    if OPENS not in special_tokens or CLOSES not in special_tokens:
         return None
-    begin = known[OPENS]
-    end = known[CLOSES]
-    last = next(
-        (place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (begin, end)), None
-    )
+    begin = special_tokens[OPENS]
+    end = special_tokens[CLOSES]
+    last = _find_last(prompt, (begin, end))
+    # Marks that other text follows belong to earlier messages.
     if last is None or tokenizer.decode(prompt[last + 1 :], specials=True).strip():
         return Reasoning(begin, end, opened=False)
     if prompt[last] == begin:
@@ -32,12 +31,21 @@ def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | Non
     return None
 
 
+def _find_last(prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """Find the last place in a prompt that contains one of the tokens; None if there is none."""
+    for place in reversed(range(len(prompt))):
+        if prompt[place] in tokens:
+            return place
+    return None
+
+
 @dataclass
 class ReasoningParser:
-    """A `Parser` of reasoning, and of what follows by another one. Space around the reasoning is
-    dropped.
+    """A `Parser` of reasoning, which passes the text after it to another parser. Space around the
+    reasoning is dropped.
 
     Attributes:
+        answer_parser: reads the text after the reasoning.
         opened: whether the text begins within the reasoning; otherwise with ``<think>``, or without
             reasoning.
     """
@@ -51,32 +59,33 @@ class ReasoningParser:
         else:
             self._state = "start"
         self._buffer = ""
+        # Only white space has been read of the reasoning.
         self._blank = True
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
-        result: list[Piece] = []
+        pieces: list[Piece] = []
         if self._state == "start":
             start = self._buffer.lstrip()
             if start.startswith(OPENS):
-                self._state, self._buffer = "reasoning", start[len(OPENS) :]
+                self._state = "reasoning"
+                self._buffer = start[len(OPENS) :]
+            # The mark may arrive in parts.
             elif OPENS.startswith(start):
                 return []
             else:
                 self._state = "content"
         if self._state == "reasoning":
-            result += self._reasoning()
+            pieces += self._reasoning()
         if self._state == "after":
             self._buffer = self._buffer.lstrip()
             if self._buffer:
                 self._state = "content"
-            else:
-                self._state = "after"
         if self._state == "content":
             text = self._buffer
             self._buffer = ""
-            result += self.answer_parser.feed(text)
-        return result
+            pieces += self.answer_parser.feed(text)
+        return pieces
 
     def _reasoning(self) -> list[Piece]:
         place = self._buffer.find(CLOSES)
@@ -85,6 +94,7 @@ class ReasoningParser:
             self._buffer = self._buffer[place + len(CLOSES) :]
             self._state = "after"
         else:
+            # The end of the buffer may be the beginning of the mark, or space before it.
             place = len(self._buffer) - count_held_back(self._buffer, [CLOSES])
             text = self._buffer[:place]
             self._buffer = self._buffer[place:]
@@ -96,17 +106,18 @@ class ReasoningParser:
         return []
 
     def close(self) -> list[Piece]:
-        left = self._buffer
+        unread = self._buffer
         self._buffer = ""
         if self._state == "reasoning":
             if self._blank:
-                text = left.strip()
+                text = unread.strip()
             else:
-                text = left.rstrip()
+                text = unread.rstrip()
             if text:
                 return [Piece(reasoning=text)]
             return []
-        return [
-            *(self.answer_parser.feed(left) if left and self._state == "start" else []),
-            *self.answer_parser.close(),
-        ]
+        pieces: list[Piece] = []
+        # An answer that ends within an incomplete <think> is content.
+        if unread and self._state == "start":
+            pieces += self.answer_parser.feed(unread)
+        return pieces + self.answer_parser.close()

@@ -11,6 +11,7 @@ from quantkit.answers.calls import Syntax
 from quantkit.answers.pieces import Call
 from quantkit.base.json_values import MAX_DEPTH, depth
 
+# The longest text between Mistral's mark and the arguments in which a call is still expected.
 _MAX_HEAD = 200
 
 
@@ -61,30 +62,37 @@ class Mistral:
     )
 
     def start(self, text: str) -> int | None:
-        if (place := _first(text, "[")) != -1:
-            return place
-        place = text.find("{")
-        possible = "\n" not in text.strip() and len(text) <= _MAX_HEAD
-        if place < 0:
-            return -1 if not possible else None
-        if self._head.fullmatch(text[:place]):
-            return place
+        list_start = _first(text, "[")
+        if list_start != -1:
+            return list_start
+        object_start = text.find("{")
+        if object_start < 0:
+            # Text that cannot be a name and an id is content, so that a stream does not wait for an
+            # object that never comes.
+            may_be_head = "\n" not in text.strip() and len(text) <= _MAX_HEAD
+            return None if may_be_head else -1
+        if self._head.fullmatch(text[:object_start]):
+            return object_start
         return -1
 
     def calls(self, head: str, value: str) -> list[Call] | None:
+        # NAME[ARGS]{...}: the head contains the name.
         if value.startswith("{"):
             match = self._head.fullmatch(head)
             arguments = _load_json(value)
             if match is None or not isinstance(arguments, dict):
                 return None
             return [Call(match[1], _json(arguments))]
-        listed = _load_json(value)
-        if head.strip() or not isinstance(listed, list) or not listed:
+        items = _load_json(value)
+        if head.strip() or not isinstance(items, list) or not items:
             return None
-        calls = [_parse_call(one, "arguments") for one in listed]
-        if None in calls:
-            return None
-        return [call for one in calls if one is not None for call in one]
+        calls: list[Call] = []
+        for item in items:
+            item_calls = _parse_call(item, "arguments")
+            if item_calls is None:
+                return None
+            calls += item_calls
+        return calls
 
 
 SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
@@ -97,10 +105,11 @@ SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
 
 
 def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
-    """Return the name of the syntax in which a model calls tools, by its chat template and its
-    special tokens; None if it is none of these.
+    """Recognize the syntax in which a model calls tools, by its chat template and its special
+    tokens; None if quantkit does not support it.
     """
     if "<tool_call>" in template:
+        # Some templates use the mark for calls that are not JSON: <function=NAME> or <arg_key>.
         if "<function=" in template or "<arg_key>" in template:
             return None
         return "hermes"
@@ -108,15 +117,16 @@ def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
         if "[ARGS]" in template:
             return "mistral_args"
         return "mistral"
-    named = "<|python_tag|>" in template or "<|python_tag|>" in tokens
-    if named and '"parameters"' in template:
+    # A template need not contain the tag that its model writes, so the vocabulary counts too.
+    has_python_tag = "<|python_tag|>" in template or "<|python_tag|>" in tokens
+    if has_python_tag and '"parameters"' in template:
         return "llama3"
     return None
 
 
 def _first(text: str, bracket: str) -> int | None:
-    """Return where a bracket is that only space is before; None if there is nothing else yet, -1 if
-    something else is.
+    """Find a bracket that only space precedes; None if there is only space yet, -1 if the text
+    begins with something else.
     """
     start = text.lstrip()
     if not start:
@@ -127,17 +137,22 @@ def _first(text: str, bracket: str) -> int | None:
 
 
 def _parse_call(value: Any, *keys: str) -> list[Call] | None:
-    """Return the call that an object is, with its arguments under one of the keys."""
+    """Parse the call of an object, with its arguments under the first of the keys that it has;
+    None if the object is not a call.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    key = next((one for one in keys if one in value), None)
-    if key is not None and isinstance(value[key], dict):
-        return [Call(value["name"], _json(value[key]))]
+    for key in keys:
+        if key not in value:
+            continue
+        if isinstance(value[key], dict):
+            return [Call(value["name"], _json(value[key]))]
+        return None
     return None
 
 
 def _load_json(text: str) -> Any:
-    """Return the JSON value of a text; None if it is none."""
+    """Parse JSON; None if the text is not valid JSON, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         if depth(value) <= MAX_DEPTH:
@@ -148,6 +163,7 @@ def _load_json(text: str) -> Any:
 
 
 def _refuse(constant: str) -> Any:
+    # Python's json accepts NaN and Infinity, which are not JSON.
     raise ValueError(constant)
 
 

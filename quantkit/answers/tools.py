@@ -17,20 +17,23 @@ from quantkit.grammar.schema import MAX_CHARACTERS, check_schema
 MAX_TOOLS = 128
 """Of one request, as in OpenAI's API."""
 
-_MAX_CHARACTERS = 2 * MAX_CHARACTERS  # of a grammar
-_MAX_CALLS = 16  # of one answer whose calls are required
+# Characters of a grammar.
+_MAX_CHARACTERS = 2 * MAX_CHARACTERS
+# Calls of one answer in which calls are required.
+_MAX_CALLS = 16
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 _EXPECTED = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
 _CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": "..."}}'
+# The schema of the arguments of a function without parameters.
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Checked functions, and what is to be done with them.
+    """Checked functions, and which of them an answer must or may call.
 
     Attributes:
-        given: as the request has them, for chat templates.
+        definitions: as in the request, for chat templates.
         parameters: the JSON schema of each function's arguments, by its name.
         strict: the functions whose arguments must satisfy their schema whenever they are called.
         required: the functions of which one must be called; empty if none must.
@@ -44,12 +47,12 @@ class Tools:
     parallel: bool
 
     def grammar(self, syntax: str, spell_mark: Callable[[str], str]) -> str | None:
-        """Return the grammar of the answers that are allowed, as `Grammars` takes it; None if that
+        """Write the grammar of the answers that are allowed, as `Grammars` takes it; None if that
         is any text.
 
         Args:
-            syntax: the name of the family's.
-            spelled: a mark of the family as part of a rule.
+            syntax: the name of the family's syntax.
+            spell_mark: writes a mark of the family as part of a rule.
 
         Raises:
             RequestError: if a schema has keywords that are not supported.
@@ -57,19 +60,19 @@ class Tools:
         if not self.required and not self.strict:
             return None
         names = self.required or tuple(self.parameters)
+        # The arguments of a required call satisfy their schema even if the function is not strict.
         restricted = set(names) if self.required else self.strict
         arguments = [self._arguments(name, name in restricted) for name in names]
-        rules = []
+        grammar = _GRAMMARS[syntax](names, spell_mark, self.parallel, bool(self.required))
         for number, schema in enumerate(arguments):
-            rules.append(f"args_{number}: {json_rule(schema)}\n")
-        form = _GRAMMARS[syntax](names, spell_mark, self.parallel, bool(self.required)) + "".join(
-            rules
-        )
-        if len(form) > _MAX_CHARACTERS:
+            grammar += f"args_{number}: {json_rule(schema)}\n"
+        if len(grammar) > _MAX_CHARACTERS:
             raise RequestError(
-                "the tools are too large", found=len(form), expected=f"{_MAX_CHARACTERS} characters"
+                "the tools are too large",
+                found=len(grammar),
+                expected=f"{_MAX_CHARACTERS} characters",
             )
-        return form
+        return grammar
 
     def _arguments(self, name: str, restricted: bool) -> dict[str, Any]:
         if not restricted:
@@ -79,7 +82,7 @@ class Tools:
 
 
 def check_tools(tools: object, choice: object, parallel: object) -> Tools | None:
-    """Return the tools of a request; None if there are none, or none may be called.
+    """Check the tools of a request; None if there are none, or none may be called.
 
     Args:
         choice, parallel: its ``tool_choice`` and ``parallel_tool_calls``, None where it has none.
@@ -106,6 +109,7 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
         raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
     parameters = dict[str, Any]()
     strict = set[str]()
+    # The tools are checked even if `tool_choice` is none, so that an invalid one is an error.
     for tool in tools:
         function = _function(tool)
         name = function["name"]
@@ -117,30 +121,23 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
     if choice == "none":
         return None
     required = _find_required_functions(choice, tuple(parameters))
-    return Tools(
-        tools,
-        parameters,
-        frozenset(strict),
-        required,
-        parallel is not False and not _is_function_choice(choice),
-    )
+    # A choice of one function asks for one call.
+    allow_several = parallel is not False and not _is_function_choice(choice)
+    return Tools(tools, parameters, frozenset(strict), required, allow_several)
 
 
 def _function(tool: object) -> dict[str, Any]:
-    """Return the function of a tool, with all its keys."""
-    if isinstance(tool, Mapping):
+    """Check a tool and read its function, with defaults for missing keys."""
+    if isinstance(tool, Mapping) and tool.get("type") == "function":
         function = tool.get("function")
     else:
         function = None
-    if (
-        not isinstance(tool, Mapping)
-        or tool.get("type") != "function"
-        or not isinstance(function, Mapping)
-    ):
+    if not isinstance(function, Mapping):
         raise RequestError(
             "a tool is of the wrong type", found=format_value(tool), expected=_EXPECTED
         )
-    if not _NAME.fullmatch(name := as_string("function.name", function.get("name"))):
+    name = as_string("function.name", function.get("name"))
+    if not _NAME.fullmatch(name):
         raise RequestError(
             "a tool has an impossible name",
             found=format_value(name),
@@ -165,7 +162,7 @@ def _is_function_choice(choice: object) -> bool:
 
 
 def _find_required_functions(choice: object, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the functions of which one must be called."""
+    """Find the functions of which one must be called; empty if none must."""
     if choice is None or choice == "auto":
         return ()
     if choice == "required":
@@ -197,23 +194,26 @@ def _hermes(
     body = _bodies(names, "arguments") + f'rest: "\\n" body "\\n" {closes}\n'
     if required:
         if parallel:
-            more = f' ("\\n" call){{0,{_MAX_CALLS - 1}}}'
+            further_calls = f' ("\\n" call){{0,{_MAX_CALLS - 1}}}'
         else:
-            more = ""
-        return f"answer: call{more}\ncall: {opens} rest\n" + body
+            further_calls = ""
+        return f"answer: call{further_calls}\ncall: {opens} rest\n" + body
     return _among_text(opens, parallel) + body
 
 
 def _mistral(
     names: Sequence[str], spell_mark: Callable[[str], str], parallel: bool, required: bool
 ) -> str:
+    # One mark opens a list of all calls.
     if parallel:
-        several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}'
+        further_calls = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}'
     else:
-        several = ""
-    body = _bodies(names, "arguments") + f'rest: " "? "[" body{several} "]"\n'
+        further_calls = ""
+    body = _bodies(names, "arguments") + f'rest: " "? "[" body{further_calls} "]"\n'
     opens = spell_mark("[TOOL_CALLS]")
-    return (f"answer: {opens} rest\n" if required else _among_text(opens, parallel=False)) + body
+    if required:
+        return f"answer: {opens} rest\n" + body
+    return _among_text(opens, parallel=False) + body
 
 
 def _mistral_args(
@@ -221,18 +221,17 @@ def _mistral_args(
 ) -> str:
     opens = spell_mark("[TOOL_CALLS]")
     args = spell_mark("[ARGS]")
-    rest = (
-        "rest: "
-        + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names))
-        + "\n"
-    )
+    alternatives: list[str] = []
+    for number, name in enumerate(names):
+        alternatives.append(f"{json.dumps(name)} {args} args_{number}")
+    body = f"rest: {' | '.join(alternatives)}\n"
     if required:
         if parallel:
-            more = f" call{{0,{_MAX_CALLS - 1}}}"
+            further_calls = f" call{{0,{_MAX_CALLS - 1}}}"
         else:
-            more = ""
-        return f"answer: call{more}\ncall: {opens} rest\n" + rest
-    return _among_text(opens, parallel) + rest
+            further_calls = ""
+        return f"answer: call{further_calls}\ncall: {opens} rest\n" + body
+    return _among_text(opens, parallel) + body
 
 
 def _llama3(
@@ -241,10 +240,9 @@ def _llama3(
     body = _bodies(names, "parameters")
     if required:
         return "answer: body\n" + body
-    return (
-        f"answer: PLAIN? | {spell_mark('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n"
-        + body
-    )
+    tag = spell_mark("<|python_tag|>")
+    # An answer that begins with a brace is a call, so other text must begin with another letter.
+    return f"answer: PLAIN? | {tag}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n" + body
 
 
 _GRAMMARS: dict[str, Callable[[Sequence[str], Callable[[str], str], bool, bool], str]] = {
@@ -256,20 +254,20 @@ _GRAMMARS: dict[str, Callable[[Sequence[str], Callable[[str], str], bool, bool],
 
 
 def _bodies(names: Sequence[str], key: str) -> str:
-    """Return the rule ``body`` of an object with a function's name and its arguments."""
-    heads = [json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ') for name in names]
-    return (
-        "body: "
-        + " | ".join(f'{head} args_{number} "}}"' for number, head in enumerate(heads))
-        + "\n"
-    )
+    """Write the rule ``body`` of an object with a function's name and its arguments."""
+    alternatives: list[str] = []
+    for number, name in enumerate(names):
+        # The outer dumps quotes the beginning of the object as a string of the grammar.
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
+        alternatives.append(f'{head} args_{number} "}}"')
+    return f"body: {' | '.join(alternatives)}\n"
 
 
 def _among_text(opens: str, parallel: bool) -> str:
-    """Any text, in which `opens` begins what the rule ``rest`` describes."""
+    """Write rules for any text in which the rule ``rest`` describes what follows each `opens`."""
     calls = "call*" if parallel else "call?"
     begin = f"head: TEXT {opens}\n"
+    # A mark that is text could also be part of TEXT. A lazy rule ends at the first mark.
     if opens.startswith('"'):
-        # Ends as soon as the mark is there.
         begin = f"head[lazy]: TEXT {opens}\n"
     return f"answer: {calls} tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n{begin}call: head rest\n"

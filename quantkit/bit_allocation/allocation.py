@@ -1,5 +1,5 @@
-"""The choice for a size: units of linears that share a scheme, each unit's scheme and losses,
-the recipe, a picture.
+"""Describe the schemes chosen for a size: units of linears that share a scheme, each unit's scheme
+and losses, the recipe and a picture.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CANDIDATES = tuple(
         ("q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"),
     )
 )
-"""The scheme of each unit is chosen among those of these that the format holds, and floats."""
+"""The scheme of each unit is chosen among those of them that the format supports, and floats."""
 FLOAT = "float"
 """The name in tables of the choice to keep floats."""
 PICTURE = "bit-allocation.svg"
 """The name of the picture's file, next to the model card."""
-# From few bits to many.
+# Of schemes, from few bits to many.
 _COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")
 _FLOAT_COLOR = "#f0883e"
-# pixels
+# Sizes in pixels; `_LETTER` is the width of a letter, because an SVG does not measure its text.
 _CELL = 20
 _LETTER = 6.4
 _MARGIN = 12
@@ -68,68 +68,78 @@ class Unit:
     @property
     def patterns(self) -> list[str]:
         """Globs that match its modules and no others."""
-        experts = f"{BLOCK_PREFIX.format(self.layer)}mlp.experts.*"
-        routed = any(parameter.expert is not None for parameter in self.parameters)
-        own = []
+        globs: list[str] = []
+        has_experts = False
         for parameter in self.parameters:
             if parameter.expert is None:
-                own.append(parameter.module)
-        return [*own, *([experts] if routed else [])]
+                globs.append(parameter.module)
+            else:
+                has_experts = True
+        # All experts of a layer are in one unit, so one glob replaces up to hundreds of names.
+        if has_experts:
+            globs.append(f"{BLOCK_PREFIX.format(self.layer)}mlp.experts.*")
+        return globs
 
 
 def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
-    """Return the units of all layers, in the order of their first linears, without the modules
-    `kept`.
+    """Group the linears of all layers into units, in the order of their first linears, without the
+    modules `kept`.
     """
-    linears = [
-        parameter
-        for parameter in parameters(config)
-        if parameter.is_linear_weight
-        and parameter.layer is not None
-        and parameter.linear is not None
-        and parameter.linear.quantizable
-        and parameter.module not in kept
-    ]
+    linears: list[Parameter] = []
+    for parameter in parameters(config):
+        if not parameter.is_linear_weight or parameter.module in kept:
+            continue
+        if parameter.layer is None or parameter.linear is None:
+            continue
+        if parameter.linear.quantizable:
+            linears.append(parameter)
+    # Every module refers to the set of its group, so groups that share a module can be merged.
     groups = {parameter.module: {parameter.module} for parameter in linears}
-    for together in _together(config, linears):
-        own = [groups[module] for module in together if module in groups]
-        if any(one is not own[0] for one in own):
-            merged = set().union(*own)
-            groups.update(dict.fromkeys(merged, merged))
-    found: dict[int, list[Parameter]] = {}
+    for modules in _together(config, linears):
+        merged: set[str] = set()
+        for module in modules:
+            merged |= groups.get(module, set())
+        groups.update(dict.fromkeys(merged, merged))
+    # The set's identity names the group.
+    members: dict[int, list[Parameter]] = {}
     for parameter in linears:
-        found.setdefault(id(groups[parameter.module]), []).append(parameter)
-    return [Unit(own[0].layer or 0, _name(own), tuple(own)) for own in found.values()]
+        members.setdefault(id(groups[parameter.module]), []).append(parameter)
+    result: list[Unit] = []
+    for unit_parameters in members.values():
+        layer = unit_parameters[0].layer or 0
+        result.append(Unit(layer, _name(unit_parameters), tuple(unit_parameters)))
+    return result
 
 
 def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[str]]:
-    """Modules that must have the same scheme."""
+    """List the modules that must have the same scheme."""
+    # Runtimes fuse all experts of a layer.
     experts: dict[int | None, list[str]] = {}
     for parameter in linears:
         if parameter.expert is not None:
             experts.setdefault(parameter.layer, []).append(parameter.module)
-    found = list(experts.values())
+    groups = list(experts.values())
+    # Linears that runtimes fuse, such as q, k and v.
     for layer in range(config.num_layers):
         prefix = BLOCK_PREFIX.format(layer)
-        found += [
-            [prefix + module for module in modules]
-            for modules in group_fused_linears(config, layer).values()
-        ]
-    return found + [
-        [part.removesuffix(".weight") for part in tensor.parts] for tensor in disk_tensors(config)
-    ]
+        for modules in group_fused_linears(config, layer).values():
+            groups.append([prefix + module for module in modules])
+    # Linears that are one tensor on disk.
+    for tensor in disk_tensors(config):
+        groups.append([part.removesuffix(".weight") for part in tensor.parts])
+    return groups
 
 
 def _name(unit_parameters: Collection[Parameter]) -> str:
-    if any(parameter.expert is not None for parameter in unit_parameters):
-        return "experts"
-    if any("shared_expert" in parameter.module for parameter in unit_parameters):
-        shared = "shared "
-    else:
-        shared = ""
-    return shared + " ".join(
-        parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in unit_parameters
-    )
+    shared = ""
+    names: list[str] = []
+    for parameter in unit_parameters:
+        if parameter.expert is not None:
+            return "experts"
+        if "shared_expert" in parameter.module:
+            shared = "shared "
+        names.append(parameter.module.rpartition(".")[2].removesuffix("_proj"))
+    return shared + " ".join(names)
 
 
 @dataclass(frozen=True)
@@ -155,14 +165,17 @@ class SizeTarget:
 def size_target(
     target_bits: float | None, max_size: int | None, scheme: object
 ) -> SizeTarget | None:
-    """Return the requested size; None if a scheme is given instead. More than one of the three, or
+    """Check the requested size; None if a scheme is given instead. More than one of the three, or
     a size that is not a number above 0, is a `RequestError`.
     """
     options = (("scheme", scheme), ("target_bits", target_bits), ("max_size", max_size))
-    named = [f"`{name}`" for name, value in options if value is not None]
-    if len(named) > 1:
+    set_options: list[str] = []
+    for name, value in options:
+        if value is not None:
+            set_options.append(f"`{name}`")
+    if len(set_options) > 1:
         raise RequestError(
-            f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes"
+            f"{' and '.join(set_options)} exclude each other", hint="a size chooses the schemes"
         )
     if target_bits is not None:
         bits = as_number("target_bits", target_bits)
@@ -197,8 +210,11 @@ class UnitChoice:
     def of(
         cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]
     ) -> UnitChoice:
-        """Return the choice of a scheme, None for floats, given the loss of each."""
-        rounded = {str(one): float(f"{loss:.4g}") for one, loss in losses.items()}
+        """Describe the choice of a scheme, None for floats, given the loss of each."""
+        # The losses are estimates: more digits would only lengthen the manifest.
+        rounded: dict[str, float] = {}
+        for candidate, loss in losses.items():
+            rounded[str(candidate)] = float(f"{loss:.4g}")
         return cls(
             unit.layer, unit.name, unit.patterns, unit.weights, str(scheme or FLOAT), rounded
         )
@@ -225,21 +241,26 @@ class Allocation:
 
     @property
     def kl(self) -> float:
-        """Return the estimated KL per token of all units together."""
+        """Sum the estimated KL per token of all units."""
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, requested_overrides: Iterable[Override] = ()) -> Recipe:
-        """Return the recipe that gives every unit its scheme; `others` are requested overrides,
-        which precede.
+        """Write the recipe that gives every unit its scheme. Requested overrides follow, so that
+        they take precedence.
         """
-        counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
+        # The most frequent scheme is the default, which needs the fewest overrides.
+        counts = Counter[str]()
+        for unit in self.units:
+            if unit.scheme != FLOAT:
+                counts[unit.scheme] += 1
         default = counts.most_common(1)[0][0]
-        named = [unit for unit in self.units if unit.scheme != default]
-        overrides = (
-            Override(pattern, None if unit.scheme == FLOAT else QuantScheme.parse(unit.scheme))
-            for unit in named
-            for pattern in unit.modules
-        )
+        overrides: list[Override] = []
+        for unit in self.units:
+            if unit.scheme == default:
+                continue
+            scheme = None if unit.scheme == FLOAT else QuantScheme.parse(unit.scheme)
+            for pattern in unit.modules:
+                overrides.append(Override(pattern, scheme))
         return Recipe(QuantScheme.parse(default), (*overrides, *requested_overrides))
 
     def to_json(self) -> dict[str, Any]:
@@ -254,65 +275,75 @@ class Allocation:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Allocation:
-        """Return the result of `to_json`, read back."""
+        """Read the result of `to_json`."""
         target = SizeTarget(fields.get("target_bits"), fields.get("max_size"))
-        units = [UnitChoice(**one) for one in fields["units"]]
+        units = [UnitChoice(**unit_fields) for unit_fields in fields["units"]]
         return cls(target, fields["bits_per_weight"], fields["weight_bytes"], units)
 
     def table(self) -> list[list[str]]:
-        """Return a header and a row for each layer: the schemes of its units, and their
-        estimated cost.
+        """List a header and a row for each layer: the schemes of its units, and their estimated
+        cost.
         """
-        names = list(dict.fromkeys(unit.linears for unit in self.units))
+        names: list[str] = []
+        units_of_layer: dict[int, dict[str, UnitChoice]] = {}
+        for unit in self.units:
+            if unit.linears not in names:
+                names.append(unit.linears)
+            units_of_layer.setdefault(unit.layer, {})[unit.linears] = unit
         rows = [["layer", *names, "KL x 1e-4"]]
-        for layer in dict.fromkeys(unit.layer for unit in self.units):
-            own = {unit.linears: unit for unit in self.units if unit.layer == layer}
-            schemes = []
+        for layer, layer_units in units_of_layer.items():
+            schemes: list[str] = []
             for name in names:
-                schemes.append(own[name].scheme if name in own else "")
-            rows.append(
-                [str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))]
-            )
+                # Layers may differ in their linears, such as dense layers and those with experts.
+                schemes.append(layer_units[name].scheme if name in layer_units else "")
+            kl = sum(unit.loss for unit in layer_units.values())
+            rows.append([str(layer), *schemes, significant(1e4 * kl)])
         return rows
 
     def line(self) -> str:
-        """Return a summary in one line."""
+        """Summarize the choice in one line."""
         return (
             f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
             f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
         )
 
     def lines(self) -> list[str]:
-        """Return the table as text."""
+        """Write the table as text: numbers are aligned to the right, schemes to the left."""
         rows = self.table()
-        first, *middle, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        first, *middle, last = widths
         lines: list[str] = []
         for row in rows:
-            lines.append(
-                "  ".join(
-                    [row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]
-                ).rstrip()
-            )
+            schemes = map(str.ljust, row[1:-1], middle)
+            cells = [row[0].rjust(first), *schemes, row[-1].rjust(last)]
+            lines.append("  ".join(cells).rstrip())
         return lines
 
 
 def picture(allocation: Allocation) -> str:
-    """Return the choice as an SVG: a column for each layer, a row for each kind of linears, darker
-    where there are more bits; above it each layer's estimated loss. It follows the reader's light
-    or dark theme.
+    """Draw the choice as an SVG: a column for each layer, a row for each kind of linears, darker
+    for more bits; above it each layer's estimated loss. It follows the reader's light or dark
+    theme.
     """
-    names = list(dict.fromkeys(unit.linears for unit in allocation.units))
-    losses = {unit.layer: 0.0 for unit in allocation.units}
+    names: list[str] = []
+    losses: dict[int, float] = {}
+    offered: set[str] = set()
     for unit in allocation.units:
-        losses[unit.layer] += unit.loss
+        if unit.linears not in names:
+            names.append(unit.linears)
+        losses[unit.layer] = losses.get(unit.layer, 0.0) + unit.loss
+        offered.update(unit.estimated_kl)
     title = f"{allocation.bits:.4g} bits a weight, estimated KL {significant(allocation.kl)}"
-    left = _MARGIN + max(len(name) for name in [*names, _UNIT]) * _LETTER + 8
-    offered = {scheme for unit in allocation.units for scheme in unit.estimated_kl} - {FLOAT}
+    # 8 pixels separate the names of the rows from the cells.
+    cells_left = _MARGIN + max(map(len, [*names, _UNIT])) * _LETTER + 8
+    # CANDIDATES are in the order of their bits.
     ordered = [scheme for scheme in map(str, CANDIDATES) if scheme in offered]
     last = max(1, len(ordered) - 1)
-    shades = (_COLORS[round(number * (len(_COLORS) - 1) / last)] for number in range(len(ordered)))
-    colors = dict(zip(ordered, shades, strict=True)) | {FLOAT: _FLOAT_COLOR}
-    legend = []
+    colors: dict[str, str] = {}
+    for number, scheme in enumerate(ordered):
+        colors[scheme] = _COLORS[round(number * (len(_COLORS) - 1) / last)]
+    colors[FLOAT] = _FLOAT_COLOR
+    legend: list[tuple[str, str, float]] = []
     x = float(_MARGIN)
     for scheme, color in colors.items():
         legend.append((scheme, color, x))
@@ -335,12 +366,14 @@ def picture(allocation: Allocation) -> str:
         losses=losses,
         colors=colors,
         legend=legend,
+        # Losses are divided by it, and all of them may be zero.
         max_loss=max(*losses.values(), 1e-30),
         columns={layer: column for column, layer in enumerate(losses)},
+        # About 16 layers have a number, so that numbers do not overlap.
         stride=max(1, len(losses) // 16),
-        left=left,
+        left=cells_left,
         top=_TOP,
         bottom=_TOP + len(names) * _CELL,
-        width=max(left + len(losses) * _CELL + _MARGIN, _MIN_WIDTH, len(title) * _LETTER),
+        width=max(cells_left + len(losses) * _CELL + _MARGIN, _MIN_WIDTH, len(title) * _LETTER),
         significant=significant,
     )

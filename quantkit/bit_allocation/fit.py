@@ -1,6 +1,6 @@
 """Choose the schemes with the smallest loss for a size, from calibration samples.
 
-Only schemes that the format can hold are considered, and a size that no choice has is refused
+Only schemes that the format supports are considered, and a size that no choice has is refused
 before any work.
 """
 
@@ -39,6 +39,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 INT8 = CANDIDATES[-1]
+# Attempts to find a choice whose files have the requested size.
 _ROUNDS = 16
 
 
@@ -63,62 +64,65 @@ class Fit:
     total_bytes: Callable[[Mapping[str, QuantScheme]], int]
 
     def __post_init__(self) -> None:
-        """If no choice has the size, a `RequestError` names the smallest and the largest; a format
-        that cannot hold several schemes is an `UnsupportedError`.
+        """Check that the size is possible. If no choice has it, a `RequestError` names the smallest
+        and the largest size; a format that cannot mix schemes is an `UnsupportedError`.
         """
         if not self.units:
             raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
-        smallest, largest = (self._measure_size(self._uniform(last)) for last in (False, True))
+        smallest = self._measure_size(self._uniform(last=False))
+        largest = self._measure_size(self._uniform(last=True))
         if self.target.bits is not None:
             size = self.target.bits
         else:
             size = float(self.target.bytes or 0)
         if not smallest <= size < largest:
-            requested, low, high = (
-                f"{one:.4g} bits a weight"
-                if self.target.bits is not None
-                else f"{int(one)} bytes ({size_text(int(one))})"
-                for one in (size, smallest, largest)
-            )
+            low = self._format_size(smallest)
+            high = self._format_size(largest)
             raise RequestError(
                 "no choice of schemes has this size",
                 path=self.source.path,
-                found=requested,
+                found=self._format_size(size),
                 expected=f"at least {low}, and less than the {high} of its floats",
                 hint=self._hint(size) if size < smallest else None,
             )
 
+    def _format_size(self, size: float) -> str:
+        """Write a size in the unit of the target."""
+        if self.target.bits is not None:
+            return f"{size:.4g} bits a weight"
+        return f"{int(size)} bytes ({size_text(int(size))})"
+
     def _hint(self, requested: float) -> str | None:
-        """Return which tensors other than the units make the size too small; None if they are not
-        the reason.
+        """Explain which tensors other than the units make the size impossible; None if they are
+        not the reason.
         """
         coarsest = self._uniform(last=False)
         if self.target.bits is not None:
-            units_alone = sum(
-                self._unit_bytes(unit, one) for unit, one in zip(self.units, coarsest, strict=True)
-            )
-            if 8 * units_alone > requested * sum(unit.weights for unit in self.units):
+            # If the units alone are too large, other linears are not the reason.
+            if 8 * self._sum_unit_bytes(coarsest) > requested * self._count_unit_weights():
                 return None
-            modules = [spec.name.removesuffix(".weight") for spec in self._preset_specs]
-            if len(modules) > 1:
-                more = f" and {len(modules) - 1} more"
+            first_module = self._preset_specs[0].name.removesuffix(".weight")
+            if len(self._preset_specs) > 1:
+                further = f" and {len(self._preset_specs) - 1} more"
             else:
-                more = ""
-            return f"linears that are kept or named count too: {modules[0]}{more}"
-        found = {}
-        # Rows are as long as those of head and embedding.
+                further = ""
+            return f"linears that are kept or named count too: {first_module}{further}"
+        # Modules that could be quantized too, by the name of their option.
+        quantizable: dict[str, str] = {}
+        # The rows of the first unit are as long as those of head and embedding.
         if INT8 in self.options[0]:
-            if not self.source.config.tied_embeddings:
-                found["head"] = CANONICAL["head"]
-            if not isinstance(self.codes.codec(INT8, embedding=True), Reason):
-                found["embedding"] = EMBEDDING
-            found = {name: module for name, module in found.items() if module not in self.settled}
-        with_them = self._schemes(coarsest) | dict.fromkeys(found.values(), INT8)
-        if not found or self.total_bytes(with_them) > requested:
+            head = CANONICAL["head"]
+            if not self.source.config.tied_embeddings and head not in self.settled:
+                quantizable["head"] = head
+            embedding_codec = self.codes.codec(INT8, embedding=True)
+            if not isinstance(embedding_codec, Reason) and EMBEDDING not in self.settled:
+                quantizable["embedding"] = EMBEDDING
+        schemes = self._schemes(coarsest) | dict.fromkeys(quantizable.values(), INT8)
+        if not quantizable or self.total_bytes(schemes) > requested:
             return None
-        names = " and ".join(f'`{name}="{INT8}"`' for name in found)
-        if len(found) == 1:
+        names = " and ".join(f'`{name}="{INT8}"`' for name in quantizable)
+        if len(quantizable) == 1:
             keep = "keeps its"
         else:
             keep = "keep their"
@@ -130,33 +134,32 @@ class Fit:
 
     @cached_property
     def options(self) -> list[list[QuantScheme]]:
-        """Return the schemes that each unit may have: those that the format holds and that fit the
+        """Find the schemes that each unit may have: those that the format supports and that fit the
         rows, without any that is as large as a finer one.
         """
-        result = []
-        for unit in self.units:
-            own = []
-            for one in CANDIDATES:
-                if not isinstance(codec_of(self.codes, one), Reason):
-                    own.append(one)
-            own = [
-                one
-                for one in own
-                if all(one.fit_to_columns(p.shape[1]) == one for p in unit.parameters)
-            ]
-            sizes = [self._unit_bytes(unit, one) for one in own]
-            result.append(
-                [
-                    one
-                    for at, one in enumerate(own)
-                    if sizes[at] < min(sizes[at + 1 :], default=math.inf)
-                ]
-            )
-        return result
+        return [self._unit_options(unit) for unit in self.units]
+
+    def _unit_options(self, unit: Unit) -> list[QuantScheme]:
+        """Find the schemes that one unit may have, see `options`."""
+        schemes: list[QuantScheme] = []
+        sizes: list[int] = []
+        for scheme in CANDIDATES:
+            # The codec decides first: only its schemes have a size in the format.
+            if isinstance(codec_of(self.codes, scheme), Reason):
+                continue
+            if _fits_rows(scheme, unit):
+                schemes.append(scheme)
+                sizes.append(self._unit_bytes(unit, scheme))
+        options: list[QuantScheme] = []
+        for number, scheme in enumerate(schemes):
+            # CANDIDATES are in the order of their bits, so the later ones are finer.
+            if sizes[number] < min(sizes[number + 1 :], default=math.inf):
+                options.append(scheme)
+        return options
 
     @property
     def max_bytes(self) -> int:
-        """Return the approximate size of all files of weights, before the choice is made."""
+        """Estimate the size of all files of weights, before the choice is made."""
         return self._others_bytes + self._room
 
     def choose_allocation(
@@ -168,8 +171,8 @@ class Fit:
         group: ProcessGroup,
         progress: Progress = silent,
     ) -> Allocation:
-        """Return the choice, the same in all processes; for arguments and errors see
-        `estimate_losses`.
+        """Estimate the losses and choose the schemes, the same in all processes; for arguments and
+        errors see `estimate_losses`.
         """
         schemes = dict(zip(self.units, self.options, strict=True))
         losses = estimate_losses(
@@ -183,80 +186,98 @@ class Fit:
             group=group,
             progress=progress,
         )
+        # A difference in rounding between processes could change the choice.
         return group.broadcast_from_rank0(self.allocation(losses))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
-        """Return the choice, given the loss of each scheme of each unit."""
-        every: list[list[QuantScheme | None]] = [[*option, None] for option in self.options]
-        items = []
-        for unit, own, lost in zip(self.units, every, losses, strict=True):
-            items.append(
-                [
-                    Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one])
-                    for one in own
-                ]
-            )
+        """Choose the schemes, given the loss of each scheme of each unit."""
+        # Floats, as None, are the last option of each unit.
+        choices_of_units: list[list[QuantScheme | None]] = []
+        items: list[list[Option]] = []
+        for unit, unit_schemes, unit_losses in zip(self.units, self.options, losses, strict=True):
+            item: list[Option] = []
+            for scheme in unit_schemes:
+                item.append(Option(self._unit_bytes(unit, scheme), unit_losses[scheme]))
+            item.append(Option(self._unit_bytes(unit, None), 0.0))
+            items.append(item)
+            choices_of_units.append([*unit_schemes, None])
         room = self._room
         best = self._uniform(last=False)
+        # The sum of the units' bytes is not the exact size of the files, whose headers depend on
+        # the choice. A choice that is too large is repeated with less room.
         for _ in range(_ROUNDS):
             numbers = choose(items, room)
             if numbers is None:
                 break
-            chosen = [own[number] for own, number in zip(every, numbers, strict=True)]
-            over = self._measure_size(chosen) - (self.target.bits or self.target.bytes or 0)
-            if over <= 0 and any(chosen):
+            chosen: list[QuantScheme | None] = []
+            chosen_bytes = 0
+            for choices, item, number in zip(choices_of_units, items, numbers, strict=True):
+                chosen.append(choices[number])
+                chosen_bytes += item[number].size
+            excess = self._measure_size(chosen) - (self.target.bits or self.target.bytes or 0)
+            # A choice of floats for all units would have no scheme as its default.
+            if excess <= 0 and any(chosen):
                 best = chosen
                 break
-            taken = sum(item[number].size for item, number in zip(items, numbers, strict=True))
-            room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
-        choices = []
-        for unit, one, lost in zip(self.units, best, losses, strict=True):
-            choices.append(UnitChoice.of(unit, one, lost))
+            reduction = math.ceil(excess) if self.target.bytes else 1
+            room = min(room, chosen_bytes) - max(1, reduction)
+        unit_choices: list[UnitChoice] = []
+        for unit, best_scheme, unit_losses in zip(self.units, best, losses, strict=True):
+            unit_choices.append(UnitChoice.of(unit, best_scheme, unit_losses))
         return Allocation(
-            self.target, round(self._bits(best), 6), self.total_bytes(self._schemes(best)), choices
+            self.target,
+            round(self._bits(best), 6),
+            self.total_bytes(self._schemes(best)),
+            unit_choices,
         )
 
     @property
     def _room(self) -> int:
-        """Bytes for the units."""
+        """Count the bytes that the units may use."""
         if self.target.bytes is not None:
             return self.target.bytes - self._others_bytes
-        return (
-            math.floor((self.target.bits or 0) * self._total_weights / 8 + 1e-6)
-            - self._preset_bytes
-        )
+        # Without 1e-6, a rounding error of the product could remove a byte that the size allows.
+        all_bytes = math.floor((self.target.bits or 0) * self._total_weights / 8 + 1e-6)
+        return all_bytes - self._preset_bytes
 
     @cached_property
     def _others_bytes(self) -> int:
-        """Bytes of all files of weights without the units."""
-        floats = sum(self._unit_bytes(unit, None) for unit in self.units)
-        return self.total_bytes(self._schemes(self._uniform(last=True))) - floats
+        """Count the bytes of all files of weights without the units."""
+        floats = self._uniform(last=True)
+        return self.total_bytes(self._schemes(floats)) - self._sum_unit_bytes(floats)
 
     def _uniform(self, last: bool) -> list[QuantScheme | None]:
-        """Return the coarsest scheme for each unit, or floats for all."""
-        result: list[QuantScheme | None] = []
+        """Choose the coarsest scheme for each unit, or floats for all."""
+        chosen: list[QuantScheme | None] = []
         for option in self.options:
-            result.append(None if last or not option else option[0])
-        return result
+            chosen.append(None if last or not option else option[0])
+        return chosen
 
     def _measure_size(self, chosen: Sequence[QuantScheme | None]) -> float:
-        """Return a choice's size, in the unit of the target."""
+        """Measure a choice's size, in the unit of the target."""
         if self.target.bits is not None:
             return self._bits(chosen)
         return self.total_bytes(self._schemes(chosen))
 
     def _bits(self, chosen: Sequence[QuantScheme | None]) -> float:
-        own = sum(
-            self._unit_bytes(unit, scheme) for unit, scheme in zip(self.units, chosen, strict=True)
-        )
-        return 8 * (own + self._preset_bytes) / self._total_weights
+        return 8 * (self._sum_unit_bytes(chosen) + self._preset_bytes) / self._total_weights
+
+    def _sum_unit_bytes(self, chosen: Sequence[QuantScheme | None]) -> int:
+        """Sum the bytes of all units in a choice."""
+        total = 0
+        for unit, scheme in zip(self.units, chosen, strict=True):
+            total += self._unit_bytes(unit, scheme)
+        return total
+
+    def _count_unit_weights(self) -> int:
+        """Count the weights of all units."""
+        return sum(unit.weights for unit in self.units)
 
     @cached_property
     def _total_weights(self) -> int:
-        """Weights of all linears; an embedding is not one."""
-        return sum(unit.weights for unit in self.units) + sum(
-            math.prod(spec.shape) for spec in self._preset_specs
-        )
+        """Count the weights of all linears; an embedding is not one."""
+        preset_weights = sum(math.prod(spec.shape) for spec in self._preset_specs)
+        return self._count_unit_weights() + preset_weights
 
     @cached_property
     def _preset_bytes(self) -> int:
@@ -264,42 +285,51 @@ class Fit:
 
     @cached_property
     def _preset_specs(self) -> list[TensorSpec]:
-        linears = (
-            (module, scheme) for module, scheme in self.settled.items() if module != EMBEDDING
-        )
-        return [self._spec(f"{module}.weight", scheme) for module, scheme in linears]
+        specs: list[TensorSpec] = []
+        for module, scheme in self.settled.items():
+            if module != EMBEDDING:
+                specs.append(self._spec(f"{module}.weight", scheme))
+        return specs
 
     def _schemes(self, chosen: Sequence[QuantScheme | None]) -> dict[str, QuantScheme]:
-        result = {module: scheme for module, scheme in self.settled.items() if scheme is not None}
+        schemes: dict[str, QuantScheme] = {}
+        for module, settled_scheme in self.settled.items():
+            if settled_scheme is not None:
+                schemes[module] = settled_scheme
         for unit, scheme in zip(self.units, chosen, strict=True):
             if scheme is not None:
-                result |= dict.fromkeys(unit.modules, scheme)
-        return result
+                schemes |= dict.fromkeys(unit.modules, scheme)
+        return schemes
 
     @cached_property
     def _scale_dtype(self) -> DType:
         return self.codes.scale_dtype or DType(self.source.config.dtype)
 
     def _unit_bytes(self, unit: Unit, scheme: QuantScheme | None) -> int:
-        return sum(
-            count_stored_bytes(self._spec(parameter.name, scheme), self.codes)
-            for parameter in unit.parameters
-        )
+        total = 0
+        for parameter in unit.parameters:
+            total += count_stored_bytes(self._spec(parameter.name, scheme), self.codes)
+        return total
 
     def _spec(self, name: str, scheme: QuantScheme | None) -> TensorSpec:
         info = self.source.info(name)
-        return TensorSpec(
-            name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme
-        )
+        dtype = info.dtype if scheme is None else self._scale_dtype
+        return TensorSpec(name, info.shape, dtype, scheme)
 
     def _require_mixed(self) -> None:
-        """Check that a folder of the format can hold several schemes."""
-        every = list(dict.fromkeys(one for option in self.options for one in option))
+        """Check that a folder of the format can contain several schemes."""
+        schemes: list[QuantScheme] = []
+        for unit_schemes in self.options:
+            for scheme in unit_schemes:
+                if scheme not in schemes:
+                    schemes.append(scheme)
         name = self.codes.name
         path = self.source.path
-        if not every:
+        if not schemes:
             raise UnsupportedError(f"{name} holds none of the schemes to choose among", path=path)
-        mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
+        mixed = {f"layer{number}": scheme for number, scheme in enumerate(schemes)}
+        # Writing the settings of invented modules is the check: only the method knows which schemes
+        # its settings can express together.
         try:
             if self.method is not None:
                 self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
@@ -312,9 +342,15 @@ class Fit:
             ) from error
 
 
+def _fits_rows(scheme: QuantScheme, unit: Unit) -> bool:
+    """Check that a scheme's groups divide the rows of all linears of a unit."""
+    row_lengths = {parameter.shape[1] for parameter in unit.parameters}
+    return all(scheme.fit_to_columns(length) == scheme for length in row_lengths)
+
+
 def count_stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
-    """Bytes of a weight's codes, scales and zero points in a format that holds them, or of its
-    floats.
+    """Count the bytes of a weight's codes, scales and zero points in a format that supports them,
+    or of its floats.
     """
     if spec.scheme is None:
         return math.prod(spec.shape) * spec.dtype.itemsize
@@ -323,4 +359,9 @@ def count_stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
     if isinstance(holder, BlockType):
         return spec.shape[0] * holder.type.row_bytes(spec.shape[1])
     stored = holder.list_stored_tensors(spec)  # type: ignore[attr-defined]
-    return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))
+    total = 0
+    for tensor in stored:
+        # Bookkeeping of the format, which has no bits of weights.
+        if not tensor.name.endswith((SHAPE, G_IDX)):
+            total += tensor.nbytes
+    return total

@@ -9,12 +9,14 @@ inputs give equal choices: of options with equal losses the smaller one is used.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+# The table of the dynamic program has a row of so many cells for each item.
 _CELLS = 1 << 17
 
 
@@ -28,26 +30,31 @@ class Option(NamedTuple):
 def choose(
     items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS
 ) -> list[int] | None:
-    """Return the index of the option for each item, with a total size of `room` at most; None if
+    """Choose the index of an option for each item, with a total size of `room` at most; None if
     nothing fits. Each item has at least one option; there are at most `cells` cells.
     """
-    smallest = []
+    # Only the bytes above each item's smallest option are distributed, so that the table covers no
+    # sizes that every choice needs.
+    spare = room
+    excess_sizes: list[list[int]] = []
     for options in items:
-        smallest.append(min(option.size for option in options))
-    spare = room - sum(smallest)
+        smallest = min(option.size for option in options)
+        spare -= smallest
+        excess_sizes.append([option.size - smallest for option in options])
     if spare < 0:
         return None
-    above = []
-    for options, base in zip(items, smallest, strict=True):
-        above.append([option.size - base for option in options])
-    spare = min(spare, sum(map(max, above)))
-    cell = math.gcd(*(size for sizes in above for size in sizes)) or 1
+    # More room than the largest options need changes nothing.
+    spare = min(spare, sum(map(max, excess_sizes)))
+    # All sizes may be 0, whose greatest common divisor is 0.
+    cell = math.gcd(*itertools.chain.from_iterable(excess_sizes)) or 1
     exact = spare // cell <= cells
     if not exact:
         cell = -(-spare // cells)
-    chosen = _solve_knapsack(
-        items, [[-(-size // cell) for size in sizes] for sizes in above], spare // cell
-    )
+    # Sizes are rounded up, so that a choice that fits in cells also fits in bytes.
+    sizes_in_cells: list[list[int]] = []
+    for sizes in excess_sizes:
+        sizes_in_cells.append([-(-size // cell) for size in sizes])
+    chosen = _solve_knapsack(items, sizes_in_cells, spare // cell)
     if exact:
         return chosen
     return _fill_spare_room(items, chosen, room)
@@ -56,48 +63,62 @@ def choose(
 def _solve_knapsack(
     items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int
 ) -> list[int]:
-    """Return the exact choice for sizes in cells; the smallest of each item is 0."""
-    # Loss of the items so far, for each room.
-    smallest = np.zeros(room + 1)
-    taken = np.zeros((len(items), room + 1), dtype=np.uint8)
-    for number, (options, own) in enumerate(zip(items, sizes, strict=True)):
-        before = smallest
-        smallest = np.full(room + 1, np.inf)
-        for option in sorted(
-            range(len(options)), key=lambda one: (own[one], options[one].loss, one)
-        ):
-            size = own[option]
+    """Choose exactly for sizes in cells; the smallest of each item is 0."""
+    # The smallest loss of the items so far, for each room.
+    smallest_losses = np.zeros(room + 1)
+    # The option of each item in that choice, as a byte: the table has a cell for each item and
+    # room.
+    best_options = np.zeros((len(items), room + 1), dtype=np.uint8)
+    for number, (options, item_sizes) in enumerate(zip(items, sizes, strict=True)):
+        losses_before = smallest_losses
+        smallest_losses = np.full(room + 1, np.inf)
+        # A later option replaces one only if its loss is smaller, so of equal losses the smaller
+        # size stays.
+        by_size: list[tuple[int, float, int]] = []
+        for option_number, option in enumerate(options):
+            by_size.append((item_sizes[option_number], option.loss, option_number))
+        for size, loss, option_number in sorted(by_size):
             if size > room:
                 continue
-            lost = before[: room + 1 - size] + options[option].loss
-            better = lost < smallest[size:]
-            smallest[size:][better] = lost[better]
-            taken[number, size:][better] = option
-    found = []
+            losses = losses_before[: room + 1 - size] + loss
+            better = losses < smallest_losses[size:]
+            smallest_losses[size:][better] = losses[better]
+            best_options[number, size:][better] = option_number
+    # From the last item back, each choice determines the room of the items before it.
+    chosen: list[int] = []
     for number in reversed(range(len(items))):
-        found.append(int(taken[number, room]))
-        room -= sizes[number][found[-1]]
-    return found[::-1]
+        option_number = int(best_options[number, room])
+        chosen.append(option_number)
+        room -= sizes[number][option_number]
+    return chosen[::-1]
 
 
 def _fill_spare_room(
     items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int
 ) -> list[int]:
-    """Return the choice with larger options of smaller loss, while any fits: first the one that
-    saves most for its size.
+    """Replace options by larger ones of smaller loss, while any fits: first the one that saves
+    most for its size.
     """
-    result = list(chosen)
-    spare = room - sum(options[one].size for options, one in zip(items, result, strict=True))
+    indices = list(chosen)
+    spare = room
+    for options, index in zip(items, indices, strict=True):
+        spare -= options[index].size
     while True:
-        swaps = [
-            ((options[now].loss - option.loss) / max(more, 1), more, number, index)
-            for number, (options, now) in enumerate(zip(items, result, strict=True))
-            for index, option in enumerate(options)
-            if (more := option.size - options[now].size) <= spare
-            and option.loss < options[now].loss
-        ]
-        if not swaps:
-            return result
-        _, more, number, index = max(swaps, key=lambda swap: swap[0])
-        spare -= more
-        result[number] = index
+        best_gain = 0.0
+        best_swap: tuple[int, int, int] | None = None
+        for number, (options, current_index) in enumerate(zip(items, indices, strict=True)):
+            current = options[current_index]
+            for index, option in enumerate(options):
+                extra_size = option.size - current.size
+                if extra_size <= spare and option.loss < current.loss:
+                    # An option that is no larger counts as one byte larger.
+                    gain = (current.loss - option.loss) / max(extra_size, 1)
+                    # The first of equal gains, so that equal inputs give equal choices.
+                    if best_swap is None or gain > best_gain:
+                        best_gain = gain
+                        best_swap = (number, index, extra_size)
+        if best_swap is None:
+            return indices
+        number, index, extra_size = best_swap
+        spare -= extra_size
+        indices[number] = index

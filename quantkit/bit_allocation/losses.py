@@ -48,64 +48,74 @@ from quantkit.tensors.products import fill_lower_
 from quantkit.tensors.qtensor import QuantTensor, nearest_codes, row_chunks
 from quantkit.tensors.scheme import QuantScheme, Scales
 
-_WEIGHTS_TRIED = 1 << 18  # of a unit, about
-_MIN_ROWS = 4  # tried of a linear
+# About how many weights of a unit are rounded to estimate its losses.
+_WEIGHTS_TRIED = 1 << 18
+# Rows of a linear that are rounded at least.
+_MIN_ROWS = 4
 _GRADIENT_TOKENS = 8192
-_TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
-_STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
-# forward passes of the blocks that cost as much as the backward one, which computes them again
+# For the Hessian of the widest linear, which has no full rank with fewer tokens than inputs.
+_TOKENS_PER_INPUT = 2
+# An element of a block's inputs is kept as bfloat16.
+_STATE_BYTES = 2
+# Forward passes of the blocks that cost as much as the backward pass, which computes them again.
 _GRADIENT_PASSES = 3
-_FACTOR_COPIES = 3  # of a Hessian while it is factored
-_FACTOR_PRODUCTS = 2  # of a Hessian with itself, in the time that its Cholesky factor takes
+# Copies of a Hessian while it is factored.
+_FACTOR_COPIES = 3
+# Products of a Hessian with itself that take as long as its Cholesky factor.
+_FACTOR_PRODUCTS = 2
 CHOICE = "choose schemes"
 """The name of the phase in reports of progress."""
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """Return how many samples of a shape [N, T] are used for the Hessians, and how many of these
-    for the gradients; `memory_bytes` are for the inputs of the blocks.
+    """Count the samples of a shape [N, T] that are used for the Hessians, and those of them that
+    are also used for the gradients; `memory_bytes` are for the inputs of the blocks.
     """
     count, length = shape
     widest = max(group.columns for group, _ in every_group(config))
-    kept = memory_bytes // (config.num_layers * length * config.hidden_size * _STATE_BYTES)
-    for_gradients = min(count, max(1, min(kept, -(-_GRADIENT_TOKENS // length))))
-    for_hessians = min(count, -(-max(_GRADIENT_TOKENS, _TOKENS_PER_INPUT * widest) // length))
+    # The backward pass needs the inputs of all blocks at once.
+    sample_bytes = config.num_layers * length * config.hidden_size * _STATE_BYTES
+    fit_in_memory = memory_bytes // sample_bytes
+    needed_for_gradients = -(-_GRADIENT_TOKENS // length)
+    for_gradients = min(count, max(1, min(fit_in_memory, needed_for_gradients)))
+    hessian_tokens = max(_GRADIENT_TOKENS, _TOKENS_PER_INPUT * widest)
+    for_hessians = min(count, -(-hessian_tokens // length))
     return max(for_hessians, for_gradients), for_gradients
 
 
 def choice_bytes(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-    """Peak bytes: of a block's weights, its Hessians, one of them as it is factored, and the states
-    of samples, or of the backward pass; and the inputs of the blocks.
+    """Estimate the peak memory: a block's weights, its Hessians, one of them as it is factored, and
+    the states of samples; or the backward pass; and the inputs of the blocks.
     """
     for_hessians, for_gradients = sample_counts(config, shape, memory_bytes)
     length = shape[1]
-    hessians = max(
-        sum(group.columns**2 for group in groups_of(config, layer)) for layer in layer_kinds(config)
-    )
+    hessians = 0
+    for layer in layer_kinds(config):
+        hessians = max(hessians, sum(group.columns**2 for group in groups_of(config, layer)))
     factored = _FACTOR_COPIES * max(group.columns for group, _ in every_group(config)) ** 2
-    forward = 4 * (
-        largest_block(config) + hessians + factored + for_hessians * length * config.hidden_size
-    )
-    kept = _STATE_BYTES * config.num_layers * for_gradients * length * config.hidden_size
-    return kept + max(forward, backward_bytes(config, for_gradients, length))
+    states = for_hessians * length * config.hidden_size
+    # All of them are float32.
+    forward = 4 * (largest_block(config) + hessians + factored + states)
+    block_inputs = _STATE_BYTES * config.num_layers * for_gradients * length * config.hidden_size
+    return block_inputs + max(forward, backward_bytes(config, for_gradients, length))
 
 
 def choice_flops(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
     """Count the operations in the blocks: of the forward pass with the Hessians, which are
     factored, and of the backward pass.
     """
-    for_hessians, for_gradients = (
-        count * shape[1] for count in sample_counts(config, shape, memory_bytes)
-    )
+    hessian_samples, gradient_samples = sample_counts(config, shape, memory_bytes)
+    hessian_tokens = hessian_samples * shape[1]
+    gradient_tokens = gradient_samples * shape[1]
     hessians = 0.0
     for group, count in every_group(config):
-        summed = 2 * for_hessians * group.share * group.columns**2
+        # An expert gets only its share of the tokens.
+        summed = 2 * hessian_tokens * group.share * group.columns**2
         factored = _FACTOR_PRODUCTS * group.columns**3
         hessians += count * (summed + factored)
-    passes = block_flops(config, for_hessians) + _GRADIENT_PASSES * block_flops(
-        config, for_gradients
-    )
-    return int(passes + hessians)
+    forward = block_flops(config, hessian_tokens)
+    backward = _GRADIENT_PASSES * block_flops(config, gradient_tokens)
+    return int(forward + backward + hessians)
 
 
 def count_trial_weights(
@@ -133,7 +143,7 @@ def estimate_losses(
     group: ProcessGroup,
     progress: Progress = silent,
 ) -> list[dict[QuantScheme, float]]:
-    """Return the KL that each unit would cost in each of its schemes, alone, in the order of the
+    """Estimate the KL that each unit would cost in each of its schemes, alone, in the order of the
     units.
 
     Args:
@@ -146,43 +156,48 @@ def estimate_losses(
         NonFiniteError: if a weight of a unit, or the inputs of a linear, hold NaN or Inf.
     """
     config = source.config
-    counts = sample_counts(config, samples.shape, memory_bytes)
-    own = [samples[:count][group.share(count)] for count in counts]
-    passes = FisherPasses(source, own[0], len(own[1]), device)
+    for_hessians, for_gradients = sample_counts(config, samples.shape, memory_bytes)
+    # Each process runs its share of the samples.
+    local_samples = samples[:for_hessians][group.share(for_hessians)]
+    gradient_share = group.share(for_gradients)
+    local_gradient_samples = samples[:for_gradients][gradient_share]
+    passes = FisherPasses(source, local_samples, len(local_gradient_samples), device)
     errors: dict[str, RowErrors] = {}
     layers = config.num_layers
     head = TURN * head_layers(config)
+    # The forward and the backward pass visit each layer once.
     total = 2 * layers + head
     for layer in range(layers):
         progress(CHOICE, layer, total, "layers")
         hessians, block = passes.forward(layer)
-        of_layer = [unit for unit in units if unit.layer == layer]
-        if of_layer:
+        layer_units = [unit for unit in units if unit.layer == layer]
+        if layer_units:
             errors |= _block_errors(
-                source, block, layer, hessians, of_layer, schemes, scale_dtype, group
+                source, block, layer, hessians, layer_units, schemes, scale_dtype, group
             )
+        # Freed before the next block is loaded, because one block's weights are in memory at a
+        # time.
         del hessians, block
         malloc_trim()
     gradients: dict[str, Tensor] = {}
     stretches = Stretches(in_phase(progress, CHOICE), total)
     stretches.next(layers)
-    passes.turn(group.share(counts[1]).start, stretches.next(head))
+    passes.turn(gradient_share.start, stretches.next(head))
     for layer in reversed(range(layers)):
         progress(CHOICE, head + 2 * layers - layer - 1, total, "layers")
         for module, squares in passes.squares(layer).items():
             group.sum_(squares)
-            gradients[module] = squares.cpu() / (counts[1] * samples.shape[1])
+            gradients[module] = squares.cpu() / (for_gradients * samples.shape[1])
         malloc_trim()
     progress(CHOICE, total, total, "layers")
-    result: list[dict[QuantScheme, float]] = []
+    losses: list[dict[QuantScheme, float]] = []
     for unit in units:
-        result.append(
-            {
-                scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules)
-                for scheme in schemes[unit]
-            }
-        )
-    return result
+        unit_losses: dict[QuantScheme, float] = {}
+        for scheme in schemes[unit]:
+            # Linears are assumed to be independent, see above.
+            unit_losses[scheme] = sum(errors[m].loss(gradients[m], scheme) for m in unit.modules)
+        losses.append(unit_losses)
+    return losses
 
 
 def _block_errors(
@@ -195,26 +210,27 @@ def _block_errors(
     scale_dtype: torch.dtype,
     group: ProcessGroup,
 ) -> dict[str, RowErrors]:
-    """Return the errors of all linears of a block that are in units."""
-    result: dict[str, RowErrors] = {}
+    """Estimate the errors of all linears of a block that are in units."""
+    errors: dict[str, RowErrors] = {}
     prefix = BLOCK_PREFIX.format(layer)
-    unit_of = {module: unit for unit in units for module in unit.modules}
+    unit_of: dict[str, Unit] = {}
     # Rows of each linear that are rounded.
     tried: dict[str, int] = {}
     for unit in units:
         share = min(1.0, _WEIGHTS_TRIED / unit.weights)
-        tried |= {p.module: math.ceil(share * p.shape[0]) for p in unit.parameters}
-    of_site: dict[str, list[str]] = defaultdict(list)
+        for parameter in unit.parameters:
+            unit_of[parameter.module] = unit
+            tried[parameter.module] = math.ceil(share * parameter.shape[0])
+    # Linears of one site share their inputs, and so their Hessian.
+    modules_of_site: dict[str, list[str]] = defaultdict(list)
     for input_group in input_groups(source.config, layer):
-        of_site[input_group.site] += [
-            module for module in input_group.modules if prefix + module in unit_of
-        ]
-    for site, modules in of_site.items():
-        if not modules:
-            continue
-        weights = {
-            prefix + module: block.get_parameter(f"{module}.weight").data for module in modules
-        }
+        for module in input_group.modules:
+            if prefix + module in unit_of:
+                modules_of_site[input_group.site].append(module)
+    for site, modules in modules_of_site.items():
+        weights: dict[str, Tensor] = {}
+        for module in modules:
+            weights[prefix + module] = block.get_parameter(f"{module}.weight").data
         for module, weight in weights.items():
             if not all_finite(weight):
                 raise NonFiniteError(
@@ -226,24 +242,31 @@ def _block_errors(
                     ),
                 )
         columns = next(iter(weights.values())).shape[1]
+        # An expert may get no tokens in this process. It takes part in the sum with zeros, since
+        # all processes must call it.
         total, count = hessians.pop(site, (torch.zeros(columns, columns, device=weight.device), 0))
         rows = torch.tensor([float(count)], device=total.device)
         group.sum_(total)
         group.sum_(rows)
+        # Only one triangle of the symmetric Hessian was summed.
         fill_lower_(total)
         total.div_(rows.clamp_(min=1))
-        wanted = list(dict.fromkeys(s for name in weights for s in schemes[unit_of[name]]))
+        site_schemes: list[QuantScheme] = []
+        for name in weights:
+            for scheme in schemes[unit_of[name]]:
+                if scheme not in site_schemes:
+                    site_schemes.append(scheme)
         try:
-            result |= row_errors(weights, total, wanted, scale_dtype, tried)
+            errors |= row_errors(weights, total, site_schemes, scale_dtype, tried)
         except SingularError:
-            result |= row_errors(
-                weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried
-            )
+            # Without a usable Hessian, all inputs count equally, and none compensates another.
+            identity = torch.eye(columns, device=total.device)
+            errors |= row_errors(weights, identity, site_schemes, scale_dtype, tried)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"linear '{next(iter(weights))}': {error.problem}", path=source.path
             ) from error
-    return result
+    return errors
 
 
 @dataclass(frozen=True)
@@ -258,30 +281,33 @@ class RowErrors:
     energy: Tensor
 
     def loss(self, gradients: Tensor, scheme: QuantScheme) -> float:
-        """Half the squared errors of all rows, weighted by their mean squared gradients [O]."""
+        """Estimate half the squared errors of all rows, weighted by their mean squared gradients
+        [O].
+        """
         weighted = gradients.double() * self.energy.double()
         tried = weighted[self.rows].sum().item()
         if tried <= 0:
             return 0.0
         lost = (gradients[self.rows].double() * self.errors[scheme].double()).sum().item()
+        # Extrapolated from the rows that were rounded to all rows, by their weighted energy.
         return 0.5 * lost * weighted.sum().item() / tried
 
 
 def _round_columns(
     columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> Tensor:
-    """Weights [I, O] rounded to the scales that GPTQ would search."""
+    """Round weights [I, O] to the scales that GPTQ would search."""
     if scheme.scales is not Scales.FLOATS:
         scales = search_blocks(columns, importance, scheme, search_scales)
         rows = columns.t()
-        codes = nearest_codes(
-            rows.reshape(len(rows), scheme.groups(len(columns)), -1), scales, scheme
-        )
+        grouped_rows = rows.reshape(len(rows), scheme.groups(len(columns)), -1)
+        codes = nearest_codes(grouped_rows, scales, scheme)
         return QuantTensor.of_blocks(codes, scales, scheme).dequantize().t().contiguous()
     scale, _ = search_scales(columns, importance, scheme, scale_dtype)
     grouped = columns.view(scale.shape[0], -1, columns.shape[1])
     step = scale.float().unsqueeze(1)
-    half = scheme.levels // 2  # schemes are symmetric
+    # The candidates with float scales are symmetric.
+    half = scheme.levels // 2
     return (grouped / step).round_().clamp_(-half, half - 1).mul_(step).view_as(columns)
 
 
@@ -292,7 +318,7 @@ def row_errors(
     scale_dtype: torch.dtype,
     tried: Mapping[str, int],
 ) -> dict[str, RowErrors]:
-    """Return the errors of linears that share their inputs.
+    """Estimate the errors of linears that share their inputs.
 
     Args:
         weights: [O, I] float32, by module.
@@ -304,24 +330,34 @@ def row_errors(
         NonFiniteError, SingularError: see `Damped.of_`.
     """
     damped = Damped.of_(hessian)
-    # Of each input, given those that GPTQ rounds after it.
+    # The variance of each input, given those that GPTQ rounds after it: they compensate the rest of
+    # its error. The Cholesky factor is in GPTQ's order, reversed.
     variances = torch.empty_like(damped.diagonal)
     variances[damped.order.flip(0)] = damped.factor.diagonal().square()
-    chosen = {}
+    rows_tried: dict[str, Tensor] = {}
+    weights_tried: list[Tensor] = []
+    counts: list[int] = []
     for module, weight in weights.items():
         stride = max(1, len(weight) // max(tried[module], _MIN_ROWS))
-        chosen[module] = torch.arange(0, len(weight), stride, device=weight.device)
-    columns = torch.cat([weights[module][rows] for module, rows in chosen.items()]).t().contiguous()
-    counts = [len(rows) for rows in chosen.values()]
-    errors: dict[QuantScheme, Sequence[Tensor]] = {}
+        rows = torch.arange(0, len(weight), stride, device=weight.device)
+        rows_tried[module] = rows
+        weights_tried.append(weight[rows])
+        counts.append(len(rows))
+    # One matrix of all linears, so that each scheme searches its scales once.
+    columns = torch.cat(weights_tried).t().contiguous()
+    split_errors: dict[QuantScheme, Sequence[Tensor]] = {}
     for scheme in schemes:
         residual = _round_columns(columns, damped.diagonal, scheme, scale_dtype).sub_(columns)
-        errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
-    result = {}
+        split_errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
+    errors_of_linears: dict[str, RowErrors] = {}
     for number, (module, weight) in enumerate(weights.items()):
-        parts = []
+        energies: list[Tensor] = []
+        # In chunks, because the squares are another copy of the weights.
         for start, stop in row_chunks(*weight.shape):
-            parts.append(weight[start:stop].square() @ variances)
-        own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
-        result[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
-    return result
+            energies.append(weight[start:stop].square() @ variances)
+        errors: dict[QuantScheme, Tensor] = {}
+        for scheme, linear_errors in split_errors.items():
+            errors[scheme] = linear_errors[number]
+        energy = torch.cat(energies).cpu()
+        errors_of_linears[module] = RowErrors(rows_tried[module].cpu(), errors, energy)
+    return errors_of_linears

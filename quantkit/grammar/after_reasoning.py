@@ -28,7 +28,7 @@ class Reasoning:
 
 class AfterReasoning:
     """A `Constraint` that allows any text up to the end of the reasoning, and then what another
-    one allows.
+    constraint allows.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class AfterReasoning:
         """
         self._inner = inner
         self._reasoning = reasoning
+        # Within the reasoning, an end token would end the answer before its required part.
         self._forbidden = [*forbidden, reasoning.begin]
         self._size = size
         self._vocab_size = vocab_size
@@ -58,6 +59,7 @@ class AfterReasoning:
 
         if not self._inside:
             mask = self._inner.compute_token_mask()
+            # Only the first token may begin the reasoning.
             if self._first:
                 mask[self._reasoning.begin] = True
             return mask

@@ -32,13 +32,14 @@ MAX_GRAMMARS = 32
 """Compiled grammars that are kept."""
 
 _WAIT_SECONDS = 60.0
+# `LLParserLimits`. They bound the time and memory of one mask, because grammars come from clients.
 _LIMITS = {
-    # Four for each property that may be left out.
+    # Four for each optional property.
     "max_items_in_row": 5000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
-    # Whose time depends on the vocabulary.
+    # The time of this step depends on the vocabulary.
     "precompute_large_lexemes": False,
 }
 _NO_PACKAGE = 'pip install "quantkit[serve]"'
@@ -55,74 +56,89 @@ class Grammars:
             vocab_size: V, the model's; the tokenizer may have fewer tokens, or more.
             end_ids: tokens that end any text of the model.
         """
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, tuple(end_ids)
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = tuple(end_ids)
+        # Two locks, so that compiled grammars can be looked up while another one is compiled.
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, int] | None = None
         self._compiled: OrderedDict[str, LLMatcher | RequestError] = OrderedDict()
 
     def constraint(
         self, grammar: str, end_ids: Sequence[int] = (), reasoning: Reasoning | None = None
     ) -> ConstraintFactory:
-        """Return what restricts continuations to a grammar, in llguidance's variant of Lark.
+        """Compile a grammar, in llguidance's variant of Lark, to a constraint of continuations.
 
         Args:
-            grammar: whose first rule is ``answer``.
+            grammar: begins with the rule ``answer``.
             end_ids: tokens that also end the text.
-            reasoning: that may come first, without restriction.
+            reasoning: may precede the answer, without restriction.
 
         Raises:
             RequestError: if the grammar is not supported, too large, or has no text; or llguidance
                 is not installed.
         """
-        ends = []
-        for one in dict.fromkeys((*self._end_ids, *end_ids)):
-            if 0 <= one < self._vocab_size:
-                ends.append(one)
+        ends: list[int] = []
+        for end_id in dict.fromkeys((*self._end_ids, *end_ids)):
+            # Ids beyond the vocabulary have no logits.
+            if 0 <= end_id < self._vocab_size:
+                ends.append(end_id)
         if not ends:
             raise RequestError(
                 "the model has no end token, so no answer could end where its format does"
             )
-        whole = (START if reasoning is None else START_AFTER_REASONING) + grammar
-        if (known := self._find_compiled(whole)) is None:
-            # One at a time: each may need memory.
+        start = START if reasoning is None else START_AFTER_REASONING
+        full_grammar = start + grammar
+        compiled = self._find_compiled(full_grammar)
+        if compiled is None:
+            # One compilation at a time, because each may need much memory.
             if not self._compiling.acquire(timeout=_WAIT_SECONDS):
                 raise RequestError("other formats of answers are being compiled", hint="try again")
             try:
-                known = self._find_compiled(whole) or self._matcher(whole)
+                # Another thread may have compiled the grammar while this one waited.
+                compiled = self._find_compiled(full_grammar) or self._matcher(full_grammar)
             except RequestError as error:
-                known = error
+                compiled = error
             finally:
                 self._compiling.release()
-            self._keep(whole, known)
-        if isinstance(known, RequestError):
+            # Errors are kept too, so that a refused grammar is not compiled again.
+            self._keep(full_grammar, compiled)
+        if isinstance(compiled, RequestError):
+            # Raising the kept error itself would add each request's traceback to it.
             raise RequestError(
-                known.problem, found=known.found, expected=known.expected, hint=known.hint
+                compiled.problem,
+                found=compiled.found,
+                expected=compiled.expected,
+                hint=compiled.hint,
             )
         assert self._vocabulary is not None
-        matcher = known
+        matcher = compiled
         size = self._vocabulary[1]
         vocab_size = self._vocab_size
 
-        def begun() -> Constraint:
-            result = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
+        def begin_constraint() -> Constraint:
+            constraint = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
             if reasoning is None:
-                return result
-            return AfterReasoning(result, reasoning, ends, size - 1, vocab_size)
+                return constraint
+            return AfterReasoning(constraint, reasoning, ends, size - 1, vocab_size)
 
-        return begun
+        return begin_constraint
 
     def _find_compiled(self, grammar: str) -> LLMatcher | RequestError | None:
-        """Return a matcher at the beginning of a text, never to be changed, or why there is none;
-        None if neither is known.
+        """Look up a matcher at the beginning of a text, which callers copy and never change, or
+        the error of its compilation; None if the grammar has not been compiled.
         """
         with self._lock:
-            if (result := self._compiled.get(grammar)) is not None:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
                 self._compiled.move_to_end(grammar)
-            return result
+            return compiled
 
     def _keep(self, grammar: str, result: LLMatcher | RequestError) -> None:
         with self._lock:
             self._compiled[grammar] = result
+            # The least recently used grammar is the first.
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
 
@@ -131,38 +147,48 @@ class Grammars:
             raise RequestError("llguidance is not installed", hint=_NO_PACKAGE)
         from llguidance import LLMatcher, LLParserLimits
 
-        vocabulary, _ = self._vocabulary = self._vocabulary or self._tokens()
+        if self._vocabulary is None:
+            self._vocabulary = self._tokens()
+        vocabulary = self._vocabulary[0]
         limits: Any = _LIMITS
+        # A grammar can take very long or much memory, and only a process can be ended.
         try_out(HEAD + grammar, limits)
-        result = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
-        if result.is_error():
-            first = None
-        else:
-            first = result.deep_copy()
-        if first is not None:
-            first.compute_bitmask()
-        if first is None or first.is_error():
-            raise RequestError(f"the format is not supported: {_reason(first or result)}")
-        return result
+        matcher = LLMatcher(
+            vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits)
+        )
+        if matcher.is_error():
+            raise RequestError(f"the format is not supported: {_reason(matcher)}")
+        # Some errors appear only when the first mask is computed. The kept matcher must stay at the
+        # beginning, so a copy computes it.
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise RequestError(f"the format is not supported: {_reason(trial)}")
+        return matcher
 
     def _tokens(self) -> tuple[LLTokenizer, int]:
-        """Return the bytes of all tokens, and behind them a token that stands for the end; with
-        their number.
+        """Create a vocabulary of the bytes of all tokens, and after them one token for the end;
+        with their number.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        known = self._tokenizer.token_bytes
-        if known is None:
+        token_bytes = self._tokenizer.token_bytes
+        if token_bytes is None:
             raise RequestError(
                 "the format of answers cannot be restricted, as the bytes of the tokenizer's tokens"
                 " are not known",
                 found=self._tokenizer.kind,
             )
-        none = {*(self._end_ids), self._tokenizer.bos_id}
+        # Tokens without bytes are never part of an answer. The constraint itself allows the end
+        # tokens where the grammar's end token is allowed.
+        without_bytes = {*(self._end_ids), self._tokenizer.bos_id}
         count = min(self._tokenizer.vocab_size, self._vocab_size)
-        tokens = []
+        tokens: list[bytes] = []
         for token in range(count):
-            tokens.append((b"" if token in none else known.of(token)) or b"")
+            if token in without_bytes:
+                tokens.append(b"")
+            else:
+                tokens.append(token_bytes.of(token) or b"")
         wrapper = TokenizerWrapper(_Vocabulary(tokens))
         return LLTokenizer(wrapper, slices=LLTokenizer.json_slices()), count + 1
 
@@ -173,19 +199,18 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, size: int, vocab_size: int, ends: Sequence[int]) -> None:
         """
         Args:
-            size: the matcher's number of tokens, of which the last stands for the end.
+            size: the matcher's number of tokens, of which the last is the end.
             vocab_size: V.
             ends: the tokens that end the text.
         """
-        # Here, as commands that only check options import this file.
+        # Imported here because commands that only check options import this file.
         import numpy as np
 
-        self._matcher, self._size, self._vocab_size, self._ends = (
-            matcher,
-            size,
-            vocab_size,
-            list(ends),
-        )
+        self._matcher = matcher
+        self._size = size
+        self._vocab_size = vocab_size
+        self._ends = list(ends)
+        # llguidance writes masks as words of 32 bits.
         self._bits: Any = np.zeros((size + 31) // 32, np.int32)
         self._ended = False
 
@@ -202,6 +227,7 @@ class GrammarConstraint:
                 self._bits.view(np.uint8), count=self._size, bitorder="little"
             ).view(np.bool_)
             mask[: self._size - 1] = bits[:-1]
+        # After an end token, only end tokens may follow.
         if self._ended or bits[-1]:
             mask[self._ends] = True
         elif not mask.any():
@@ -225,7 +251,8 @@ class _Vocabulary:
         self.special_token_ids = [self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:
-        # Llguidance tokenizes what must follow, unless `no_forcing` is set.
+        # llguidance tokenizes text that must follow only if `no_forcing` is not set, and `HEAD`
+        # sets it.
         return []
 
 
@@ -238,21 +265,22 @@ def _make_matcher_error(matcher: LLMatcher) -> QuantkitError:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return the first line of a matcher's error, without its place in a grammar that the user did
-    not write.
+    """Shorten a matcher's error to its first line, without its place in a grammar that the user
+    did not write.
     """
     error = matcher.get_error()
     if error.startswith("panic"):
         _log.warning("llguidance: %s", error.partition("\n")[0])
         return "it is too complex"
-    lines = []
+    lines: list[str] = []
+    # The quoted grammar follows, with numbers of lines.
     for line in error.partition("\n   1 | ")[0].splitlines():
-        if line.strip():
-            lines.append(line.strip())
-    text = " ".join(line for line in lines if not line.startswith("<")).rpartition("JSON schema: ")[
-        2
-    ]
+        stripped = line.strip()
+        if stripped and not stripped.startswith("<"):
+            lines.append(stripped)
+    text = " ".join(lines).rpartition("JSON schema: ")[2]
     text = text.partition(" while processing")[0]
+    # llguidance's name for an empty language.
     if "NoExtension" in text:
         return "no text has it"
     return text[:300]

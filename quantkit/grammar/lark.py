@@ -16,18 +16,18 @@ START_AFTER_REASONING = "start: BLANK answer\nBLANK: /[ \\t\\n]{0,4}/\n"
 """The same where a line break or two may come before the answer."""
 
 _JSON_OPTIONS = {
-    # some models write nothing else once they have begun
+    # Without a limit, some models write nothing but white space once they have begun.
     "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
-    # Else a key that is taken could be spelled in another way.
+    # With other escapes, a key that an object already has could be spelled in another way.
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return a checked schema as a rule of a grammar."""
+    """Write a checked schema as a rule of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return a grammar of the JSON values that satisfy a checked schema."""
+    """Write a grammar of the JSON values that satisfy a checked schema."""
     return f"answer: {json_rule(schema)}\n"

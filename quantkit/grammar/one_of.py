@@ -1,4 +1,4 @@
-"""Whether no value satisfies two of several JSON schemas."""
+"""Decide whether no value satisfies two of several JSON schemas."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-_CLOSED = 2000  # pairs that are compared
+# Pairs that are compared at most: their number grows with the square of the schemas'.
+_CLOSED = 2000
 
 
 def are_disjoint(schemas: Sequence[Any]) -> bool:
-    """Return whether that is seen from their types, their values, or properties that all objects
-    have, such as the name of a kind. False where it is not.
+    """Decide it from their types, their values, or properties that all objects have, such as the
+    name of a kind. False means that these do not show it.
     """
     if len(schemas) * (len(schemas) - 1) // 2 > _CLOSED:
         return False
@@ -24,57 +25,69 @@ def _are_disjoint(schema: Any, other: Any) -> bool:
         return True
     if not isinstance(schema, Mapping) or not isinstance(other, Mapping):
         return False
-    types = _types(schema), _types(other)
-    if types[0] is not None and types[1] is not None and not types[0] & types[1]:
+    types = _types(schema)
+    other_types = _types(other)
+    if _have_no_common_value(types, other_types):
         return True
-    values = _values(schema), _values(other)
-    if values[0] is not None and values[1] is not None and not values[0] & values[1]:
+    if _have_no_common_value(_values(schema), _values(other)):
         return True
-    if types != ({"object"}, {"object"}):
+    # Properties constrain objects alone: values of other types could satisfy both schemas.
+    if types != {"object"} or other_types != {"object"}:
         return False
     required = set(_list(schema, "required")) & set(_list(other, "required"))
-    these = schema.get("properties")
-    those = other.get("properties")
-    if not isinstance(these, Mapping) or not isinstance(those, Mapping):
+    properties = schema.get("properties")
+    other_properties = other.get("properties")
+    if not isinstance(properties, Mapping) or not isinstance(other_properties, Mapping):
         return False
-    for name in required & these.keys() & those.keys():
-        first = _values(these[name])
-        second = _values(those[name])
-        if first is not None and second is not None and not first & second:
+    # An object without an optional property could satisfy both schemas.
+    for name in required & properties.keys() & other_properties.keys():
+        if _have_no_common_value(_values(properties[name]), _values(other_properties[name])):
             return True
     return False
 
 
+def _have_no_common_value(first: set[str] | None, second: set[str] | None) -> bool:
+    """Check that two sets are known and disjoint."""
+    return first is not None and second is not None and not first & second
+
+
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the types that its values have, numbers as one; None if it does not say."""
-    given = schema.get("type")
-    if isinstance(given, str):
-        found = [given]
-    elif isinstance(given, list):
-        found = given
+    """Collect the types that a schema allows, with integers as numbers; None if it has no
+    ``type``.
+    """
+    type_keyword = schema.get("type")
+    if isinstance(type_keyword, str):
+        names = [type_keyword]
+    elif isinstance(type_keyword, list):
+        names = type_keyword
     else:
-        found = None
-    if found is None:
         return None
-    return {"number" if one == "integer" else str(one) for one in found}
+    types: set[str] = set()
+    for name in names:
+        # An integer is also a number.
+        types.add("number" if name == "integer" else str(name))
+    return types
 
 
 def _values(schema: Any) -> set[str] | None:
-    """Return the values that it lists, as JSON; None if it does not list them, or they are numbers,
-    which JSON spells in several ways.
+    """Collect the values that a schema lists, as JSON; None if it does not list them, or they are
+    numbers, which JSON spells in several ways.
     """
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(
-        isinstance(value, str | bool | None) for value in values
-    ):
+    if not isinstance(values, list):
         return None
-    return {json.dumps(value) for value in values}
+    texts: set[str] = set()
+    for value in values:
+        if not isinstance(value, str | bool | None):
+            return None
+        texts.add(json.dumps(value))
+    return texts
 
 
 def _list(schema: Mapping[str, Any], key: str) -> list[str]:
-    found = schema.get(key, [])
-    if isinstance(found, list):
-        return [one for one in found if isinstance(one, str)]
+    items = schema.get(key, [])
+    if isinstance(items, list):
+        return [item for item in items if isinstance(item, str)]
     return []

@@ -18,8 +18,9 @@ _EXPECTED = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {.
 
 
 def response_grammar(response_format: object) -> str | None:
-    """Return the grammar of the answers that a ``response_format`` allows, for `Grammars`; None
-    where that is any text. Raises `RequestError` for one that is invalid or not supported.
+    """Check a ``response_format`` and write the grammar of the answers that it allows, for
+    `Grammars`; None if that is any text. Raises `RequestError` for one that is invalid or not
+    supported.
     """
     if isinstance(response_format, Mapping):
         kind = response_format.get("type")
@@ -34,15 +35,15 @@ def response_grammar(response_format: object) -> str | None:
         raise RequestError(
             "'response_format' is not known", found=format_value(response_format), expected=expected
         )
-    if unknown := response_format.keys() - (
-        {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    ):
+    known_keys = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    unknown = response_format.keys() - known_keys
+    if unknown:
         raise RequestError(
             f"unknown key {format_value(min(unknown))} in 'response_format'", expected=_EXPECTED
         )
-    if kind != "json_schema":
-        if kind == "text":
-            return None
+    if kind == "text":
+        return None
+    if kind == "json_object":
         return json_grammar({"type": "object"})
     return json_grammar(check_schema(_schema(response_format.get("json_schema"))))
 
@@ -52,7 +53,8 @@ def _schema(described: Any) -> Any:
         raise RequestError(
             "'json_schema' is of the wrong type", found=format_value(described), expected=_EXPECTED
         )
-    if unknown := described.keys() - _KEYS:
+    unknown = described.keys() - _KEYS
+    if unknown:
         raise RequestError(
             f"unknown key {format_value(min(unknown))} in 'json_schema'",
             expected=", ".join(sorted(_KEYS)),
@@ -64,6 +66,7 @@ def _schema(described: Any) -> Any:
             found=format_value(described["name"]),
             expected=expected,
         )
+    # Only checked: answers satisfy the schema in any case.
     strict = described.get("strict")
     require_flags(**{"json_schema.strict": False if strict is None else strict})
     if described.get("schema") is None:

@@ -2,8 +2,8 @@
 supported or refused.
 
 `check_schema` returns a schema of the supported keywords alone. Its references lead to ``$defs``,
-and a schema whose keywords and references, or several of ``anyOf``, ``oneOf`` and ``allOf``, hold
-together is an ``allOf`` of them: so no keyword depends on its place in the file.
+and a schema that combines keywords with references, or several of ``anyOf``, ``oneOf`` and
+``allOf``, becomes an ``allOf`` of them, so no keyword depends on its place in the file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MAX_PROPERTIES = 1000
 
 # Items, or letters: no answer has more.
 _MAX_COUNT = 10**6
-# Beyond it, floats are no longer all integers.
+# Floats represent every integer up to this one.
 _MAX_NUMBER = 2**53
-# A grammar has as many states.
+# The grammar of a multiple has as many states as the number.
 _MAX_MULTIPLE = 10_000
+# Keywords that constrain no value.
 _ANNOTATIONS = {
     "$schema",
     "$comment",
@@ -71,14 +72,15 @@ FORMATS = (*_PATTERNS, "duration", "email", "hostname", "ipv4", "ipv6", "uuid", 
 
 
 def check_schema(schema: object) -> dict[str, Any]:
-    """Return a schema with the supported keywords alone. Raises `RequestError` for one that is
+    """Check a schema and reduce it to the supported keywords. Raises `RequestError` for one that is
     invalid, too large, or has a keyword that is not supported, with its place.
     """
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
             "the JSON schema is of the wrong type", found=format_value(schema), expected="an object"
         )
-    if (size := len(json.dumps(schema))) > MAX_CHARACTERS:
+    size = len(json.dumps(schema))
+    if size > MAX_CHARACTERS:
         raise RequestError(
             "the JSON schema is too large",
             found=size,
@@ -92,28 +94,33 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._names = dict[str, str]()  # of definitions, by the references to them
+        # Names of definitions, by the references to them.
+        self._names = dict[str, str]()
         self._schemas = 0
+        # The least common multiple of all `multipleOf`, because a value may have to satisfy several
+        # of them.
         self._multiple = 1
 
     def whole(self) -> dict[str, Any]:
-        result = self._schema(self._root, "#")
+        schema = self._schema(self._root, "#")
         definitions = dict[str, Any]()
         done = 0
-        # Which reading a definition makes longer.
+        # Reading a definition can add names of further definitions.
         while done < len(self._names):
             pointer, name = list(self._names.items())[done]
             definitions[name] = self._schema(self._target(pointer), pointer)
             done += 1
-        if result is False:
+        if schema is False:
             raise RequestError("no value satisfies the JSON schema", found="false")
-        result = {} if result is True else result
+        if schema is True:
+            schema = {}
         if definitions:
-            return {**result, "$defs": definitions}
-        return result
+            return {**schema, "$defs": definitions}
+        return schema
 
     def _schema(self, node: Any, place: str) -> Any:
-        """Return a schema at a place."""
+        """Check the schema at a place and reduce it to the supported keywords."""
+        # Counted first, so that a deep or recursive schema ends.
         self._schemas += 1
         if self._schemas > MAX_SCHEMAS:
             raise RequestError(
@@ -123,47 +130,55 @@ class _Reader:
             return node
         if not isinstance(node, Mapping):
             raise _wrong(place, node, "a schema, which is an object or a boolean")
-        own: dict[str, Any] = {}
-        others: list[Any] = []
+        keywords: dict[str, Any] = {}
+        # References, combinations and the patterns of formats become schemas of their own, so that
+        # none replaces or depends on another keyword of this schema.
+        conjuncts: list[Any] = []
         for keyword in self._constraining(node, place):
             value = node[keyword]
-            here = f"{place}/{keyword}"
+            keyword_place = f"{place}/{keyword}"
             if keyword == "$ref":
-                others.append({"$ref": f"#/$defs/{self._name(value, here)}"})
+                conjuncts.append({"$ref": f"#/$defs/{self._name(value, keyword_place)}"})
             elif keyword in _COMBINED:
-                parts = []
-                for index, one in enumerate(_list(value, here, 1)):
-                    parts.append(self._schema(one, f"{here}/{index}"))
+                alternatives: list[Any] = []
+                for index, alternative in enumerate(_list(value, keyword_place, 1)):
+                    alternatives.append(self._schema(alternative, f"{keyword_place}/{index}"))
                 if keyword == "allOf":
-                    others += parts
+                    conjuncts += alternatives
                 else:
-                    others += [self._either(keyword, value, parts)]
-            elif keyword == "format" and _format(value, here) in _PATTERNS:
-                others.append({"pattern": _PATTERNS[value]})
+                    conjuncts.append(self._either(keyword, value, alternatives))
+            elif keyword == "format" and _format(value, keyword_place) in _PATTERNS:
+                conjuncts.append({"pattern": _PATTERNS[value]})
             else:
-                own[keyword] = self._keyword(keyword, value, here)
-        own = _drop_implied_minimum(own, place)
-        parts = [*([own] if own else []), *others]
-        if len(parts) > 1:
-            return {"allOf": parts}
-        if parts:
-            return parts[0]
+                keywords[keyword] = self._keyword(keyword, value, keyword_place)
+        keywords = _drop_implied_minimum(keywords, place)
+        if keywords:
+            conjuncts.insert(0, keywords)
+        if len(conjuncts) > 1:
+            return {"allOf": conjuncts}
+        if conjuncts:
+            return conjuncts[0]
         return True
 
     def _constraining(self, node: Mapping[str, Any], place: str) -> list[str]:
-        """Return the keywords of a schema that constrain."""
-        found = []
+        """List the keywords of a schema that constrain its values, and refuse unsupported ones."""
+        constraining: list[str] = []
         for keyword, value in node.items():
+            # Keywords with x- are extensions, except llguidance's own, which would change how it
+            # reads the schema.
             if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
                 continue
-            if (keyword == "$id" and place == "#") or (keyword == "uniqueItems" and value is False):
+            if keyword == "$id" and place == "#":
                 continue
+            if keyword == "uniqueItems" and value is False:
+                continue
+            # Formats of other types, such as OpenAPI's int32, constrain no string.
             if (
                 keyword == "format"
                 and isinstance(node.get("type"), str)
                 and node["type"] != "string"
             ):
-                continue  # such as OpenAPI's int32
+                continue
             if keyword not in _KEYWORDS:
                 raise RequestError(
                     f"the JSON schema has the keyword {format_value(keyword)},"
@@ -171,9 +186,9 @@ class _Reader:
                     found=f"{place}/{keyword}",
                     expected=", ".join(_KEYWORDS),
                 )
-            found.append(keyword)
-        # 'additionalProperties' of what is before it.
-        return sorted(found, key=list(_KEYWORDS).index)
+            constraining.append(keyword)
+        # 'additionalProperties' depends on the properties, which must precede it.
+        return sorted(constraining, key=list(_KEYWORDS).index)
 
     def _keyword(self, keyword: str, value: Any, place: str) -> Any:
         if keyword in ("properties", "patternProperties"):
@@ -183,15 +198,15 @@ class _Reader:
                 raise RequestError(
                     "too many properties", found=place, expected=f"at most {MAX_PROPERTIES}"
                 )
-            return {
-                name: self._schema(one, f"{place}/{_escape_pointer(name)}")
-                for name, one in value.items()
-            }
+            properties: dict[str, Any] = {}
+            for name, schema in value.items():
+                properties[name] = self._schema(schema, f"{place}/{_escape_pointer(name)}")
+            return properties
         if keyword == "prefixItems":
-            return [
-                self._schema(one, f"{place}/{index}")
-                for index, one in enumerate(_list(value, place, 1))
-            ]
+            items: list[Any] = []
+            for index, schema in enumerate(_list(value, place, 1)):
+                items.append(self._schema(schema, f"{place}/{index}"))
+            return items
         if keyword in ("items", "additionalProperties"):
             if isinstance(value, list):
                 raise RequestError(
@@ -206,7 +221,9 @@ class _Reader:
         number = _number(value, place)
         if number <= 0:
             raise _wrong(place, value, "a number above 0")
+        # The shortest decimal that is the float, since JSON's numbers are decimals.
         digits = Decimal(repr(number)).normalize().as_tuple()
+        # Digits without a decimal point: the grammar of 0.25 has as many states as that of 25.
         coefficient = int("".join(map(str, digits.digits))) * 10 ** max(0, int(digits.exponent))
         self._multiple = math.lcm(self._multiple, coefficient)
         if self._multiple > _MAX_MULTIPLE or int(digits.exponent) < -9:
@@ -217,29 +234,29 @@ class _Reader:
         return value
 
     def _either(self, keyword: str, schemas: list[Any], parts: list[Any]) -> Any:
-        """``anyOf``, or ``oneOf``, which is the same where no value satisfies two of its
-        schemas.
+        """Write ``anyOf`` or ``oneOf``. If no value satisfies two of the schemas, ``oneOf``
+        becomes ``anyOf``, which has the same values.
         """
-        if keyword == "oneOf" and are_disjoint(
-            [self._follow_reference(schema) for schema in schemas]
-        ):
-            keyword = "anyOf"
+        if keyword == "oneOf":
+            targets = [self._follow_reference(schema) for schema in schemas]
+            if are_disjoint(targets):
+                keyword = "anyOf"
         return {keyword: parts}
 
     def _follow_reference(self, node: Any) -> Any:
-        """Return a schema that is nothing but a reference, as the one that it leads to."""
+        """Replace a schema that is nothing but a reference by the one that it leads to."""
+        # References may form a cycle, so only some are followed.
         for _ in range(8):
-            if (
-                not isinstance(node, Mapping)
-                or "$ref" not in node
-                or set(node) - _ANNOTATIONS != {"$ref"}
-            ):
+            if not isinstance(node, Mapping) or "$ref" not in node:
+                break
+            # Other keywords constrain the values further.
+            if set(node) - _ANNOTATIONS != {"$ref"}:
                 break
             node = self._target(node["$ref"])
         return node
 
     def _name(self, reference: Any, place: str) -> str:
-        """Return the name of the definition that a reference leads to."""
+        """Name the definition that a reference leads to, and note that it has to be read."""
         if not isinstance(reference, str):
             raise _wrong(place, reference, "a string")
         if reference != "#" and not reference.startswith("#/"):
@@ -253,6 +270,8 @@ class _Reader:
 
     def _target(self, reference: str) -> Any:
         node = self._root
+        # A JSON pointer (RFC 6901) in a URL fragment. ~1 is replaced before ~0, because ~01 is the
+        # text ~1.
         for part in reference[1:].split("/")[1:]:
             key = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(node, list) and key.isdecimal() and int(key) < len(node):
@@ -267,8 +286,9 @@ class _Reader:
 
 
 def _drop_implied_minimum(keywords: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a schema's keywords without a ``minProperties`` that ``required`` implies."""
+    """Remove a ``minProperties`` that ``required`` implies from a schema's keywords."""
     fewest = keywords.get("minProperties")
+    # llguidance supports a minimum of 1.
     if fewest is None or fewest == 1:
         return keywords
     if fewest > len(set(keywords.get("required", []))):
@@ -287,8 +307,9 @@ def _list(value: Any, place: str, fewest: int = 0) -> list[Any]:
 
 
 def _names(value: Any, place: str) -> list[str]:
-    if not all(isinstance(one, str) for one in _list(value, place)):
-        raise _wrong(place, value, "a list of strings")
+    for name in _list(value, place):
+        if not isinstance(name, str):
+            raise _wrong(place, value, "a list of strings")
     return list(dict.fromkeys(value))
 
 
@@ -297,18 +318,19 @@ def _type(value: Any, place: str) -> Any:
         names = [value]
     else:
         names = _list(value, place, 1)
-    if unknown := [name for name in names if name not in _TYPES]:
-        raise RequestError(
-            "the JSON schema has an unknown type",
-            found=format_value(unknown[0]),
-            expected=", ".join(_TYPES),
-        )
+    for name in names:
+        if name not in _TYPES:
+            raise RequestError(
+                "the JSON schema has an unknown type",
+                found=format_value(name),
+                expected=", ".join(_TYPES),
+            )
     return value
 
 
 def _values(value: Any, place: str) -> list[Any]:
-    for one in within(_list(value, place, 1)):
-        if isinstance(one, int | float) and abs(one) > _MAX_NUMBER:
+    for element in within(_list(value, place, 1)):
+        if isinstance(element, int | float) and abs(element) > _MAX_NUMBER:
             raise RequestError(
                 "a number is too large", found=place, expected=f"at most {_MAX_NUMBER}"
             )
@@ -324,6 +346,8 @@ def _count(value: Any, place: str) -> int:
     ):
         raise _wrong(place, value, "an integer, 0 or more")
     keyword = place.rpartition("/")[2]
+    # A lower bound that no answer reaches is an error; an upper bound is reduced instead, because
+    # that changes no answer.
     if value > _MAX_COUNT and keyword in _LOWER:
         raise RequestError(
             f"'{keyword}' is more than any answer has",
@@ -361,6 +385,8 @@ def _accept_any_value(value: Any, place: str) -> Any:
     return value
 
 
+# In the order in which `_Reader` writes them. Keywords that contain schemas accept any value here,
+# because `_Reader` checks them.
 _KEYWORDS: dict[str, Callable[[Any, str], Any]] = {
     "type": _type,
     "enum": _values,

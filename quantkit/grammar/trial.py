@@ -1,5 +1,5 @@
-"""Grammars are first compiled in a separate process, as some that clients may write take very long
-or much memory: the process is ended then, which a thread cannot be.
+"""Compile grammars first in a separate process. Some grammars that clients may write take very long
+or much memory; a process can be ended then, a thread cannot.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from quantkit.errors import QuantkitError, RequestError
 SECONDS = 5.0
 """Of a compilation; the same in the server's own process takes no longer."""
 
+# Bytes of the process's address space.
 _MEMORY = 2 << 30
 _PROGRAM = Path(__file__).with_name("trial_worker.py")
 _lock = threading.Lock()
 _process: subprocess.Popen[str] | None = None
-# A fork must not use the pipes of its parent.
+# The process that started `_process`. A fork must not use the pipes of its parent.
 _owner = 0
 
 
@@ -34,18 +35,20 @@ def try_out(grammar: str, limits: Mapping[str, object]) -> None:
     """
     with _lock:
         process = _ensure_process()
+        # Ending the process also ends the `readline` below, which has no timeout.
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(json.dumps([grammar, dict(limits)]) + "\n")
             process.stdin.flush()
-            done = process.stdout.readline()
+            reply = process.stdout.readline()
+        # The process may end before it has read the request.
         except (OSError, ValueError):
-            done = ""
+            reply = ""
         finally:
             timer.cancel()
-        if not done:
+        if not reply:
             _end()
             bounds = f"more than {SECONDS:.0f} seconds, or {_MEMORY >> 30} GiB"
             raise RequestError(f"the format is not supported: it takes {bounds} to compile")
@@ -56,6 +59,7 @@ def _ensure_process() -> subprocess.Popen[str]:
     if _process is not None and _owner == os.getpid() and _process.poll() is None:
         return _process
     _end()
+    # -S omits site-packages, so that the process starts sooner; it gets this folder instead.
     spec = importlib.util.find_spec("llguidance")
     if spec is not None and spec.origin:
         folder = str(Path(spec.origin).parents[1])
@@ -68,7 +72,8 @@ def _ensure_process() -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # it ignores Ctrl-C
+            # Ctrl-C in the terminal does not reach a process of another session.
+            start_new_session=True,
         )
     except OSError as error:
         raise QuantkitError(
@@ -87,7 +92,7 @@ def _end() -> None:
         _process.kill()
         _process.wait()
     for pipe in (_process.stdin, _process.stdout):
-        # A request that was not read.
+        # Closing fails if the pipe contains a request that the process did not read.
         with contextlib.suppress(OSError):
             pipe.close()  # type: ignore[union-attr]
     _process = None

@@ -1,5 +1,5 @@
-"""The program that `trial` starts: it compiles grammars for a vocabulary of bytes, and says of each
-that it is done.
+"""The program that `trial` starts: it compiles grammars for a vocabulary of bytes, and writes a
+line after each.
 
 Requests are lines of JSON on stdin. It imports nothing of quantkit.
 """
@@ -29,6 +29,7 @@ class Bytes:
 
 
 def main() -> None:
+    # Windows has no such limit.
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -37,6 +38,8 @@ def main() -> None:
     for line in sys.stdin:
         grammar, limits = json.loads(line)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+        # The first mask can take as long as the compilation. Errors are for the caller, who
+        # compiles the grammar again.
         if not matcher.is_error():
             matcher.compute_bitmask()
         sys.stdout.write("done\n")

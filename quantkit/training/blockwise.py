@@ -38,60 +38,68 @@ class Blockwise:
         Raises:
             RequestError: if the processes of a mesh cannot share the model.
         """
-        self._samples, self._shares = samples, Shares(model, mesh)
+        self._samples = samples
+        self._shares = Shares(model, mesh)
         self._passes = Passes(model, reference, samples.tokens.shape[1], device, self._shares)
         self._optimizer = Optimizer(model, schedule, self._shares)
         self.moments = self._optimizer.moments
-        layers = []
+        # The trained tensors of each layer, and last those without a layer.
+        self._names: list[list[str]] = []
+        names_in_layers: set[str] = set()
         for layer in range(model.config.num_layers):
-            layers.append(model.names_trained.in_layer(layer))
-        self._names = [[*own.weights, *own.norms] for own in layers]
-        named = set()
-        for own in self._names:
-            for name in own:
-                named.add(name)
-        self._names.append([name for name in model.factors if name not in named])
+            trained = model.names_trained.in_layer(layer)
+            layer_names = [*trained.weights, *trained.norms]
+            self._names.append(layer_names)
+            names_in_layers.update(layer_names)
+        self._names.append([name for name in model.factors if name not in names_in_layers])
 
     def step(self, step: int, numbers: Tensor) -> float:
-        own = self._shares.samples(numbers)
+        local_numbers = self._shares.samples(numbers)
         samples = self._samples
-        found = self._passes.gradients(
-            samples.tokens[own],
-            samples.targets(own),
+        # The optimizer runs within the backward pass, so that the gradients of one layer are in
+        # memory at a time.
+        local_sum = self._passes.gradients(
+            samples.tokens[local_numbers],
+            samples.targets(local_numbers),
             self._names,
             lambda name, gradient: self._optimizer.update(step, name, gradient),
             count=len(numbers) * samples.tokens.shape[1],
         )
-        return self._shares.sum_over_samples(found)
+        return self._shares.sum_over_samples(local_sum)
 
     def loss(self, numbers: Tensor) -> float:
         samples = self._samples
         total = 0.0
         for part in torch.split(self._shares.samples(numbers), samples.batch):
+            # `torch.split` gives one empty part if this process has no sample.
             if len(part):
                 total += self._passes.loss(samples.tokens[part], samples.targets(part))
         return self._shares.sum_over_samples(total) / (len(numbers) * samples.tokens.shape[1])
 
     def fetch(self) -> None:
-        """They are the model's own."""
+        """Do nothing: the factors and moments are the model's own."""
 
     def put(self) -> None:
-        """They are the model's own."""
+        """Do nothing: the factors and moments are the model's own."""
 
 
 def float_states(reference: Checkpoint, batch: int, mesh: Mesh = ALONE) -> Hidden:
-    """Runs a float model, by all processes of a mesh, on a number of samples at a time."""
+    """Make a function that runs a float model, by all processes of a mesh, on `batch` samples at a
+    time.
+    """
 
     def hidden(tokens: Tensor, progress: Progress) -> Tensor:
-        own = torch.split(tokens[mesh.data.share(len(tokens))], batch)
-        batches = [Batch.from_start(one) for one in own if len(one)]
+        batches: list[Batch] = []
+        for batch_tokens in torch.split(tokens[mesh.data.share(len(tokens))], batch):
+            if len(batch_tokens):
+                batches.append(Batch.from_start(batch_tokens))
         if batches:
-            found = final_hidden(reference, batches, group=mesh.model, progress=progress)
+            states = final_hidden(reference, batches, group=mesh.model, progress=progress)
         else:
-            found = []
-        none = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
-        return mesh.data.join(
-            torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(tokens)
-        ).cpu()
+            states = []
+        # A process without samples takes part in the join with no rows.
+        empty = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
+        local_states = torch.cat([empty, *states]).to(mesh.data.device or "cpu")
+        return mesh.data.join(local_states, len(tokens)).cpu()
 
     return hidden

@@ -49,7 +49,7 @@ def delta_bytes(
     base: Mapping[str, str],
     details: Mapping[str, Any],
 ) -> bytes:
-    """Return the file of a delta.
+    """Write the file of a delta.
 
     Args:
         changed: the tensors that differ.
@@ -65,26 +65,28 @@ def delta_bytes(
             if new.minimum is not None:
                 tensors[name + MINIMUM] = new.minimum.contiguous()
             if not torch.equal(old.codes, new.codes):
-                apart = (new.codes.to(torch.int16) - old.codes).to(torch.int8)
-                tensors[name + CODES] = torch.frombuffer(
-                    bytearray(zlib.compress(apart.numpy().data)), dtype=torch.uint8
-                )
+                # Most codes stay the same, so differences compress better than codes. Codes are
+                # uint8, whose subtraction would wrap; training moves a code by few steps.
+                differences = (new.codes.to(torch.int16) - old.codes).to(torch.int8)
+                compressed = zlib.compress(differences.numpy().data)
+                # `frombuffer` warns of a buffer that is not writable.
+                tensors[name + CODES] = torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
         else:
             assert isinstance(new, Tensor)
             tensors[name] = new.contiguous()
-    stated = {
-        "base": dict(base),
-        "changed": {name: [one.before, one.after] for name, one in changed.items()},
-    }
-    head = json.dumps({**stated, "details": details}, sort_keys=True)
+    hashes: dict[str, list[str]] = {}
+    for name, change in changed.items():
+        hashes[name] = [change.before, change.after]
+    head_fields = {"base": dict(base), "changed": hashes, "details": details}
+    head = json.dumps(head_fields, sort_keys=True)
     metadata = {"format": FORMAT, "head": head, "sha256": _check(head, tensors)}
     # safetensors' own `save` writes the keys of the metadata in another order in each process.
-    listed = [
-        StoredTensor(name, DType.of(tensors[name].dtype), tuple(tensors[name].shape))
-        for name in sorted(tensors)
-    ]
-    data = [tensor_bytes(tensors[tensor.name], tensor) for tensor in listed]
-    return b"".join([build_header(listed, metadata), *data])
+    stored_tensors: list[StoredTensor] = []
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        stored_tensors.append(StoredTensor(name, DType.of(tensor.dtype), tuple(tensor.shape)))
+    data = [tensor_bytes(tensors[stored.name], stored) for stored in stored_tensors]
+    return b"".join([build_header(stored_tensors, metadata), *data])
 
 
 class Delta:
@@ -94,12 +96,12 @@ class Delta:
         base: the sha256 of the files of the model that it belongs to, by name.
         changed: hashes by tensor.
         details: how it was made.
-        curve: the KL as it fell.
+        curve: the evaluations of the training.
         check: the hash of the delta.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` if the file is no delta, or damaged."""
+        """Open a delta. Raises `CheckpointError` if the file is no delta, or damaged."""
         self.path = path
         if path.is_dir():
             raise CheckpointError(
@@ -114,7 +116,7 @@ class Delta:
                 f"cannot be read: {error.strerror or 'no such file'}", path=path
             ) from error
         except SafetensorError as error:
-            # Backticks would be names of options.
+            # In quantkit's errors, backticks mark the names of options.
             reason = str(error).replace("`", "'")
             raise CheckpointError(f"is no delta: {reason}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
@@ -125,37 +127,45 @@ class Delta:
         self.check = _check(head, self.tensors)
         if metadata.get("sha256") != self.check:
             raise CheckpointError("is not as it was written", path=path, hint=_DAMAGED)
+        # The hash shows that the file is complete, not that a version of quantkit wrote it, so the
+        # types of its fields are checked too.
         try:
-            stated = json.loads(head)
-            self.base = {str(name): str(digest) for name, digest in stated["base"].items()}
-            self.changed = {
-                str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()
-            }
-            self.curve = [_evaluation(one) for one in stated["details"][REFINED]["curve"]]
-            recorded = stated["details"]["quality"]
-            _ = dict(stated["details"]["modules"])
+            head_fields = json.loads(head)
+            self.base: dict[str, str] = {}
+            for name, digest in head_fields["base"].items():
+                self.base[str(name)] = str(digest)
+            self.changed: dict[str, Change] = {}
+            for name, hashes in head_fields["changed"].items():
+                self.changed[str(name)] = Change(*map(str, hashes))
+            curve_entries = head_fields["details"][REFINED]["curve"]
+            self.curve = [_evaluation(entry) for entry in curve_entries]
+            recorded = head_fields["details"]["quality"]
+            _ = dict(head_fields["details"]["modules"])
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "does not state what it changes", path=path, hint=_DAMAGED
             ) from error
-        self.details: dict[str, Any] = stated["details"]
+        self.details: dict[str, Any] = head_fields["details"]
+        # Raises its own error if the recorded gate is not valid.
         _ = Gate.from_json(recorded, path)
         if not self.curve:
             raise CheckpointError("states no KL", path=path, hint=_DAMAGED)
 
     def require_fits(self, model: Checkpoint) -> None:
-        """Raise `CheckpointError` unless it changes tensors of a model alone, each from the
-        values that it has.
+        """Raise `CheckpointError` unless the delta changes only tensors of a model, each from the
+        values that the model has.
         """
-        parts = {
-            name
-            for changed in self.changed
-            for name in (changed, *(changed + end for end in _ENDS))
-        }
-        strange = [*(self.changed.keys() - set(model.names())), *(self.tensors.keys() - parts)]
-        if strange:
+        expected_tensors: set[str] = set()
+        for changed_name in self.changed:
+            expected_tensors.add(changed_name)
+            expected_tensors.update(changed_name + end for end in _ENDS)
+        unknown = [
+            *(self.changed.keys() - set(model.names())),
+            *(self.tensors.keys() - expected_tensors),
+        ]
+        if unknown:
             raise CheckpointError(
-                f"changes '{strange[0]}', which is no tensor of the model", path=self.path
+                f"changes '{unknown[0]}', which is no tensor of the model", path=self.path
             )
         for name, change in self.changed.items():
             if tensor_hash(model.load(name)) != change.before:
@@ -164,21 +174,23 @@ class Delta:
                 )
 
     def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
-        """Raise `CheckpointError` unless these are the hashes of the model that it belongs to."""
+        """Raise `CheckpointError` unless these are the hashes of the model that the delta belongs
+        to.
+        """
         if hashes == self.base:
             return
-        differing = sorted(
-            name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name)
-        )
-        if differing[0] in hashes:
-            other = "another"
-        else:
-            other = "no"
+        # Sorted, so that the error names the same file each time.
+        differing: list[str] = []
+        for name in sorted({*hashes, *self.base}):
+            if hashes.get(name) != self.base.get(name):
+                differing.append(name)
+        first = differing[0]
+        other = "another" if first in hashes else "no"
         raise CheckpointError(
             f"the delta {self.path} belongs to another model, or one of its files has changed",
             path=model,
-            found=f"{other} '{differing[0]}'",
-            expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
+            found=f"{other} '{first}'",
+            expected=f"sha256 {self.base.get(first, 'of no such file')}",
             hint="apply it to the model that it was made for",
         )
 
@@ -191,10 +203,13 @@ class DeltaCheckpoint(CheckpointView):
         self._delta = delta
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        """Raises `CheckpointError` if the result is not what the delta's maker had."""
+        """Load a tensor, changed by the delta. Raises `CheckpointError` if the result is not the
+        tensor that was written into the delta.
+        """
         change = self._delta.changed.get(name)
         if change is None:
             return self._source.load(name, part)
+        # All of the tensor, because hashes and differences of codes are of complete tensors.
         value = self._source.load(name)
         try:
             result = self._apply_delta(name, value)
@@ -207,9 +222,9 @@ class DeltaCheckpoint(CheckpointView):
         return part.of_weight(result)
 
     def _apply_delta(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
-        """Return a tensor as the delta changes it.
+        """Apply the delta to a tensor.
 
-        Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit.
+        Raises `KeyError`, `ValueError` or `zlib.error` if the delta does not fit.
         """
         tensors = self._delta.tensors
         if not isinstance(value, QuantTensor):
@@ -225,13 +240,16 @@ class DeltaCheckpoint(CheckpointView):
         if scale.dtype != value.scale.dtype:
             raise ValueError("another type of scales")
         value = replace(value, scale=scale, minimum=minimum)
-        if (packed := tensors.get(name + CODES)) is None:
+        compressed = tensors.get(name + CODES)
+        if compressed is None:
             return value
         size = value.codes.numel()
-        # Not what a bomb would give.
-        data = zlib.decompressobj().decompress(packed.numpy().data, size + 1)
-        apart = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
-        codes = value.codes.to(torch.int16) + apart
+        # At most one byte more than the codes, so that a small file cannot fill the memory; with
+        # that byte, `view` fails.
+        data = zlib.decompressobj().decompress(compressed.numpy().data, size + 1)
+        differences = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
+        # int16 contains every sum of a uint8 and an int8.
+        codes = value.codes.to(torch.int16) + differences
         if codes.min() < 0 or codes.max() >= value.scheme.levels:
             raise ValueError("codes out of range")
         return replace(value, codes=codes.to(torch.uint8))
@@ -243,15 +261,16 @@ class DeltaCheckpoint(CheckpointView):
 
 
 def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
-    """Return an entry of the curve. Raises `ValueError` if a figure is out of range."""
-    one = Evaluation(int(entry["step"]), float(entry["held_back"]))
-    if not (one.held_back > 0 and math.isfinite(one.held_back)):
+    """Read an entry of the curve. Raises `ValueError` if a figure is out of range."""
+    evaluation = Evaluation(int(entry["step"]), float(entry["held_back"]))
+    if not (evaluation.held_back > 0 and math.isfinite(evaluation.held_back)):
         raise ValueError("a KL is positive")
-    return one
+    return evaluation
 
 
 def _check(head: str, tensors: Mapping[str, Tensor]) -> str:
-    found = sha256(head.encode())
+    # The metadata contains this hash, so it covers the head and the tensors, not the file.
+    digest = sha256(head.encode())
     for name in sorted(tensors):
-        found.update(f"{name} {tensor_hash(tensors[name])};".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor_hash(tensors[name])};".encode())
+    return digest.hexdigest()

@@ -16,20 +16,20 @@ from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
-"""The largest step of a factor, for int4 and norms of a small model; with more levels it is
-smaller, as codes are larger, and in a larger model, where the noise of more factors adds up.
+"""The largest step of a factor, for int4 and norms of a small model. It is smaller with more
+levels, because codes are larger, and in a larger model, because the noise of more factors adds up.
 """
 # Width times layers, up to which a model is small.
 _SMALL = 256 * 6
 _LEVELS = 16
 # Steps of a code that an offset moves in all if its gradient keeps its sign.
 _CODE_TRAVEL = 0.1
-# So that few steps do not move many codes by the noise of their gradients.
+# A limit, so that a short training does not move many codes by the noise of their gradients.
 _MAX_CODE_STEP = 5e-4
 # At most; a tenth of a short training.
 _WARMUP_STEPS = 20
-# gradients of an accurate model are tiny
 _BETAS = (0.9, 0.999)
+# Far below Adam's usual 1e-8, because the gradients of an accurate model are tiny.
 _EPSILON = 1e-15
 FACTOR_BYTES = 12
 """Of a factor and its moments."""
@@ -45,25 +45,26 @@ class Schedule:
     steps: int
 
     def share(self, step: int) -> float:
-        """Of the largest rate, at a step from 0."""
+        """Compute the share of the largest rate at a step, counted from 0."""
         warmup = min(_WARMUP_STEPS, 1 + self.steps // 10)
         return min(1.0, (step + 1) / warmup) * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
 
     def code_step(self, step: int) -> float:
-        """By how much offsets of codes move at a step."""
+        """Compute by how much offsets of codes move at a step."""
+        # The mean share of the cosine is a half, hence the factor 2.
         return self.share(step) * min(_MAX_CODE_STEP, 2 * _CODE_TRAVEL / self.steps)
 
 
 def factor_rate(config: ModelConfig) -> float:
-    """Return the largest step of a factor in a model."""
+    """Compute the largest step of a factor in a model."""
     return FACTOR_RATE * min(1.0, math.sqrt(_SMALL / (config.hidden_size * config.num_layers)))
 
 
 def adam(
     first: Any, second: Any, gradient: Any, corrections: tuple[Any, Any]
 ) -> tuple[Any, Any, Any]:
-    """Return the running means of gradients and of their squares, and the step at a rate of 1
-    (Adam, 1412.6980); torch's tensors or JAX's arrays.
+    """Update the running means of gradients and of their squares, and compute the step at a rate
+    of 1 (Adam, 1412.6980), for torch's tensors or JAX's arrays.
 
     Args:
         corrections: see `corrections`.
@@ -74,13 +75,17 @@ def adam(
 
 
 def corrections(step: int) -> tuple[float, float]:
-    """Return what running means are divided by after a step, as they began at zero."""
+    """Compute the divisors of the running means after a step, which correct that they began at
+    zero.
+    """
     return 1 - _BETAS[0] ** (step + 1), 1 - _BETAS[1] ** (step + 1)
 
 
 def tensor_rate(config: ModelConfig, scheme: QuantScheme | None) -> float:
-    """Return the largest step of a tensor's factors."""
-    return factor_rate(config) * (1.0 if scheme is None else min(1.0, _LEVELS / scheme.levels))
+    """Compute the largest step of a tensor's factors."""
+    if scheme is None:
+        return factor_rate(config)
+    return factor_rate(config) * min(1.0, _LEVELS / scheme.levels)
 
 
 class Optimizer:
@@ -94,11 +99,10 @@ class Optimizer:
         self._model = model
         self._schedule = schedule
         self._shares = shares
-        self.moments = {
-            name + end: torch.zeros_like(factor)
-            for name, factor in model.factors.items()
-            for end in (FIRST, SECOND)
-        }
+        self.moments: dict[str, Tensor] = {}
+        for name, factor in model.factors.items():
+            self.moments[name + FIRST] = torch.zeros_like(factor)
+            self.moments[name + SECOND] = torch.zeros_like(factor)
 
     def update(self, step: int, name: str, gradient: Tensor | None) -> None:
         """Change one tensor's values at a step, given the gradient by this process's part of the
@@ -106,15 +110,17 @@ class Optimizer:
         """
         model = self._model
         part = self._shares.part(name)
-        own = None
+        by_factors = None
         if gradient is not None:
             value = model.load(name, part)
             gradient = gradient.cpu()
             if isinstance(value, QuantTensor):
-                own = factor_gradient(value, model.start(name, part), gradient)
+                by_factors = factor_gradient(value, model.start(name, part), gradient)
             else:
-                own = gradient * (value.float() + model.config.norm_offset)
-        total = self._shares.total(name, own)
+                # A factor multiplies the norm's weight with its offset.
+                by_factors = gradient * (value.float() + model.config.norm_offset)
+        # Called without a gradient too, because all processes take part in the sum.
+        total = self._shares.total(name, by_factors)
         if total is None:
             return
         rate = self._schedule.share(step) * tensor_rate(model.config, model.info(name).scheme)
@@ -125,11 +131,10 @@ class Optimizer:
             model.set_offsets(name, offsets)
 
     def _step(self, step: int, name: str, gradient: Tensor, rate: float) -> None:
-        found = adam(
-            self.moments[name + FIRST], self.moments[name + SECOND], gradient, corrections(step)
-        )
-        for kept, new in zip(
-            (self.moments[name + FIRST], self.moments[name + SECOND]), found[:2], strict=True
-        ):
-            kept.copy_(new)
-        self._model.factors[name].sub_(found[2], alpha=rate)
+        first = self.moments[name + FIRST]
+        second = self.moments[name + SECOND]
+        new_first, new_second, change = adam(first, second, gradient, corrections(step))
+        # In place, because other objects refer to the same tensors.
+        first.copy_(new_first)
+        second.copy_(new_second)
+        self._model.factors[name].sub_(change, alpha=rate)

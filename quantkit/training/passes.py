@@ -9,7 +9,6 @@ before it goes on. Of several processes each computes with its share of the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,11 +26,12 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.shares import SharedBlock, Shares, get_local_parameter
 
 TOKENS_THROUGH_THE_HEAD = 256
-_HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
+# Weights of the head that are float32 at a time.
+_HEAD_WEIGHTS = 1 << 24
 
 Gradients = Callable[[str, Tensor | None], None]
-"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass;
-by those of this process's part of it, and None if no token reached it, as an expert's.
+"""Receives the name of a tensor, and the gradient by the values of this process's part of it,
+float32 on the device of the pass; None if no token reached it, as may happen to an expert.
 """
 
 
@@ -58,12 +58,12 @@ class Passes:
         self._step = step_of_samples(self._config, length, device)
         self._together = batch_samples(model.config, length)
         self._embedding = self._model.load("model.embed_tokens.weight")
-        self._heads = [_floats(shares.head_of(one)) for one in (model, reference)]
+        self._heads = [_floats(shares.head_of(model)), _floats(shares.head_of(reference))]
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
-        """Return the sum of KL(reference || model) over tokens [B, T], in nats, given the
-        reference's hidden states after its final norm, [B, T, D].
+        """Sum KL(reference || model) over tokens [B, T], in nats, given the reference's hidden
+        states after its final norm, [B, T, D].
         """
         states = self._embed_tokens(tokens)
         for layer in range(self._config.num_layers):
@@ -80,18 +80,18 @@ class Passes:
         receive: Gradients,
         count: int,
     ) -> float:
-        """Return the sum of KL(reference || model) over tokens [B, T], divided by a count of
-        tokens; its gradients are handed over, layer by layer from the last one, and a layer's
-        weights may then change.
+        """Sum KL(reference || model) over tokens [B, T], divided by a count of tokens, and pass its
+        gradients to `receive`, layer by layer from the last one; a layer's weights may then change.
 
         Args:
             targets: as in `loss`.
-            trained: the names of tensors whose gradients are wanted, by layer; last those without a
-                layer.
+            trained: the names of tensors whose gradients are computed, by layer; last those without
+                a layer.
             count: of all tokens of a step, those of other processes too.
         """
         states = self._embed_tokens(tokens)
-        inputs = []
+        inputs: list[list[Tensor]] = []
+        # Without autograd's graph, which would keep every block's weights and activations.
         with torch.no_grad():
             for layer in range(self._config.num_layers):
                 block = self._block(layer)
@@ -101,6 +101,8 @@ class Passes:
         norm.weight.requires_grad_("model.norm.weight" in trained[-1])
         last = torch.cat(states).requires_grad_()
         normed = norm(last)
+        # `_divergence` computes the gradient by hand, for some rows at a time: the logits of all
+        # tokens would need more memory than the blocks.
         gradient = torch.empty_like(normed).flatten(0, 1)
         total = self._divergence(normed.detach().flatten(0, 1), targets.flatten(0, 1), gradient)
         normed.backward(gradient.view_as(normed).div_(count))
@@ -108,9 +110,12 @@ class Passes:
         if norm.weight.grad is not None:
             receive("model.norm.weight", norm.weight.grad)
         gradients = list(torch.split(last.grad, self._together))
-        lowest = next(
-            (layer for layer, names in enumerate(trained[:-1]) if names), self._config.num_layers
-        )
+        # Blocks before the first trained tensor need no gradients.
+        lowest = self._config.num_layers
+        for layer, names in enumerate(trained[:-1]):
+            if names:
+                lowest = layer
+                break
         for layer in reversed(range(lowest, self._config.num_layers)):
             gradients = self._backward(
                 layer, inputs.pop(), gradients, trained[layer], receive, is_last=layer == lowest
@@ -127,35 +132,35 @@ class Passes:
         *,
         is_last: bool,
     ) -> list[Tensor]:
-        """Gradients by a block's inputs, given those by its outputs; none where no block
-        follows.
+        """Compute the gradients by a block's inputs, given those by its outputs; none for the last
+        block of the pass.
         """
         block = self._block(layer)
         prefix = BLOCK_PREFIX.format(layer)
-        parameters = {
-            name: get_local_parameter(block, name.removeprefix(prefix)) for name in trained
-        }
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for name in trained:
+            parameters[name] = get_local_parameter(block, name.removeprefix(prefix))
         for parameter in parameters.values():
             parameter.requires_grad_()
-        result = []
+        input_gradients: list[Tensor] = []
         for states, gradient in zip(inputs, gradients, strict=True):
             states.requires_grad_(not is_last)
             block(states, self._step).backward(gradient)
             if states.grad is not None:
-                result.append(states.grad)
+                input_gradients.append(states.grad)
+        # After all samples, because the gradients by parameters add up.
         for name, parameter in parameters.items():
             receive(name, parameter.grad)
-        return result
+        return input_gradients
 
     def _embed_tokens(self, tokens: Tensor) -> list[Tensor]:
-        """Return the first block's inputs, float32, some samples at a time."""
+        """Compute the first block's inputs, float32, some samples at a time."""
         multiplier = self._config.embedding_multiplier
-        embedding = self._embedding
-        look_up = partial(self._shares.model.embed, rows=embedding)
-        rows = (
-            look_up(one).float().to(self._device) for one in torch.split(tokens, self._together)
-        )
-        return [scale_embeddings(row, multiplier) for row in rows]
+        states: list[Tensor] = []
+        for batch in torch.split(tokens, self._together):
+            rows = self._shares.model.embed(batch, rows=self._embedding)
+            states.append(scale_embeddings(rows.float().to(self._device), multiplier))
+        return states
 
     def _block(self, layer: int) -> Block:
         with meta_init():
@@ -171,36 +176,37 @@ class Passes:
         return norm
 
     def _divergence(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None) -> float:
-        """Return the sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`,
-        if given.
-        """
+        """Sum KL over rows [N, D], and write its gradient by the rows to `gradient`, if given."""
+        model_head, reference_head = self._heads
         total = 0.0
         for start in range(0, len(hidden), TOKENS_THROUGH_THE_HEAD):
             rows = slice(start, start + TOKENS_THROUGH_THE_HEAD)
-            logits, expected = (
-                self._logits(one[rows].to(self._device), head)
-                for one, head in zip((hidden, targets), self._heads, strict=True)
-            )
+            logits = self._logits(hidden[rows].to(self._device), model_head)
+            expected = self._logits(targets[rows].to(self._device), reference_head)
             log_q = logits.log_softmax(-1)
             log_p = expected.log_softmax(-1)
             p = log_p.exp()
+            # The KL of an accurate model is tiny, so terms of many tokens are added in float64.
             total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
             if gradient is not None:
+                # The gradient of KL(p || q) by the logits of q is q - p.
                 by_logits = log_q.exp_().sub_(p)
-                own = self._shares.model.slice_local_logits
-                found = through_logits(own(by_logits), own(logits), self._heads[0], self._config)
-                gradient[rows] = self._shares.model.add_up(found)
+                slice_logits = self._shares.model.slice_local_logits
+                # Each process has some rows of the head, and adds its part of the gradient.
+                local_gradient = through_logits(
+                    slice_logits(by_logits), slice_logits(logits), model_head, self._config
+                )
+                gradient[rows] = self._shares.model.add_up(local_gradient)
         return total
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        products = torch.cat(
-            [
-                hidden @ head[slice(*rows)].to(self._device, torch.float32).t()
-                for rows in _rows(head)
-            ],
-            -1,
-        )
-        return final_logits(self._shares.model.gather_logits(products), self._config)
+        products: list[Tensor] = []
+        for rows in _rows(head):
+            products.append(hidden @ head[slice(*rows)].to(self._device, torch.float32).t())
+        local_logits = torch.cat(products, -1)
+        # They are a second copy of the logits.
+        del products
+        return final_logits(self._shares.model.gather_logits(local_logits), self._config)
 
 
 class _Float32(CheckpointView):

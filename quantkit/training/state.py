@@ -1,7 +1,7 @@
-"""The state of an interrupted training on disk, from which another run continues to the same bytes.
+"""Save the state of a training on disk, from which another run continues to the same bytes.
 
-A state is a file for each layer, and one for what has no layer, in the safetensors format. The
-journal says which files are complete.
+A state is a file for each layer, and one for tensors without a layer, in the safetensors format.
+The journal lists the complete files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class SavedTraining:
         self._saved = time.monotonic()
 
     def restore(self) -> None:
-        """Continue where an interrupted run was. Raises `ResumeError` if its files are damaged."""
+        """Continue from the last state of an interrupted run. Raises `ResumeError` if its files
+        are damaged.
+        """
         entry = self._entry
         if entry is None:
             return
@@ -53,7 +55,7 @@ class SavedTraining:
             raise not_ours(self._staging.path) from error
 
     def restore_best(self) -> None:
-        """Give the model the values with the lowest KL."""
+        """Restore the values with the lowest KL into the model."""
         entry = self._entry
         assert entry is not None, "the first evaluation is saved"
         self._restore(entry[_BEST])
@@ -63,7 +65,7 @@ class SavedTraining:
         self._save(state)
 
     def save_if_due(self, state: State) -> None:
-        """Save after a step, if the last save is long ago."""
+        """Save after a step, if the last save was more than `SECONDS` ago."""
         if time.monotonic() - self._saved > SECONDS:
             self._save(state)
 
@@ -81,30 +83,36 @@ class SavedTraining:
         else:
             best = before[_BEST]
         entry = {"state": asdict(state), _LAST: last, _BEST: best}
+        # Files of the state before are removed only after the journal lists the new ones, so that
+        # an interrupted run always finds a complete state.
         self._staging.record(entry)
         self._staging.entries.append(entry)
-        kept = {*last, *best}
-        for name in {*(before or {}).get(_LAST, ()), *(before or {}).get(_BEST, ())} - kept:
-            self._staging.folder.remove(name)
+        if before is not None:
+            obsolete = {*before.get(_LAST, ()), *before.get(_BEST, ())} - {*last, *best}
+            for name in obsolete:
+                self._staging.folder.remove(name)
         self._saved = time.monotonic()
 
     def _write(self, step: int) -> dict[str, str]:
-        """Write a state; the sha256 of its files by name."""
+        """Write a state, and return the sha256 of its files by name."""
+        # Some engines keep the values on devices.
         self._training.engine.fetch()
-        written = {}
+        hashes: dict[str, str] = {}
         for part, names in self._parts().items():
-            content = save(
-                {key: value for name in names for key, value in self._values(name).items()}
-            )
+            values: dict[str, Tensor] = {}
+            for name in names:
+                values |= self._values(name)
+            content = save(values)
             file = f"state-{step}-{part}.safetensors"
             self._staging.folder.write(file, content)
-            written[file] = sha256(content).hexdigest()
-        return written
+            hashes[file] = sha256(content).hexdigest()
+        return hashes
 
     def _restore(self, files: Mapping[str, str]) -> None:
         for file, expected in files.items():
             with self._staging.folder.open(file, create=False) as opened:
                 content = opened.read()
+            # The journal is complete, but the file may have been changed or truncated since.
             if sha256(content).hexdigest() != expected:
                 raise not_ours(self._staging.path / file)
             try:
@@ -117,6 +125,7 @@ class SavedTraining:
         moments = self._training.engine.moments
         for key, value in values.items():
             name, _, kind = key.rpartition(".")
+            # In place, because engines refer to the same tensors.
             if f".{kind}" == _FACTOR:
                 model.factors[name].copy_(value)
             elif f".{kind}" == _OFFSETS:
@@ -125,38 +134,35 @@ class SavedTraining:
                 moments[key].copy_(value)
 
     def _values(self, name: str) -> dict[str, Tensor]:
-        """Return what a tensor's training consists of."""
+        """Collect the values of a tensor's training: its factor, moments and offsets."""
         model = self._training.model
         moments = self._training.engine.moments
-        result = {
+        values = {
             name + _FACTOR: model.factors[name],
-            **{name + end: moments[name + end] for end in (FIRST, SECOND)},
+            name + FIRST: moments[name + FIRST],
+            name + SECOND: moments[name + SECOND],
         }
         if model.has_offsets(name):
-            result[name + _OFFSETS] = model.offsets(name)
-        return result
+            values[name + _OFFSETS] = model.offsets(name)
+        return values
 
     def _parts(self) -> dict[str, list[str]]:
-        """Return the trained tensors of each layer, and those of none."""
-        model = self._training.model
-        result: dict[str, list[str]] = {}
-        for name in model.factors:
-            layer = next(
-                (
-                    n
-                    for n in range(model.config.num_layers)
-                    if name.startswith(BLOCK_PREFIX.format(n))
-                ),
-                None,
-            )
-            result.setdefault(_REST if layer is None else str(layer), []).append(name)
-        return result
+        """Group the trained tensors by layer, and those without a layer as `_REST`."""
+        num_layers = self._training.model.config.num_layers
+        parts: dict[str, list[str]] = {}
+        for name in self._training.model.factors:
+            parts.setdefault(_layer_of(name, num_layers), []).append(name)
+        return parts
+
+
+def _layer_of(name: str, num_layers: int) -> str:
+    """Find the layer of a tensor, as part of a file's name."""
+    for layer in range(num_layers):
+        if name.startswith(BLOCK_PREFIX.format(layer)):
+            return str(layer)
+    return _REST
 
 
 def _state(fields: Mapping[str, Any]) -> State:
-    return State(
-        fields["step"],
-        fields["sum"],
-        fields["count"],
-        [Evaluation(**one) for one in fields["curve"]],
-    )
+    curve = [Evaluation(**evaluation) for evaluation in fields["curve"]]
+    return State(fields["step"], fields["sum"], fields["count"], curve)

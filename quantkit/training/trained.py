@@ -1,9 +1,10 @@
-"""What refining trains, and the checkpoint that it makes of a quantized one.
+"""The values that refining trains, and the checkpoint that it makes of a quantized one.
 
-A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a minimum
-follows it so that the middle code stays where it is, and is moved by another factor; a code is
-moved by an offset, and rounded. All are trained as if they were not rounded (straight-through
-estimation, 1308.3432), so the model that is measured during training is the one that is written.
+A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored. A minimum
+follows it, so that the value of the middle code does not change, and is moved by another factor. A
+code is moved by an offset, and rounded. All are trained as if they were not rounded
+(straight-through estimation, 1308.3432), so the model that is measured during training is the one
+that is written.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 OFFSET_BYTES = 4
-_EDGE = 0.49  # of a step: how far from its code a weight may start
-# relative error; above it, the float model's weights are another model's, as after AWQ's scaling
+# How far from its code a weight may start, in steps. Half a step would round to the next code.
+_EDGE = 0.49
+# The largest relative error between weights of the same model. AWQ's scaling, for example, gives
+# larger ones.
 _SAME_WEIGHTS = 0.3
 _TRAINED_SCALES = (Scales.FLOATS, Scales.BLOCKS)
 
@@ -46,39 +49,37 @@ class TrainedNames:
 
     @classmethod
     def of(cls, quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:
-        """Return those of a model.
+        """Find the tensors of a model that can be trained.
 
         Raises `UnsupportedError` if no weight of its layers has scales that can be trained.
         """
-        weights = []
-        found = []
+        weights: list[str] = []
+        norm_names: list[str] = []
         for parameter in parameters(quantized.config):
-            if parameter.layer is not None and has_trained_scales(
-                quantized.info(parameter.name).scheme
-            ):
+            # Head and embedding have no layer, and do not change.
+            in_layer = parameter.layer is not None
+            if in_layer and has_trained_scales(quantized.info(parameter.name).scheme):
                 weights.append(parameter.name)
             elif norms and parameter.module.endswith("norm") and parameter.leaf == "weight":
-                found.append(parameter.name)
+                norm_names.append(parameter.name)
         if not weights:
             raise UnsupportedError(
                 "no weight has scales that can be trained",
                 path=quantized.path,
                 expected="int4 or int8 codes, each group with a scale in floats",
             )
-        return cls(tuple(weights), tuple(found), codes)
+        return cls(tuple(weights), tuple(norm_names), codes)
 
     def in_layer(self, layer: int) -> TrainedNames:
-        """Return those of a layer."""
+        """Select the tensors of a layer."""
         prefix = BLOCK_PREFIX.format(layer)
-        weights, norms = (
-            tuple(name for name in names if name.startswith(prefix))
-            for names in (self.weights, self.norms)
-        )
+        weights = tuple(name for name in self.weights if name.startswith(prefix))
+        norms = tuple(name for name in self.norms if name.startswith(prefix))
         return replace(self, weights=weights, norms=norms)
 
 
 def has_trained_scales(scheme: QuantScheme | None) -> bool:
-    """Return whether a scheme has integer codes, and a scale in floats for each group."""
+    """Check that a scheme has integer codes, and a scale in floats for each group."""
     return scheme is not None and scheme.scales in _TRAINED_SCALES and not scheme.of_small_floats
 
 
@@ -86,7 +87,7 @@ class TrainedCheckpoint(CheckpointView):
     """A quantized model with the trained values in place of its own.
 
     Attributes:
-        names: of the trained tensors.
+        names_trained: the names of the trained tensors.
         factors: by name, float32: of scales [O, G], of scales and minima [2, O, G], of norms [D].
     """
 
@@ -111,21 +112,23 @@ class TrainedCheckpoint(CheckpointView):
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if name not in self._trained:
             return self._source.load(name, part)
-        if self._source.info(name).scheme is not None and not self.names_trained.codes:
+        has_scheme = self._source.info(name).scheme is not None
+        if has_scheme and not self.names_trained.codes:
             return self.build_weight(name, part)
-        value = (
-            self._norm(name) if self._source.info(name).scheme is None else self.build_weight(name)
-        )
+        # Offsets of codes are stored for complete weights, so the part is cut at the end.
+        value = self.build_weight(name) if has_scheme else self._norm(name)
         if part is None:
             return value
         return part.of_weight(value)
 
     def start(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
-        """Return a weight, or a part of it, as it was before."""
-        if (held := self._start_weights.get((name, part))) is not None:
-            return held
+        """Load a weight, or a part of it, as it was before training."""
+        kept = self._start_weights.get((name, part))
+        if kept is not None:
+            return kept
         value = self._source.load(name, part)
         assert isinstance(value, QuantTensor)
+        # Weights that exceed the memory are read again for each use.
         size = value.codes.nbytes + value.scale.nbytes
         if size <= self._free:
             self._free -= size
@@ -133,24 +136,24 @@ class TrainedCheckpoint(CheckpointView):
         return value
 
     def build_weight(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
-        """Return a weight as it is now, or, if codes are not trained, a part of it."""
+        """Apply the trained values to a weight or, if codes are not trained, to a part of it."""
         value = self.start(name, part)
         factors = self.factors[name]
         if part is not None:
-            factors = factors.index_select(
-                *factor_places(part, self._source.info(name), value.scale.shape[1])
-            )
-        result = with_factors(value, factors)
+            groups = value.scale.shape[1]
+            axis, places = factor_places(part, self._source.info(name), groups)
+            factors = factors.index_select(axis, places)
+        weight = with_factors(value, factors)
         if not self.names_trained.codes:
-            return result
-        return replace(result, codes=move_codes(value, self.offsets(name)))
+            return weight
+        return replace(weight, codes=move_codes(value, self.offsets(name)))
 
     def offsets(self, name: str) -> Tensor:
-        """Return the offsets of a weight's codes, [O, I] float32."""
+        """Load the offsets of a weight's codes, [O, I] float32."""
         return self._store.get(name)
 
     def has_offsets(self, name: str) -> bool:
-        """Return whether a tensor has them."""
+        """Check that a tensor has offsets: the codes of quantized weights are trained."""
         return self.names_trained.codes and self._source.info(name).scheme is not None
 
     def set_offsets(self, name: str, offsets: Tensor) -> None:
@@ -158,28 +161,32 @@ class TrainedCheckpoint(CheckpointView):
         self._store.update(name, offsets)
 
     def begin(self, source: Checkpoint) -> None:
-        """Give each code the offset that brings it closest to the float model's weight, see
+        """Set the offset of each code so that it is closest to the float model's weight, see
         `first_offsets`.
         """
-        for name in self.names_trained.weights if self.names_trained.codes else ():
+        if not self.names_trained.codes:
+            return
+        for name in self.names_trained.weights:
             self._store.put(name, first_offsets(self.start(name), floats_of(source.load(name))))
 
     def _norm(self, name: str) -> Tensor:
         value = floats_of(self._source.load(name))
+        # Some architectures multiply by ``1 + weight``. The factor applies to that sum.
         offset = self.config.norm_offset
         return ((value.float() + offset) * (1 + self.factors[name]) - offset).to(value.dtype)
 
 
 def multiply_scales(scale: Tensor, factor: Tensor) -> Tensor:
-    """Scales [O, G] times ``1 + factor``, in their type; those that would overflow it stay as
-    they are.
+    """Multiply scales [O, G] by ``1 + factor``, in their type; those that would overflow it, or
+    become 0, do not change.
     """
-    found = (scale.float() * (1 + factor)).to(scale.dtype)
-    return torch.where(found.isfinite() & ((found != 0) | (scale == 0)), found, scale)
+    product = (scale.float() * (1 + factor)).to(scale.dtype)
+    usable = product.isfinite() & ((product != 0) | (scale == 0))
+    return torch.where(usable, product, scale)
 
 
 def factor_shape(info: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of a tensor's factors."""
+    """Compute the shape of a tensor's factors."""
     if info.scheme is None:
         return info.shape
     groups = info.shape[0], info.scheme.groups(info.shape[1])
@@ -189,24 +196,28 @@ def factor_shape(info: TensorSpec) -> tuple[int, ...]:
 
 
 def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tuple[int, Tensor]:
-    """Return which factors of a tensor are those of a part of it: an axis, and their numbers on it
+    """Find the factors of a tensor that belong to a part of it: an axis, and their numbers on it
     in the part's order.
 
     Args:
-        part: None is the whole tensor.
-        groups: a row, that the part has: a cut through a group gives each side one.
+        part: None is all of the tensor.
+        groups: groups of a row in the part. A cut through a group gives each side one.
     """
     shape = factor_shape(info)
+    # Negative axes, because a stack of scales and minima has one axis more.
     if info.scheme is None or part is None or part.axis == 0:
         axis = -1 if info.scheme is None else -2
         ranges = ((0, shape[axis]),) if part is None else part.ranges
         return axis, torch.cat([torch.arange(*range_) for range_ in ranges])
+    # A part of the columns: the first column of each of its groups shows the group of the tensor.
     ((start, stop),) = part.ranges
-    return -1, torch.arange(start, stop, (stop - start) // groups) // (info.shape[1] // shape[-1])
+    first_columns = torch.arange(start, stop, (stop - start) // groups)
+    columns_per_group = info.shape[1] // shape[-1]
+    return -1, first_columns // columns_per_group
 
 
 def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
-    """Return a weight with scales, and minima if it has any, that are changed by its factors; see
+    """Change the scales of a weight, and its minima if it has any, by its factors; see
     `TrainedCheckpoint`.
     """
     if value.minimum is None:
@@ -214,37 +225,39 @@ def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
     before = value.scale.float()
     middle = value.scheme.levels // 2
     scale = multiply_scales(value.scale, factors[0])
-    wider = middle * (scale.float() - before)
-    moved_by = factors[1] * (before * _minimum_unit(value))
-    minimum = (value.minimum.float() + wider - moved_by).to(value.minimum.dtype)
-    return replace(
-        value, scale=scale, minimum=torch.where(minimum.isfinite(), minimum, value.minimum)
-    )
+    # A weight is code * scale - minimum. With this term, the value of the middle code stays.
+    compensation = middle * (scale.float() - before)
+    shift = factors[1] * (before * _minimum_unit(value))
+    minimum = (value.minimum.float() + compensation - shift).to(value.minimum.dtype)
+    # A minimum that would overflow its type does not change.
+    minimum = torch.where(minimum.isfinite(), minimum, value.minimum)
+    return replace(value, scale=scale, minimum=minimum)
 
 
 def move_codes(value: QuantTensor, offsets: Tensor) -> Tensor:
-    """Return the codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a
-    code, and rounded.
+    """Move the codes [O, I] uint8 of a weight by offsets [O, I] float32, in steps of a code, and
+    round them.
     """
     return (value.codes + offsets).round_().clamp_(0, value.scheme.levels - 1).to(torch.uint8)
 
 
 def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
-    """Offsets [O, I] float32 that bring codes as close to a float weight [O, I] as they may be
-    without another code.
+    """Compute the offsets [O, I] float32 that bring codes as close to a float weight [O, I] as
+    possible without changing the code.
 
-    Weights that are not those of the same model, as after a method that scales channels, give none.
+    Weights of another model, as after a method that scales channels, give offsets of 0.
     """
     if measure_weight_error(value, weight) is None:
         return torch.zeros(value.shape, dtype=torch.float32)
     steps = value.scale.float().unsqueeze(-1)
     grouped = (weight.float() - value.dequantize()).view(*value.scale.shape, -1)
+    # A group whose scale is 0 has no steps.
     return torch.where(steps == 0, 0, grouped / steps).clamp_(-_EDGE, _EDGE).flatten(1)
 
 
 def measure_weight_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
-    """Return the relative error of a weight; None if it is not compared with the float model's,
-    which has other channels.
+    """Measure the relative error of a weight; None if the float model has other weights, because
+    its channels were scaled.
     """
     error = relative_error(value, floats_of(weight))
     if error <= _SAME_WEIGHTS:
@@ -253,30 +266,34 @@ def measure_weight_error(value: QuantTensor, weight: Tensor | QuantTensor) -> fl
 
 
 def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) -> Tensor:
-    """Return the gradient by factors, [O, G] or [2, O, G], given that by the weight, [O, I].
+    """Compute the gradient by factors, [O, G] or [2, O, G], from the gradient by the weight,
+    [O, I].
 
     Args:
         start: the weight before any step.
     """
     rows, groups = value.scale.shape
+    # The derivative of a weight by its scale: the code, counted from the zero point. With minima,
+    # the middle code's value does not depend on the scale, see `with_factors`.
     units = value.codes.float()
     scale = start.scale.float()
     if value.zero is not None:
         units.sub_(value.zero.float().repeat_interleave(value.shape[1] // groups, 1))
     else:
         units.sub_(value.scheme.levels // 2)
+    # A factor multiplies the scale before training, hence that scale.
     by_scale = (units * gradient).view(rows, groups, -1).sum(-1).mul_(scale)
     if value.minimum is None:
         return by_scale
-    return torch.stack(
-        [by_scale, gradient.view(rows, groups, -1).sum(-1).mul_(scale * _minimum_unit(value))]
-    )
+    by_minimum = gradient.view(rows, groups, -1).sum(-1).mul_(scale * _minimum_unit(value))
+    return torch.stack([by_scale, by_minimum])
 
 
 def _minimum_unit(value: QuantTensor) -> float:
-    """Return the steps that a factor of 1 moves a group: about the distance of a code from the
-    middle.
+    """Compute the steps by which a factor of 1 moves a group: about the mean distance of a code
+    from the middle.
     """
+    # So a factor of a minimum changes weights about as much as a factor of a scale.
     return value.scheme.levels / 4
 
 

@@ -2,7 +2,7 @@
 
 The loss is KL(float || quantized) over the whole vocabulary. The float model's last hidden states
 are computed once and kept as float32, so the loss is exact. A part of the samples is held back: the
-values with the lowest KL there are the result.
+result is the values with the lowest KL on them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ HELD_BACK = 8
 TARGETS = "float model"
 TRAINING = "training"
 """The phases of progress."""
-_TOKENS_AT_ONCE = 1 << 15  # of the float model, whose states are in memory
+# Tokens that the float model runs at a time, because their states are in memory.
+_TOKENS_AT_ONCE = 1 << 15
+# Of the KL in progress.
 _DIGITS = 4
 
 
@@ -54,10 +56,10 @@ class Evaluation:
 
 @dataclass
 class State:
-    """Where training is.
+    """How far training is.
 
     Attributes:
-        step: the steps done.
+        step: the number of completed steps.
         sum, count: of the losses since the last evaluation.
         curve: the evaluations so far.
     """
@@ -69,14 +71,14 @@ class State:
 
     @property
     def best(self) -> Evaluation:
-        """Return the evaluation with the lowest KL on what is held back; the first of equal
-        ones.
+        """Find the evaluation with the lowest KL on the samples that are held back; the first of
+        equal ones.
         """
-        return min(self.curve, key=lambda one: one.held_back)
+        return min(self.curve, key=lambda evaluation: evaluation.held_back)
 
 
 def held_back(samples: int) -> int:
-    """Return how many of some samples are held back."""
+    """Count how many of a number of samples are held back."""
     return max(1, samples // HELD_BACK)
 
 
@@ -97,26 +99,30 @@ class Samples:
         step = max(1, _TOKENS_AT_ONCE // self.tokens.shape[1])
         parts = torch.split(torch.arange(len(self.tokens)), step)
         for index, part in enumerate(parts):
-            observed = part_of(in_phase(progress, TARGETS), index, len(parts))
-            for number, own in zip(part.tolist(), hidden(self.tokens[part], observed), strict=True):
-                self._store.put(number, own.contiguous().clone())
+            part_progress = part_of(in_phase(progress, TARGETS), index, len(parts))
+            states = hidden(self.tokens[part], part_progress)
+            for number, sample_states in zip(part.tolist(), states, strict=True):
+                # A copy: a view would keep the states of all samples of the part in memory.
+                self._store.put(number, sample_states.contiguous().clone())
 
     def targets(self, numbers: Tensor) -> Tensor:
-        """Return the float model's hidden states [B, T, D] of some samples."""
+        """Load the float model's hidden states [B, T, D] of some samples."""
         return torch.stack([self._store.get(number) for number in numbers.tolist()])
 
     def order(self, epoch: int, seed: int) -> Tensor:
-        """Return the samples of an epoch, in the order of its steps, [S, `batch`], of which some
-        may be left out.
+        """Shuffle the samples of an epoch into steps, [S, `batch`]; samples that do not fill a
+        batch are left out.
         """
+        # The order depends only on seed and epoch, so a resumed run continues with the same
+        # samples. Epochs of different seeds differ too.
         generator = torch.Generator().manual_seed((seed << 16) + epoch)
-        mixed = torch.randperm(self.training, generator=generator)
+        shuffled = torch.randperm(self.training, generator=generator)
         size = min(self.batch, self.training)
-        return mixed[: len(mixed) // size * size].view(-1, size)
+        return shuffled[: len(shuffled) // size * size].view(-1, size)
 
     @property
     def steps(self) -> int:
-        """Return the steps of an epoch."""
+        """Count the steps of an epoch."""
         return len(self.order(0, 0))
 
 
@@ -130,28 +136,28 @@ class Engine(Protocol):
     moments: dict[str, Tensor]
 
     def step(self, step: int, numbers: Tensor) -> float:
-        """Train on some samples; the mean KL of a token before."""
+        """Train on some samples, and return their mean KL of a token before the step."""
         ...
 
     def loss(self, numbers: Tensor) -> float:
-        """Return the mean KL of a token of some samples."""
+        """Compute the mean KL of a token of some samples."""
         ...
 
     def fetch(self) -> None:
-        """Give the model's factors, and moments, the values that they have now."""
+        """Copy the engine's current values to the model's factors and the moments."""
         ...
 
     def put(self) -> None:
-        """Go on from the values that the model's factors, and moments, have been given."""
+        """Continue from the values of the model's factors and the moments."""
         ...
 
 
 class Training:
-    """Trains a model for some epochs; each step can be the last one of a process, and another one
-    goes on from it.
+    """Trains a model for some epochs. A process may end after any step, and another one continues
+    from it.
 
     Attributes:
-        steps: in all.
+        steps: of all epochs.
     """
 
     def __init__(
@@ -165,7 +171,7 @@ class Training:
         self.state = State()
 
     def share_state(self, group: ProcessGroup) -> None:
-        """Give all processes the state of the first one."""
+        """Copy the state of the first process to all processes."""
         self.state = group.broadcast_from_rank0(self.state)
         for value in (*self.model.factors.values(), *self.engine.moments.values()):
             group.copy_from_rank0_(value)
@@ -189,6 +195,7 @@ class Training:
             # The first evaluation takes a while.
             progress(TRAINING, 0, self.steps, "steps")
             self._evaluate(evaluated)
+        # Step and epoch come from the state, which may be that of an interrupted run.
         while state.step < self.steps:
             self._report(progress)
             epoch, index = divmod(state.step, self.samples.steps)
@@ -223,5 +230,5 @@ class Training:
         evaluated(state)
 
     def _report(self, progress: Progress) -> None:
-        found = f"{self.state.curve[-1].held_back:.{_DIGITS}g}"
-        progress(TRAINING, self.state.step, self.steps, f"steps, KL {found}")
+        kl = f"{self.state.curve[-1].held_back:.{_DIGITS}g}"
+        progress(TRAINING, self.state.step, self.steps, f"steps, KL {kl}")

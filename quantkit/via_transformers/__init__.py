@@ -1,5 +1,5 @@
 """Models that transformers runs: built without weights, which are read part by part; all samples
-pass in lockstep.
+pass through them in lockstep.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from quantkit.errors import RequestError
 
 Via = Literal["own", "transformers"]
-"""What runs a model: our decoder, or transformers."""
+"""What runs a model: quantkit's decoder, or transformers."""
 
 VIAS = get_args(Via)
 

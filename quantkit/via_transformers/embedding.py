@@ -1,5 +1,5 @@
 """The embedding of a model that transformers runs: whether it is one matrix that may be
-quantized, and the head too.
+quantized, and whether it is also the head.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import may_be_linear
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import RequestError
@@ -19,8 +19,8 @@ _STORED = f"{EMBEDDING}.weight"
 
 
 def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelConfig:
-    """Return a model known by its tensors, in which the embedding has its role, so that it may get
-    a scheme.
+    """Set the role of the embedding in the config of a model known by its tensors, so that it may
+    get a scheme.
 
     Args:
         lazy: the model.
@@ -31,7 +31,8 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
             disk, of which no copy is stored.
     """
     assert config.tensors is not None
-    if (reason := _unfit(config, lazy)) is not None:
+    reason = _unfit(config, lazy)
+    if reason is not None:
         raise RequestError(
             "the embedding of this model keeps its floats",
             path=path,
@@ -39,28 +40,29 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
             expected=f"one matrix, '{_STORED}'",
             hint="leave `embedding` out",
         )
-    tensors = (
-        replace(tensor, role="embedding") if tensor.name == _STORED else tensor
-        for tensor in config.tensors
-    )
+    tensors: list[OpaqueTensor] = []
+    for tensor in config.tensors:
+        if tensor.name == _STORED:
+            tensor = replace(tensor, role="embedding")
+        tensors.append(tensor)
     return replace(config, tensors=tuple(tensors))
 
 
 def has_tied_head(lazy: LazyModel) -> bool:
-    """Return whether the embedding is the output head too."""
+    """Check that the embedding is also the output head."""
     head = lazy.model.get_output_embeddings()
-    names = set()
-    for name, one in lazy.model.named_modules():
-        if head is not None and one is head:
-            names.add(name)
-    found = lazy.embedding
-    return found is not None and not names.isdisjoint(
-        name.rpartition(".")[0] for name in _names(lazy, found[0])
-    )
+    embedding = lazy.embedding
+    if head is None or embedding is None:
+        return False
+    # The weights are compared, because head and embedding are different modules.
+    for name in _names(lazy, embedding[0]):
+        if lazy.model.get_submodule(name.rpartition(".")[0]) is head:
+            return True
+    return False
 
 
 def _names(lazy: LazyModel, module: str) -> list[str]:
-    """Return the parameters that are one with the weight of an embedding."""
+    """List the parameters that are tied to the weight of an embedding, itself among them."""
     name = f"{module}.weight"
     if name in dict(lazy.model.named_parameters(remove_duplicate=False)):
         return lazy.same_as(name)
@@ -68,22 +70,24 @@ def _names(lazy: LazyModel, module: str) -> list[str]:
 
 
 def _unfit(config: ModelConfig, lazy: LazyModel) -> str | None:
-    """Why an embedding cannot be quantized, in words; None if it can."""
-    found = lazy.embedding
-    if found is None or not isinstance(found[1], nn.Embedding):
+    """Explain why an embedding cannot be quantized; None if it can."""
+    embedding = lazy.embedding
+    if embedding is None or not isinstance(embedding[1], nn.Embedding):
         return "none that looks up the rows of a matrix"
-    names = _names(lazy, found[0])
-    stored = {}
-    for name, (target, merged) in lazy.targets.items():
-        if target in names:
-            stored[name] = merged
-    if not stored or any(merged is not None for merged in stored.values()):
+    parameter_names = _names(lazy, embedding[0])
+    stored: dict[str, str | None] = {}
+    for name, (target, pattern) in lazy.targets.items():
+        if target in parameter_names:
+            stored[name] = pattern
+    # A pattern means that the loader merges or splits the tensor.
+    if not stored or any(pattern is not None for pattern in stored.values()):
         return "one that is made of other tensors"
+    # A stored copy would keep the float values after the embedding is rounded.
     if len(stored) > 1:
         return f"{' and '.join(stored)}, which are one in the model"
     if _STORED not in stored:
         return f"'{next(iter(stored))}'"
-    tensor = next(one for one in config.tensors or () if one.name == _STORED)
+    tensor = next(tensor for tensor in config.tensors or () if tensor.name == _STORED)
     if may_be_linear(tensor):
         return None
     return f"values in {tensor.dtype}"

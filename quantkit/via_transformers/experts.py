@@ -1,5 +1,5 @@
-"""Stacked experts of transformers, one after the other, each with the tokens that are sent to
-it.
+"""Run the stacked experts of transformers one after the other, each with the tokens that are sent
+to it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import torch
 from torch import Tensor, nn
 
 IMPLEMENTATION = "quantkit"
+# The attribute of a module of experts with its visitor.
 _VISITOR = "_quantkit_visitor"
 
 
 @dataclass
 class Brought:
-    """What a batch brings to a product; its tensors lose their memory when the batch is moved to a
-    file.
+    """The inputs of a batch to a product. Its tensors lose their memory when the batch is moved to
+    a file.
 
     Attributes:
         inputs: [..., I].
-        tokens: to an expert's product, the numbers [N] of the tokens whose rows these are; None if
+        tokens: for an expert's product, the numbers [N] of the tokens whose rows these are; None if
             it gets all.
         shares: the weights [N] of the expert's output for these tokens.
-        at: the inputs [N, I] that tokens would bring to an expert's product, by their numbers; None
-            for all. None where an expert's inputs are known for its own tokens only, and where
-            there are no experts.
+        at: computes the inputs [N, I] that tokens, given by their numbers, would have at an
+            expert's product; its argument None means all tokens. None if an expert's inputs are
+            known for its own tokens only, and if there are no experts.
     """
 
     inputs: Tensor
@@ -39,14 +40,13 @@ class Brought:
 
 @dataclass(frozen=True)
 class Experts:
-    """How a module holds stacked experts.
+    """How a module stores stacked experts.
 
     Attributes:
         is_transposed: whether inputs come before outputs.
-        is_concatenated: whether the outputs of gates come before those of the others; or they
-            alternate.
-        are_apart: whether transformers makes a module of each linear where any weights are
-            quantized.
+        is_concatenated: whether all outputs of the gate come before those of the other linear;
+            otherwise they alternate.
+        are_apart: whether transformers makes a module of each linear if any weights are quantized.
     """
 
     is_transposed: bool
@@ -56,31 +56,34 @@ class Experts:
 
 
 _OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, has_bias=False, are_apart=True)}
-"""Classes outside of the registry whose experts get all tokens, times the weights of their outputs,
-which are zero for most.
+"""Classes outside of the registry whose experts get all tokens, multiplied by the weights of their
+outputs, which are zero for most tokens.
 """
 
 
 class Visitor(Protocol):
-    """Sees what experts get."""
+    """Sees the inputs of experts."""
 
     def visit_routing(self, experts: nn.Module, counts: list[int]) -> None:
-        """Called first, with the number of tokens that are sent to each expert."""
+        """Observe the number of tokens that are sent to each expert, before any product."""
         ...
 
     def visit_product(self, experts: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
-        """Called before each product with the weight of an expert in the parameter `leaf`."""
+        """Observe the inputs of a product with the weight of an expert in the parameter `leaf`,
+        before it is computed.
+        """
         ...
 
 
 def use_experts(model: Any) -> None:
-    """Let a model run its experts by `_forward`, where they go through transformers' registry."""
+    """Make a model run its experts by `_forward` if they go through transformers' registry."""
     from transformers import PreTrainedConfig
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
     model.config._experts_implementation = IMPLEMENTATION
     for module in model.modules():
+        # Modules may have the config of a part, such as the text's.
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation = IMPLEMENTATION
         if type(module).__name__ in _OF_ALL_TOKENS:
@@ -88,57 +91,60 @@ def use_experts(model: Any) -> None:
 
 
 def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
-    """Set who sees what the model's experts get."""
+    """Set the visitor of all of the model's experts."""
     for module in model.modules():
         if experts_of(module) is not None:
             setattr(module, _VISITOR, visitor)
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """Return how a module of transformers holds stacked experts; None if it holds none that can be
+    """Describe how a module of transformers stores stacked experts; None if it has none that can be
     run one by one.
     """
+    # transformers' decorator for the registry sets these attributes.
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-        made: Any = module
-        return Experts(made.is_transposed, made.is_concatenated, made.has_bias)
+        experts: Any = module
+        return Experts(experts.is_transposed, experts.is_concatenated, experts.has_bias)
     return _OF_ALL_TOKENS.get(type(module).__name__)
 
 
 def _forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Return the output [N, D] of experts for states [N, D], and the experts chosen for each, and
-    their weights, [N, K]; an index beyond the experts is none.
+    """Compute the output [N, D] of experts for states [N, D], given the experts chosen for each and
+    their weights, [N, K]; an index beyond the experts chooses none.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     if self.has_gate:
         up = "gate_up_proj"
+        activation = self._apply_gate
     else:
         up = "up_proj"
-    if self.has_gate:
-        inner = self._apply_gate
-    else:
-        inner = self.act_fn
+        activation = self.act_fn
+    # The tokens of each expert, and which of their K choices it is.
     places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(self.num_experts)]
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens, _ in places])
     total = torch.zeros_like(hidden_states)
-    for expert, (tokens, chosen) in enumerate(places):
-        shares = top_k_weights[tokens, chosen]
+    for expert, (tokens, choices) in enumerate(places):
+        shares = top_k_weights[tokens, choices]
 
-        def states(some: Tensor | None) -> Tensor:
-            if some is None:
+        def states(selected: Tensor | None) -> Tensor:
+            if selected is None:
                 return hidden_states
-            return hidden_states[some]
+            return hidden_states[selected]
 
-        def inner_states(some: Tensor | None, expert: int = expert) -> Tensor:
-            result: Tensor = inner(_product(self, up, expert, states(some)))
-            return result
+        # The default binds this expert: the visitor may call the function in a later turn.
+        def inner_states(selected: Tensor | None, expert: int = expert) -> Tensor:
+            activated: Tensor = activation(_product(self, up, expert, states(selected)))
+            return activated
 
+        # Experts without tokens are visited too, so that all batches stop at the same places.
         if visitor is not None:
             visitor.visit_product(self, up, expert, Brought(states(tokens), tokens, shares, states))
         rows = inner_states(tokens)
         if visitor is not None:
+            # Not a variable, which would keep these inputs in memory at the next stop.
             visitor.visit_product(
                 self, "down_proj", expert, Brought(rows, tokens, shares, inner_states)
             )
@@ -150,11 +156,12 @@ def _forward(
 
 
 def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
-    """Return the outputs [E * N, D] of experts, each for all tokens [N, D], of those that are
-    not zero.
+    """Compute the outputs [E * N, D] of experts from the states of all tokens for each expert; only
+    rows that are not zero are computed.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+    # A token that is not sent to an expert has states multiplied by 0, and so the output 0.
     places = [state.any(dim=-1).nonzero().squeeze(1) for state in states]
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens in places])
@@ -165,6 +172,7 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
             if visitor is not None:
                 visitor.visit_product(self, leaf, expert, Brought(rows, tokens))
             rows = rows @ getattr(self, leaf)[expert]
+            # The activation follows the first product.
             if leaf == "gate_up_proj":
                 gate, up = rows.chunk(2, dim=-1)
                 rows = up * self.act_fn(gate)

@@ -1,4 +1,4 @@
-"""Hidden states and logits of any checkpoint that can be run: by our decoder, or by
+"""Compute hidden states and logits of any checkpoint that can be run, by quantkit's decoder or by
 transformers.
 """
 
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 _HEAD = CANONICAL["head"]
 
-_CONTEXT = 2048  # of models without a longest context
-# Kept with the checkpoint that it reads, so that both go together.
+# Tokens of a model whose config states no longest context.
+_CONTEXT = 2048
+# The attribute of a checkpoint with its passage, so that both are freed together.
 _PASSAGE = "_passage"
 
 
@@ -58,16 +59,16 @@ def final_hidden(
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Tensor]:
-    """Hidden states [B, T, D] before the head of every batch, in float32; see `layerwise_hidden`.
-    Transformers runs batches from their start, with floats in the cache, in one process.
+    """Compute the hidden states [B, T, D] before the head of every batch, in float32; see
+    `layerwise_hidden`. Transformers runs batches from their start, with floats in the cache, in one
+    process.
     """
     if checkpoint.config.runnable:
         return layerwise_hidden(
             checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress
         )
-    return passage_of(checkpoint).compute_hidden_states(
-        [batch.tokens for batch in batches], progress
-    )
+    tokens_of_batches = [batch.tokens for batch in batches]
+    return passage_of(checkpoint).compute_hidden_states(tokens_of_batches, progress)
 
 
 def observe_inputs(
@@ -81,9 +82,10 @@ def observe_inputs(
     """Send samples [B, T] through a model, with one block's weights in memory at a time.
 
     Args:
-        observe: called with the name of each linear that they reach, the head too, and its inputs
-            [..., I] in float32, those of each use; an expert's are the tokens that are sent to it.
-        linears: of these alone; None is all.
+        observe: called with the name of each linear that the samples reach, the head too, and its
+            inputs [..., I] in float32, for each use; an expert's are the tokens that are sent to
+            it.
+        linears: observes only these; None is all.
 
     Raises:
         UnsupportedError: if transformers fails.
@@ -106,21 +108,19 @@ def observe_inputs(
             observe(linear, brought.inputs.float())
 
     passage = passage_of(checkpoint)
-    own = [
-        linear
-        for linear in linear_columns(checkpoint.config)
-        if linears is None or linear in linears
-    ]
-    passage.compute_hidden_states(
-        [tokens], progress, sites=find_sites(passage.lazy, own)[0], on_product=observe_site
-    )
+    observed_linears: list[str] = []
+    for linear in linear_columns(checkpoint.config):
+        if linears is None or linear in linears:
+            observed_linears.append(linear)
+    sites, _ = find_sites(passage.lazy, observed_linears)
+    passage.compute_hidden_states([tokens], progress, sites=sites, on_product=observe_site)
 
 
 def final_logits(
     checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE
 ) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; see `head_logits`. Raises
-    `UnsupportedError` if a model of transformers predicts no tokens.
+    """Compute the logits [N, V] of each of some hidden states [N, D], in float32; see
+    `head_logits`. Raises `UnsupportedError` if a model of transformers predicts no tokens.
     """
     if checkpoint.config.runnable:
         return head_logits(checkpoint, hidden, group=group)
@@ -133,17 +133,18 @@ def final_logits(
             found=f"{logits.shape[-1]} numbers for a token",
             expected=f"a logit for each of {size} tokens",
         )
-    return list(torch.split(logits, [len(one) for one in hidden]))
+    return list(torch.split(logits, [len(states) for states in hidden]))
 
 
 def is_installed() -> bool:
-    """Return whether transformers and what it takes to run models with it are there."""
+    """Check that transformers is installed, and the packages that running models with it needs."""
     return not _missing()
 
 
 def require_installed() -> None:
-    """Raise a `RequestError` unless they are."""
-    if missing := _missing():
+    """Raise a `RequestError` unless transformers and greenlet are installed."""
+    missing = _missing()
+    if missing:
         raise RequestError(
             f"{' and '.join(missing)} must be installed to run a model by transformers",
             hint="pip install 'quantkit[transformers]'",
@@ -151,19 +152,20 @@ def require_installed() -> None:
 
 
 def _missing() -> list[str]:
-    result: list[str] = []
+    missing: list[str] = []
     for name in ("transformers", "greenlet"):
+        # Importing transformers would take seconds.
         if importlib.util.find_spec(name) is None:
-            result.append(name)
-    return result
+            missing.append(name)
+    return missing
 
 
 def run_by_transformers(
     source: StoredCheckpoint, *, trust_remote_code: bool = False, code: Path | None = None
 ) -> StoredCheckpoint:
-    """Return a source that is known by its tensors only, to be run by transformers, which also
-    gives sizes that the config spells in its own way, and knows whether the head is the embedding.
-    A note says if its folder has code that is not run.
+    """Prepare a source that is known by its tensors only to be run by transformers. Transformers
+    also gives the sizes that an unknown config has under other names, and shows whether the head is
+    the embedding. A note says if the source's folder has code that is not run.
 
     Args:
         trust_remote_code: run code that its config.json names, as `AutoModelForCausalLM` does with
@@ -171,9 +173,9 @@ def run_by_transformers(
         code: a folder with the same code, which is trusted, to be run instead.
 
     Raises:
-        RequestError: if transformers is not there, or code is needed and not trusted, or cannot be
-            imported.
-        UnsupportedError, CheckpointError: if the model cannot be built, or the code is not there.
+        RequestError: if transformers is not installed, or code is needed and not trusted, or cannot
+            be imported.
+        UnsupportedError, CheckpointError: if the model cannot be built, or the code is missing.
     """
     require_installed()
     from quantkit.via_transformers.embedding import has_tied_head
@@ -184,6 +186,7 @@ def run_by_transformers(
     if code is None and needs_code(raw):
         require_here(raw, source.path)
         raise make_untrusted_error(raw, source.path)
+    # Building the model reads the config, so the code and the linears of experts must be in it.
     source.config = replace(source.config, code=code)
     unstack(source)
     lazy = passage_of(source).lazy
@@ -205,14 +208,15 @@ def run_by_transformers(
         )
     rows, width = model.get_input_embeddings().weight.shape
     version = _version()
+    unused_code = code_file(raw)
     if code is not None:
         version += " with the folder's own code"
-    elif (file := code_file(raw)) is not None:
+    elif unused_code is not None:
         used = (
             f"transformers' own {type(model).__name__} for"
             f" {format_value(raw.get('model_type'))} is used"
         )
-        source.notes.append(f"{source.path}: its code ({file}) is not run: {used}")
+        source.notes.append(f"{source.path}: its code ({unused_code}) is not run: {used}")
     source.config = replace(
         config,
         run_by=version,
@@ -232,10 +236,10 @@ def open_to_run(
     *,
     trust_remote_code: bool = False,
 ) -> StoredCheckpoint:
-    """`open_checkpoint`, for a model that is to be run: by our decoder where it knows the family,
-    or else by transformers, if it is installed and knows the architecture, or the folder has the
-    code; by nothing else than `via`, if that is given. A folder that was made from tensors only,
-    and that neither runs, is opened as it is.
+    """Open a model to run it, like `open_checkpoint`: by quantkit's decoder if it knows the family;
+    or else by transformers, if that is installed and knows the architecture, or the folder has the
+    code; only by `via`, if that is given. A folder that was made from tensors only, and that
+    neither runs, is opened as it is.
 
     Args:
         trust_remote_code: see `run_by_transformers`.
@@ -253,16 +257,16 @@ def open_to_run(
         source = open_checkpoint(path, weights)
     except UnsupportedError:
         if via is not None:
-            found = None
-        else:
-            found = _by_tensors(path, weights)
-        if found is None:
             raise
-        if not is_known_family(found.extra_config):
-            _require_installed_for(found)
-        if not _runs(found):
+        by_tensors = _by_tensors(path, weights)
+        if by_tensors is None:
             raise
-        source = found
+        # In a known family, the error of quantkit's decoder says more than a missing package.
+        if not is_known_family(by_tensors.extra_config):
+            _require_installed_for(by_tensors)
+        if not _runs(by_tensors):
+            raise
+        source = by_tensors
     by_transformers = via is None and not source.config.runnable and _runs(source)
     if by_transformers:
         return run_by_transformers(source, trust_remote_code=trust_remote_code)
@@ -270,21 +274,21 @@ def open_to_run(
 
 
 def open_to_look_at(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """Return a model that has no decoder here, by its tensors, if transformers knows it; None
-    otherwise. It is not built.
+    """Open a model for which quantkit has no decoder, by its tensors, if transformers knows it;
+    None otherwise. The model is not built.
 
     Raises:
         CheckpointError: if it is damaged.
     """
-    result = _by_tensors(path, weights)
-    if result is None or not is_installed() or not is_known(result.extra_config):
+    source = _by_tensors(path, weights)
+    if source is None or not is_installed() or not is_known(source.extra_config):
         return None
-    result.config = replace(result.config, run_by=_version())
-    return result
+    source.config = replace(source.config, run_by=_version())
+    return source
 
 
 def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """`open_pair`, also for models of an architecture that only transformers knows."""
+    """Open two models as `open_pair`, also of an architecture that only transformers knows."""
     try:
         pair = open_pair(a, b)
     except UnsupportedError:
@@ -293,8 +297,9 @@ def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint
         if first is None or second is None or not (_runs(first) and _runs(second)):
             raise
         pair = first, second
-    for one in pair:
-        unstack(one)
+    # One of the models may have its experts in one tensor, the other in a tensor for each linear.
+    for source in pair:
+        unstack(source)
     return pair
 
 
@@ -303,18 +308,18 @@ def _version() -> str:
 
 
 def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """Return a model by its tensors only; None if it is none that can be opened so."""
+    """Open a model by its tensors only; None if it cannot be opened in this way."""
+    # Damage is an error in any case, so `CheckpointError` is not caught.
     try:
         return open_checkpoint(path, weights, tensors_only=True)
     except UnreadLayoutError:
         raise
     except (RequestError, UnsupportedError):
-        # Damage is an error in any case.
         return None
 
 
 def _runs(source: StoredCheckpoint) -> bool:
-    """Return whether transformers is there, and it knows the architecture or config.json names
+    """Check that transformers is installed, and that it knows the architecture or config.json names
     code.
     """
     if not is_installed():
@@ -323,8 +328,11 @@ def _runs(source: StoredCheckpoint) -> bool:
 
 
 def _require_installed_for(source: StoredCheckpoint) -> None:
-    """Raise a `RequestError` unless what runs an architecture that has no decoder here is there."""
-    if missing := _missing():
+    """Raise a `RequestError` unless the packages are installed that run an architecture for which
+    quantkit has no decoder.
+    """
+    missing = _missing()
+    if missing:
         raise RequestError(
             f"{' and '.join(missing)} must be installed to run this architecture",
             path=source.path,
@@ -337,22 +345,23 @@ def _require_installed_for(source: StoredCheckpoint) -> None:
 
 
 def why_not_run(error: QuantkitError) -> str:
-    """Why transformers does not run a model, in words."""
+    """Explain why transformers does not run a model."""
     if error.hint and isinstance(error, RequestError):
         return f"{error.problem}; {error.hint}"
     return error.problem
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage:
-    """Return the model of a checkpoint that transformers runs.
+    """Build the model of a checkpoint that transformers runs, or reuse the one that was built.
 
-    Raises `UnsupportedError` or `CheckpointError` if it cannot.
+    Raises `UnsupportedError` or `CheckpointError` if transformers cannot run it.
     """
+    # Both need transformers and greenlet, which are optional.
     from quantkit.via_transformers.lazy_model import LazyModel
     from quantkit.via_transformers.passage import Passage
 
-    result: Passage | None = getattr(checkpoint, _PASSAGE, None)
-    if result is None:
-        result = Passage(LazyModel(checkpoint), checkpoint.path)
-        setattr(checkpoint, _PASSAGE, result)
-    return result
+    passage: Passage | None = getattr(checkpoint, _PASSAGE, None)
+    if passage is None:
+        passage = Passage(LazyModel(checkpoint), checkpoint.path)
+        setattr(checkpoint, _PASSAGE, passage)
+    return passage

@@ -1,9 +1,9 @@
-"""A model of transformers without weights, whose parts get theirs while they are needed.
+"""A model of transformers without weights, whose parts have their weights only while they are
+needed.
 
 A *part* is an element of an outermost list of modules, such as a decoder block, or any other module
-with parameters. Names of tensors on disk become those of parameters, and tensors are merged, split
-and turned, by transformers' own loader, so that a part gets what `from_pretrained` would give it,
-in float32.
+with parameters. Transformers' own loader renames, merges, splits and transposes the tensors on
+disk, so that a part gets the same weights as from `from_pretrained`, in float32.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ANOTHER = "a weight file is missing, or the config is another model's"
 
 
 class LazyModel:
-    """A model of transformers; its buffers are there, and its parameters on the meta device between
-    `unload` and `load`.
+    """A model of transformers. Its buffers are in memory, and its parameters are on the meta device
+    between `unload` and `load`.
 
     Attributes:
         model: the model.
-        targets: the parameter that each tensor on disk is, or is part of, and what merges or splits
-            it; see `targets`.
-        loaded: the parts whose weights are there.
+        targets: the parameter that each tensor on disk is, or is part of, and the pattern that
+            merges or splits it; see `targets`.
+        loaded: the parts whose weights are in memory.
     """
 
     def __init__(self, source: Checkpoint) -> None:
@@ -57,34 +57,39 @@ class LazyModel:
         self.model: Any = _built(source)
         self._mapping = mapping_of(self.model)
         self._stacked = group_stacked_experts(source.config)
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        same: dict[int, list[str]] = defaultdict(list)
-        for name, parameter in named.items():
-            same[id(parameter)].append(name)
-        self._shared = {name: same[id(parameter)] for name, parameter in named.items()}
-        self._lists = [
-            f"{name}." for name, one in self.model.named_modules() if isinstance(one, nn.ModuleList)
-        ]
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        # The names of tied parameters, such as those of the embedding and the head.
+        names_of_parameter: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in parameters.items():
+            names_of_parameter[id(parameter)].append(name)
+        self._shared: dict[str, list[str]] = {}
+        for name, parameter in parameters.items():
+            self._shared[name] = names_of_parameter[id(parameter)]
+        # Prefixes of the names in lists of modules.
+        self._lists: list[str] = []
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                self._lists.append(f"{name}.")
+        # The state has the saved buffers too.
         state = self.model.state_dict()
-        self._parts = {name: _part_of(name, self._lists) for name in (*named, *state)}
-        parts = {part.name for own in self._stacked.values() for part, _ in own}
-        found = targets(
-            self.model,
-            [*(name for name in source.names() if name not in parts), *self._stacked],
-            self._mapping,
-        )
-        self.targets = found
-        self._tensors: dict[str, list[str]] = defaultdict(list)  # on disk, by part
+        self._parts = {name: _part_of(name, self._lists) for name in (*parameters, *state)}
+        # Linears of experts that are one tensor on disk are loaded as that tensor.
+        names_in_stacks: set[str] = set()
+        for stacked_linears in self._stacked.values():
+            names_in_stacks.update(linear.name for linear, _ in stacked_linears)
+        names_on_disk = [name for name in source.names() if name not in names_in_stacks]
+        self.targets = targets(self.model, [*names_on_disk, *self._stacked], self._mapping)
+        # Tensors on disk, by part. A tied tensor belongs to several parts.
+        self._tensors: dict[str, list[str]] = defaultdict(list)
         self.loaded: set[str] = set()
-        for name, (target, _) in found.items():
-            for part in dict.fromkeys(
-                self._parts[one] for one in self._shared.get(target, [target])
-            ):
+        for name, (target, _) in self.targets.items():
+            tied_names = self._shared.get(target, [target])
+            for part in dict.fromkeys(self._parts[tied_name] for tied_name in tied_names):
                 self._tensors[part].append(name)
         self._require_all()
 
     def part_of(self, module: str) -> str | None:
-        """Return the part that a module is, or is in; None for one around parts."""
+        """Find the part that a module is, or is in; None for a module that contains parts."""
         while module and module not in self._tensors:
             module = module.rpartition(".")[0]
         return module or None
@@ -95,57 +100,59 @@ class LazyModel:
         return list(self._tensors)
 
     def is_listed(self, part: str) -> bool:
-        """Return whether a part is an element of a list of modules."""
+        """Check that a part is an element of a list of modules."""
         return part.startswith(tuple(self._lists))
 
     @property
     def first_parts(self) -> list[str]:
-        """Return the parts that tokens enter first: models look at their devices before."""
-        if self.embedding is None:
-            part = None
-        else:
-            part = self.part_of(self.embedding[0])
+        """Find the parts that tokens enter first: models look at the devices of their weights
+        before they run.
+        """
+        embedding = self.embedding
+        if embedding is None:
+            return []
+        part = self.part_of(embedding[0])
         return [] if part is None else [part]
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end a text, as the config says; those of generation_config.json
-        are others.
+        """Read the tokens that end a text from the config; generation_config.json may have
+        others.
         """
-        stated = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        if isinstance(stated, list):
-            return tuple(stated)
-        if stated is None:
+        end_token_ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        if isinstance(end_token_ids, list):
+            return tuple(end_token_ids)
+        if end_token_ids is None:
             return ()
-        return (int(stated),)
+        return (int(end_token_ids),)
 
     @property
     def body(self) -> nn.Module:
-        """Return the model without its head."""
+        """Find the model without its head."""
         body: nn.Module = self.model.base_model
         children = dict(body.named_children())
-        # a wrapper that is not called itself
+        # The decoder's wrapper is not called itself, so a hook on it would see nothing.
         if list(children) == ["decoder"]:
             return children["decoder"]
         return body
 
     def same_as(self, name: str) -> list[str]:
-        """Return the names of all parameters that are one with a parameter, its own among them."""
+        """List the names of all parameters that are tied to a parameter, its own among them."""
         return list(self._shared[name])
 
     @property
     def embedding(self) -> tuple[str, nn.Module] | None:
-        """Return the module that looks tokens up, with its name; None if the model has none."""
+        """Find the module that looks tokens up, with its name; None if the model has none."""
         input_embeddings = self.model.get_input_embeddings()
-        return next(
-            ((name, one) for name, one in self.model.named_modules() if one is input_embeddings),
-            None,
-        )
+        for name, module in self.model.named_modules():
+            if module is input_embeddings:
+                return name, module
+        return None
 
     def load(self, part: str) -> None:
-        """Give the modules of a part their weights."""
+        """Load the weights of a part's modules."""
         self.loaded.add(part)
-        tensors = {}
+        tensors: dict[str, _OnDisk] = {}
         for name in self._tensors[part]:
             tensors[name] = _OnDisk(self._source, name, self._stacked.get(name, ()))
         self._convert(tensors, "cpu")
@@ -154,47 +161,49 @@ class LazyModel:
     def unload(self, part: str) -> None:
         """Free the weights of a part, except those that are tied to a part that is loaded."""
         self.loaded.discard(part)
-        for name, own in self._parts.items():
-            if own == part:
-                names = self._shared.get(name, [])
-            else:
-                names = []
-            if all(self._parts[one] not in self.loaded for one in names):
-                for one in names:
-                    set_parameter(self.model, one, self.model.get_parameter(one).to("meta"))
+        for name, part_of_name in self._parts.items():
+            if part_of_name != part:
+                continue
+            # Buffers have no entry, and stay.
+            tied_names = self._shared.get(name, [])
+            if any(self._parts[tied_name] in self.loaded for tied_name in tied_names):
+                continue
+            for tied_name in tied_names:
+                parameter = self.model.get_parameter(tied_name)
+                set_parameter(self.model, tied_name, parameter.to("meta"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor on disk."""
+        """Read the shape of a tensor on disk."""
         if name in self._stacked:
             return self._stacked[name][0][1].shape
         return self._source.info(name).shape
 
     def list_stacked_linears(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
-        """Return the linears in a tensor on disk that holds all experts, and their places; none in
-        any other.
+        """List the linears in a tensor on disk that contains all experts, and their places; empty
+        for other tensors.
         """
         return self._stacked.get(name, [])
 
     def merge_tensors(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a parameter made of other tensors than those on disk, given by their names, of the
-        same shapes.
-        """
-        return merge_into_parameter(
-            self.model,
-            self._mapping,
-            target,
-            {name: (self.targets[name][1], value) for name, value in tensors.items()},
-        )
+        """Merge tensors into a parameter, as those on disk with the same names and shapes."""
+        values: dict[str, tuple[str | None, Tensor]] = {}
+        for name, value in tensors.items():
+            values[name] = (self.targets[name][1], value)
+        return merge_into_parameter(self.model, self._mapping, target, values)
 
     def _share(self, part: str) -> None:
-        """Give tied parameters the tensor that one of them was given."""
-        for name, own in self._parts.items():
-            names = self._shared.get(name, [])
-            if own == part and len(names) > 1:
-                given = [self.model.get_parameter(one) for one in names]
-                value = next((one for one in given if one.device.type != "meta"), given[0])
-                for one in names:
-                    set_parameter(self.model, one, value)
+        """Tie parameters again: the loader replaces only one of them."""
+        for name, part_of_name in self._parts.items():
+            tied_names = self._shared.get(name, [])
+            if part_of_name == part and len(tied_names) > 1:
+                value = self.model.get_parameter(tied_names[0])
+                for tied_name in tied_names:
+                    parameter = self.model.get_parameter(tied_name)
+                    if parameter.device.type != "meta":
+                        value = parameter
+                        break
+                for tied_name in tied_names:
+                    set_parameter(self.model, tied_name, value)
 
     def _convert(self, tensors: Mapping[str, Any], device: str) -> Any:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -211,71 +220,77 @@ class LazyModel:
         """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their
         shapes.
         """
-        shapes = {name: self.shape(name) for name in self.targets}
+        # The loader runs on tensors without memory, so the check reads no values.
+        tensors: dict[str, Tensor] = {}
+        for name in self.targets:
+            tensors[name] = torch.empty(self.shape(name), device="meta")
         buffers = dict(self.model.named_buffers())
-        info = self._convert(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta"
-        )
+        info = self._convert(tensors, "meta")
+        # The loader has replaced buffers by tensors on the meta device. Those that are on disk are
+        # loaded with their part.
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[leaf] = (
-                # Those on disk are given with their part.
-                buffer
-            )
-        missing = [
-            name
-            for name in self._parts
-            if all(one in info.missing_keys for one in self._shared.get(name, [name]))
-        ]
-        mismatched = {
-            str(name): (tuple(shape), tuple(wanted)) for name, shape, wanted in info.mismatched_keys
-        }
-        if name := next(iter(sorted(mismatched)), None) or next(iter(info.conversion_errors), None):
-            reason = info.conversion_errors.get(name)
-            raise self._unfit(
-                name, mismatched.get(name), reason and format_value(reason.splitlines()[-1])
-            )
-        if missing:
-            raise CheckpointError(
-                f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER
-            )
+            self.model.get_submodule(owner)._buffers[leaf] = buffer
+        mismatched: dict[str, tuple[_Shape, _Shape]] = {}
+        for name, shape, expected_shape in info.mismatched_keys:
+            mismatched[str(name)] = (tuple(shape), tuple(expected_shape))
+        # Sorted, so that the error names the same parameter each time.
+        unfit_names = [*sorted(mismatched), *info.conversion_errors]
+        if unfit_names:
+            unfit_name = unfit_names[0]
+            reason = info.conversion_errors.get(unfit_name)
+            if reason:
+                reason = format_value(reason.splitlines()[-1])
+            raise self._unfit(unfit_name, mismatched.get(unfit_name), reason)
+        for name in self._parts:
+            # It is enough that one of tied parameters is on disk.
+            if all(tied in info.missing_keys for tied in self._shared.get(name, [name])):
+                raise CheckpointError(
+                    f"no tensor on disk is '{name}'", path=self._source.path, hint=_ANOTHER
+                )
 
     def _unfit(
         self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None
     ) -> CheckpointError:
-        """Return the error for tensors on disk that do not make a parameter: the one with another
-        shape, if that is known.
+        """Make the error for tensors on disk that do not make a parameter. It names the tensor that
+        has another shape, if that is known.
 
         Args:
             mismatch: the shapes that they make, and that the parameter has; None if they make none,
                 for the `reason`.
         """
-        shapes = {}
+        shapes: dict[str, _Shape] = {}
         for name, (parameter, _) in self.targets.items():
             if parameter == target:
                 shapes[name] = self.shape(name)
         first = next(iter(shapes), target)
+        odd = _odd(shapes)
+        # A single tensor, which the loader does not change.
         if mismatch is not None and list(shapes.values()) == [mismatch[0]]:
             problem = f"tensor '{first}' has another shape"
-        elif (odd := _odd(shapes)) is not None:
-            problem = f"tensor '{odd[0]}' has another shape"
-            mismatch = (shapes[odd[0]], odd[1])
+        elif odd is not None:
+            odd_name, common_shape = odd
+            problem = f"tensor '{odd_name}' has another shape"
+            mismatch = (shapes[odd_name], common_shape)
         elif len(shapes) > 1:
             problem = (
                 f"tensors '{first}' and {len(shapes) - 1} more do not make '{target}' of the model"
             )
         else:
             problem = f"tensor '{first}' does not make '{target}' of the model"
-        found, expected = (
-            (reason, None) if mismatch is None else (f"shape {list(one)}" for one in mismatch)
-        )
+        if mismatch is None:
+            return CheckpointError(problem, path=self._source.path, found=reason, hint=_ANOTHER)
         return CheckpointError(
-            problem, path=self._source.path, found=found, expected=expected, hint=_ANOTHER
+            problem,
+            path=self._source.path,
+            found=f"shape {list(mismatch[0])}",
+            expected=f"shape {list(mismatch[1])}",
+            hint=_ANOTHER,
         )
 
 
 def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
-    """Return the tensor that has another shape than most of those with the same name but for
+    """Find a tensor whose shape differs from that of most tensors whose names differ only in
     numbers, and their shape; None if there is none.
     """
     groups: dict[str, dict[str, _Shape]] = defaultdict(dict)
@@ -283,13 +298,14 @@ def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
         groups[re.sub(r"\d+", "*", name)][name] = shape
     for group in groups.values():
         common, count = Counter(group.values()).most_common(1)[0]
+        # A majority, but not all.
         if 2 * count > len(group) > count:
             return next(name for name, shape in group.items() if shape != common), common
     return None
 
 
 class _OnDisk:
-    """A tensor that is read where transformers takes its values, or made of its parts."""
+    """A tensor that is read, or made of its parts, when transformers' loader takes its values."""
 
     def __init__(
         self, source: Checkpoint, name: str, parts: Sequence[tuple[OpaqueTensor, Stack]]
@@ -298,19 +314,18 @@ class _OnDisk:
         self._name = name
         self._parts = parts
 
+    # The loader takes the values of a slice of safetensors as ``slice[...]``.
     def __getitem__(self, _: object) -> Tensor:
         if not self._parts:
             return self._floats(self._name)
-        whole: Tensor | None = None
+        stacked: Tensor | None = None
         for part, stack in self._parts:
             value = self._floats(part.name)
-            if whole is None:
-                whole = torch.empty(stack.shape, dtype=value.dtype)
-            else:
-                whole = whole
-            rows_of(whole, stack, part.shape[0]).copy_(value)
-        assert whole is not None
-        return whole
+            if stacked is None:
+                stacked = torch.empty(stack.shape, dtype=value.dtype)
+            rows_of(stacked, stack, part.shape[0]).copy_(value)
+        assert stacked is not None
+        return stacked
 
     def _floats(self, name: str) -> Tensor:
         value = self._source.load(name)
@@ -320,7 +335,9 @@ class _OnDisk:
 
 
 def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
-    """Return the weight [O, I] of a linear of an expert in the tensor for all, not copied."""
+    """Select the weight [O, I] of a linear of an expert in the tensor of all experts, not
+    copied.
+    """
     if stack.transposed:
         matrix = whole[stack.expert].t()
     else:
@@ -334,24 +351,27 @@ def merge_into_parameter(
     target: str,
     tensors: Mapping[str, tuple[str | None, Tensor]],
 ) -> Tensor:
-    """Return the parameter that transformers makes of tensors on disk, each with the pattern of
-    what merges or splits it; see `targets`.
+    """Make the parameter that transformers makes of tensors on disk, each given with the pattern
+    that merges or splits it; see `targets`.
     """
-    first = next(pattern for pattern, _ in tensors.values())
-    converters = [one for one in mapping if hasattr(one, "operations")]
-    converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
+    first_pattern, _ = next(iter(tensors.values()))
+    # Renamings, which are in the mapping too, have no operations.
+    converters = [rule for rule in mapping if hasattr(rule, "operations")]
+    matching = next(rule for rule in converters if first_pattern in rule.source_patterns)
+    # A copy, because a converter collects the tensors that are added to it.
+    converter = copy.deepcopy(matching)
     for name, (pattern, value) in tensors.items():
         converter.add_tensor(target, name, pattern, lambda value=value: value)
-    made = converter.convert(target, model=model, config=model.config)[target]
-    if isinstance(made, list):
-        whole: Tensor = made[0]
+    converted = converter.convert(target, model=model, config=model.config)[target]
+    if isinstance(converted, list):
+        parameter: Tensor = converted[0]
     else:
-        whole = made
-    return whole
+        parameter = converted
+    return parameter
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a model a parameter that is not trained."""
+    """Set a parameter of a model, not trained."""
     owner, _, leaf = name.rpartition(".")
     if isinstance(value, nn.Parameter):
         parameter = value
@@ -361,18 +381,18 @@ def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _part_of(name: str, lists: Iterable[str]) -> str:
-    """Return the part that has a parameter: up to the number behind the first list, or else the
-    module itself.
+    """Find the part of a parameter: its name up to the number after the outermost list, or else
+    its module.
     """
-    around = [one for one in lists if name.startswith(one)]
-    if not around:
+    enclosing = [prefix for prefix in lists if name.startswith(prefix)]
+    if not enclosing:
         return name.rpartition(".")[0]
-    first = min(around, key=len)
-    return first + name[len(first) :].partition(".")[0]
+    outermost = min(enclosing, key=len)
+    return outermost + name[len(outermost) :].partition(".")[0]
 
 
 def _built(source: Checkpoint) -> Any:
-    """Return the model that a config.json describes: parameters on the meta device, and buffers
+    """Build the model that a config.json describes: parameters on the meta device, and buffers
     with their values.
     """
     transformers: Any = importlib.import_module("transformers")
@@ -384,9 +404,9 @@ def _built(source: Checkpoint) -> Any:
             model.tie_weights()
             use_experts(model)
     except NotKnown as reason:
-        by = source.extra_config.get("transformers_version")
-        if isinstance(by, str):
-            saved = f"; the folder was saved by {format_value(by)}"
+        version = source.extra_config.get("transformers_version")
+        if isinstance(version, str):
+            saved = f"; the folder was saved by {format_value(version)}"
         else:
             saved = ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
@@ -395,7 +415,8 @@ def _built(source: Checkpoint) -> Any:
         ) from None
     except QuantkitError:
         raise
-    except Exception as error:  # of the code of any model, given any config
+    # The code of a model, given any config, can raise anything.
+    except Exception as error:
         message = format_value(" ".join(str(error).split()))
         why = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
         problem = f"the model cannot be built from its config ({why})"
@@ -406,7 +427,7 @@ def _built(source: Checkpoint) -> Any:
 
 
 def mapping_of(model: Any) -> list[Any]:
-    """Return what transformers' loader renames, merges and splits for a model."""
+    """List what transformers' loader renames, merges and splits for a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))
@@ -414,7 +435,8 @@ def mapping_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules made within have their parameters on the meta device, not initialized."""
+    """Put the parameters of modules made within on the meta device, not initialized."""
+    # Not `torch.device("meta")`, because buffers, such as rotary frequencies, need their values.
     from transformers.initialization import no_init_weights
 
     patched: Any = nn.Module

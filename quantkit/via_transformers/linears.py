@@ -1,5 +1,5 @@
-"""Which tensors of a folder are weights of linears, as transformers' own modules say; it is used
-where it is there.
+"""Determine which tensors of a folder are weights of linears, from transformers' own modules if it
+is installed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.own_code import iter_architecture_classes, load_code_classes
 
 Role = tuple[str, str | None]
-# What is counted stands last in such names.
+# Such names end in what they count.
 _COUNTED = re.compile(r"(.+_)?(layers?|blocks|stages|depths?|experts)")
-_STATES = frozenset({"update_recurrent_state", "update_conv_state"})  # of transformers' cache
+# Methods of transformers' cache.
+_STATES = frozenset({"update_recurrent_state", "update_conv_state"})
+# The model is built with floats.
 _SETTINGS = ("quantization_config",)
 _NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
 
@@ -44,7 +46,7 @@ _NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
 def with_linears(
     config: ModelConfig, raw: Mapping[str, Any], path: Path
 ) -> tuple[ModelConfig, str, list[str]]:
-    """Return a model known by its tensors, with the weights of its linears determined.
+    """Determine the weights of linears in the config of a model known by its tensors.
 
     Args:
         raw: its config.json.
@@ -70,64 +72,78 @@ def with_linears(
 
 
 class NotKnown(Exception):
-    """Why transformers can't say which linears a model has."""
+    """The reason why transformers cannot show which linears a model has."""
 
 
 def _roles(
     tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path, code: Path | None
 ) -> tuple[str, dict[str, Role], tuple[str, ...]]:
-    """Return the class, role and alias of the tensors that are weights of linears, and the linears
-    that have none.
+    """Determine the model's class, the role and alias of the tensors that are weights of linears,
+    and the linears without a stored weight.
     """
     try:
         importlib.import_module("transformers")
     except ImportError:
         raise NotKnown("transformers is not installed") from None
+    # Linears of experts that one tensor has on disk are recognized by that tensor.
+    separate_names: list[str] = []
+    for tensor in tensors:
+        if may_be_linear(tensor) and tensor.stack is None:
+            separate_names.append(tensor.name)
     with quiet():
         try:
-            found, config = model_class(raw, code)
+            cls, config = model_class(raw, code)
             with torch.device("meta"):
-                model = found(config)
-            alone = (tensor for tensor in tensors if may_be_linear(tensor) and tensor.stack is None)
-            names = targets(model, [tensor.name for tensor in alone])
+                model = cls(config)
+            names = targets(model, separate_names)
         except (NotKnown, QuantkitError):
             raise
-        except Exception as error:  # of the code of any model, given any config
+        # The code of a model, given any config, can raise anything.
+        except Exception as error:
             message = " ".join(str(error).split())
             reason = f"{type(error).__name__}: {format_value(message)}"
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
-    turned = next(
-        (name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None
-    )
-    # Weights are [I, O], as GPT-2 has them.
-    if turned and all(role in ("float", "head") for role, _ in roles.values()):
+    stored: set[str] = set()
+    all_floats = True
+    for name, (role, alias) in roles.items():
+        stored.add(alias or name.removesuffix(".weight"))
+        if role not in ("float", "head"):
+            all_floats = False
+    transposed: list[str] = []
+    unstored: list[str] = []
+    for name, module in model.named_modules():
+        # GPT-2's linears, whose weights are [I, O].
+        if type(module).__name__ == "Conv1D":
+            transposed.append(name)
+        if isinstance(module, nn.Linear) and name not in stored:
+            unstored.append(name)
+    # Other linears of a model with some Conv1D can be quantized.
+    if transposed and all_floats:
         raise UnsupportedError(
             "the weights of its linear layers lie transposed (Conv1D), they are not rounded",
             path=path,
-            found=turned,
+            found=transposed[0],
         )
-    stored = {alias or name.removesuffix(".weight") for name, (_, alias) in roles.items()}
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return type(model).__name__, roles, tuple(name for name in linears if name not in stored)
+    return type(model).__name__, roles, tuple(unstored)
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Return whether the installed transformers knows the architecture of a config.json."""
+    """Check that the installed transformers knows the architecture of a config.json."""
     mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     kind = raw.get("model_type")
     return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING
 
 
 def is_headless(model: Any) -> bool:
-    """Return whether a model is of the class that transformers has for the body alone."""
+    """Check that a model is of the class that transformers has for the body alone."""
     mapping: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     body = mapping.MODEL_MAPPING.get(type(model.config), None)
     return type(model) is body and model.get_output_embeddings() is None
 
 
 def auto_class(raw: Mapping[str, Any]) -> str:
-    """Return the class of transformers that a user loads a model with, by its config.json."""
+    """Choose the class of transformers with which a user loads a model, by its config.json."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -135,18 +151,17 @@ def auto_class(raw: Mapping[str, Any]) -> str:
 
     kind = str(raw.get("model_type"))
     classes = raw.get("architectures")
-    causal, with_images = (
-        one.get(kind)
-        for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    )
-    named = isinstance(classes, list) and with_images in classes
-    if with_images and (named or not causal):
+    causal_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    image_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    names_image_class = isinstance(classes, list) and image_class in classes
+    # A type can have both classes.
+    if image_class and (names_image_class or not causal_class):
         return "AutoModelForImageTextToText"
     return "AutoModelForCausalLM"
 
 
 def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
-    """Return the class of a model and its config, from its config.json.
+    """Find the class of a model and build its config, from its config.json.
 
     Args:
         code: the folder whose code is run; None for a class of transformers.
@@ -162,43 +177,51 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
     classes = raw.get("architectures")
     if code is not None:
         _require_sane(raw)
-        found, known = load_code_classes(raw, code)
-        return found, _config(known, {**raw, "_name_or_path": str(code)}, _SETTINGS)
+        cls, config_class = load_code_classes(raw, code)
+        # The code may load other files of its folder.
+        return cls, _config(config_class, {**raw, "_name_or_path": str(code)}, _SETTINGS)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise NotKnown(f"transformers does not know {format_value(kind)}")
     _require_sane(raw)
     config = _config(CONFIG_MAPPING[kind], raw, _NOT_OF_THE_MODEL)
-    known_classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
-    by_type = filter(None, (known_class_.get(type(config), None) for known_class_ in known_classes))
-    found = next(iter_architecture_classes(raw), None) or next(by_type, None)
-    if not isinstance(found, type):
+    # The class that the config names; or the causal language model of its type; or the body alone.
+    cls = next(iter_architecture_classes(raw), None)
+    if not cls:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not cls:
+        cls = MODEL_MAPPING.get(type(config), None)
+    if not isinstance(cls, type):
         raise NotKnown(f"transformers has no class for {format_value(classes or kind)}")
-    return found, config
+    return cls, config
 
 
 def _config(config_class: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
-    """Return a config of a class in float32, from a config.json without some of its keys."""
-    stated = {key: value for key, value in raw.items() if key not in skipped}
-    # Infinities, as its own files spell.
-    config = config_class.from_dict(config_class._decode_special_floats(copy.deepcopy(stated)))
+    """Build a config of a class in float32, from a config.json without some of its keys."""
+    fields = {key: value for key, value in raw.items() if key not in skipped}
+    # transformers spells infinities in its files in a way of its own.
+    decoded = config_class._decode_special_floats(copy.deepcopy(fields))
+    config = config_class.from_dict(decoded)
     _set_float32(config)
     return config
 
 
 def _set_float32(config: Any) -> None:
-    """Let a model of a config compute in float32, and all its parts: transformers builds each in
-    the type that its own part of the config states, and keeps that when it loads weights.
+    """Make a model of a config compute in float32, with all its parts: transformers builds each in
+    the type that its own part of the config has, and keeps it when it loads weights.
     """
     config.dtype = torch.float32
     for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
-            _set_float32(part)
+        sub_config = getattr(config, name, None)
+        if sub_config is not None:
+            _set_float32(sub_config)
 
 
 def _require_sane(raw: Mapping[str, Any]) -> None:
     """Refuse numbers of layers and experts for which modules would fill the memory."""
     for part in within(dict(raw)):
-        for key, value in part.items() if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for key, value in part.items():
             counted = _COUNTED.fullmatch(key)
             if counted is None:
                 max_count = 2**40
@@ -213,10 +236,10 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
 def targets(
     model: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
 ) -> dict[str, tuple[str, str | None]]:
-    """Return what the model calls tensors on disk, as transformers' own loader renames, merges and
-    splits them, in its order; those that it does not have are left out. A tensor that is not a
-    parameter by itself gets the name of the first that it is part of, and the pattern of what
-    merges or splits it.
+    """Find the parameters of the model that tensors on disk become, as transformers' own loader
+    renames, merges and splits them, in its order. Tensors that the model does not have are left
+    out. A tensor that is not a parameter by itself gets the name of the first parameter that it is
+    part of, and the pattern that merges or splits it.
 
     Args:
         mapping: of names and tensors; None is the model's.
@@ -231,21 +254,19 @@ def targets(
 
     if mapping is None:
         mapping = get_model_conversion_mapping(model)
-    else:
-        mapping = mapping
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    known = dict(model.state_dict())
-    result = {}
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    state = dict(model.state_dict())
+    prefix = model.base_model_prefix
+    parameter_of: dict[str, tuple[str, str | None]] = {}
     for stored in sorted(names, key=dot_natural_key):
-        name, pattern = rename_source_key(
-            stored, renamings, converters, model.base_model_prefix, known
-        )
-        if name not in known and stored in known:
-            name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
-        if name in known:
-            result[stored] = name, pattern
-    return result
+        name, pattern = rename_source_key(stored, renamings, converters, prefix, state)
+        # As the loader does, a name that the model has is kept if renaming leads nowhere.
+        if name not in state and stored in state:
+            name, pattern = rename_source_key(stored, [], [], prefix, state)
+        if name in state:
+            parameter_of[stored] = (name, pattern)
+    return parameter_of
 
 
 def _with_linears(
@@ -254,132 +275,143 @@ def _with_linears(
     tensors: tuple[OpaqueTensor, ...],
     raw: Mapping[str, Any],
 ) -> dict[str, Role]:
-    """Role and alias of each tensor that is the weight of a linear, by its name."""
+    """Determine the role and alias of each tensor that is the weight of a linear, by its name."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
+    # Modules outside of the base model are heads.
     if model.base_model is model:
         inside = None
     else:
         inside = {id(module) for module in model.base_model.modules()}
-    tied = (
-        is_tied(raw)
-        or getattr(model.config.get_text_config(), "tie_word_embeddings", False) is True
-    )
+    text_config = model.config.get_text_config()
+    tied = is_tied(raw) or getattr(text_config, "tie_word_embeddings", False) is True
     precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     on_disk = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
-    of_text = _text_part(model, modules)
-    result: dict[str, Role] = {}
+    text_prefix = _text_part(model, modules)
+    roles: dict[str, Role] = {}
     for tensor in tensors:
         if tensor.stack is not None:
-            called = tensor.alias or tensor.module
-            role = hints.role(tensor, called) or (
-                "linear" if called.startswith(of_text) else "tower"
-            )
-            result[tensor.name] = role, tensor.alias
+            module_name = tensor.alias or tensor.module
+            default_role = "linear" if module_name.startswith(text_prefix) else "tower"
+            roles[tensor.name] = hints.role(tensor, module_name) or default_role, tensor.alias
         if tensor.name not in names:
             continue
-        name, merged = names[tensor.name]
-        called = name.rpartition(".")[0]
-        module = modules.get(called)
-        hinted = hints.role(tensor, called)
-        if called == tensor.module:
+        parameter_name, pattern = names[tensor.name]
+        module_name = parameter_name.rpartition(".")[0]
+        module = modules.get(module_name)
+        hinted_role = hints.role(tensor, module_name)
+        if module_name == tensor.module:
             alias = None
         else:
-            alias = called
+            alias = module_name
         if not isinstance(module, nn.Linear):
-            if merged and hinted is None and _is_expert(tensor):
-                # One of those that the loader stacks.
-                result[tensor.name] = "linear", None
+            # An expert that the loader stacks has no module of its own.
+            if pattern and hinted_role is None and _is_expert(tensor):
+                roles[tensor.name] = "linear", None
             continue
         if module is head:
             role = "float" if tied else "head"
-        elif _routes(module) or merged or tuple(module.weight.shape) != tensor.shape:
+        # A linear that the loader merges or splits has no weight of its own on disk.
+        elif _routes(module) or pattern or tuple(module.weight.shape) != tensor.shape:
             role = "float"
-        elif precise.intersection(called.split(".")):
+        elif precise.intersection(module_name.split(".")):
             # Its class keeps it in float32.
             role = "float"
         else:
-            role = hinted or "linear"
-            if role == "linear" and not called.startswith(of_text):
+            role = hinted_role or "linear"
+            if role == "linear" and not module_name.startswith(text_prefix):
                 if inside is None or id(module) in inside:
                     role = "tower"
                 else:
                     role = "head"
-        result[tensor.name] = role, alias
-    return result
+        roles[tensor.name] = role, alias
+    return roles
 
 
 def _text_part(model: Any, modules: Mapping[str, nn.Module]) -> str:
-    """Return how the names of modules that process text begin: those of the decoder, where the
-    model has other parts.
+    """Find the prefix of the names of modules that process text: the decoder's, if the model has
+    other parts; else empty.
     """
     decoder = model.get_decoder()
-    layered = isinstance(decoder, nn.Module) and any(
-        isinstance(module, nn.ModuleList) for module in decoder.modules()
-    )
-    name = next((name for name, module in modules.items() if layered and module is decoder), "")
-    return f"{name}." if name else ""
+    if not isinstance(decoder, nn.Module):
+        return ""
+    # Only a module with layers can be the decoder.
+    if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
+        return ""
+    for name, module in modules.items():
+        if module is decoder:
+            return f"{name}." if name else ""
+    return ""
 
 
 def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return the names of modules that carry a state: by what they hold, and by what their code
-    does with a cache.
+    """Find the names of modules that carry a state: by their tensors, and by what their code does
+    with a cache.
     """
     model = modules[""]
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    classes = set()
-    for cls in {type(module) for module in modules.values()}:
-        if _updates_state(cls):
-            classes.add(cls)
-    by_code = {name for name, module in modules.items() if name and type(module) in classes}
-    return recurrent_modules({name: tuple(tensor.shape) for name, tensor in held.items()}) | by_code
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shapes[name] = tuple(parameter.shape)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        shapes[name] = tuple(buffer.shape)
+    # Each class is inspected once, though it may have hundreds of modules.
+    updates_state: dict[type, bool] = {}
+    by_code: set[str] = set()
+    for name, module in modules.items():
+        cls = type(module)
+        if cls not in updates_state:
+            updates_state[cls] = _updates_state(cls)
+        if name and updates_state[cls]:
+            by_code.add(name)
+    return recurrent_modules(shapes) | by_code
 
 
 def _updates_state(cls: type) -> bool:
-    """Return whether the code of a module's class updates the state of linear attention or of a
+    """Check that the code of a module's class updates the state of linear attention or of a
     convolution in a cache.
     """
-    functions = (
-        inspect.unwrap(var)
-        for own in cls.__mro__
-        for var in vars(own).values()
-        if inspect.isfunction(var)
-    )
-    return any(not _STATES.isdisjoint(function.__code__.co_names) for function in functions)
+    for base in cls.__mro__:
+        for attribute in vars(base).values():
+            if not inspect.isfunction(attribute):
+                continue
+            # Decorators hide the code of `forward`.
+            function = inspect.unwrap(attribute)
+            if not _STATES.isdisjoint(function.__code__.co_names):
+                return True
+    return False
 
 
 def _routes(module: nn.Linear) -> bool:
-    """Return whether the class of a linear is a router's; other classes of linears are linears."""
+    """Check that the class of a linear is a router's; other classes of linears are linears."""
+    # A plain linear can be called a gate, as in an MLP.
+    if type(module) is nn.Linear:
+        return False
     name = type(module).__name__.lower()
-    return type(module) is not nn.Linear and any(
-        word in name for word in ("router", "gate", "gating")
-    )
+    return any(word in name for word in ("router", "gate", "gating"))
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:
-    """Return whether a matrix on disk is a linear of one expert of a mixture."""
+    """Check that a matrix on disk is a linear of one expert of a mixture."""
     *parents, last = tensor.module.split(".")
-    return (
-        last in LINEARS and len(parents) > 1 and parents[-1].isdecimal() and "expert" in parents[-2]
-    )
+    if last not in LINEARS or len(parents) < 2:
+        return False
+    return parents[-1].isdecimal() and "expert" in parents[-2]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers logs, warns of and shows the progress of."""
-    bars_of: Any = importlib.import_module("transformers.utils.logging")
+    """Silence the logs, warnings and progress bars of transformers."""
+    transformers_logging: Any = importlib.import_module("transformers.utils.logging")
     log = logging.getLogger("transformers")
-    before = log.level
-    bars = bars_of.is_progress_bar_enabled()
+    level = log.level
+    shows_progress = transformers_logging.is_progress_bar_enabled()
     log.setLevel(logging.CRITICAL)
-    bars_of.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        log.setLevel(before)
-        if bars:
-            bars_of.enable_progress_bar()
+        log.setLevel(level)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()

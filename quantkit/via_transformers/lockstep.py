@@ -1,9 +1,9 @@
 """Pass batches of samples through a model in lockstep: each stops where code on its way calls
-`stop`, and when all have arrived there, the caller does something, and lets them go on.
+`stop`. When all have arrived there, the caller acts, and lets them continue.
 
 Each batch runs the model's own `forward` in a greenlet, so that masks, rotary angles, shared keys
-and recurrent states stay where the model's code has them. What a stopped batch keeps is tracked;
-beyond a budget it is moved to a file until the batch goes on.
+and recurrent states stay where the model's code has them. The tensors of a stopped batch are
+tracked; beyond a budget they are moved to a file until the batch continues.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quantkit.via_transformers.spill import Spill
 
 @dataclass
 class Stop:
-    """Where a batch has stopped.
+    """A place where a batch has stopped.
 
     Attributes:
         key: of the place; the same for all batches.
-        value: what it brings, such as the inputs of a linear.
+        value: of the batch there, such as the inputs of a linear.
     """
 
     key: Hashable
@@ -37,7 +37,7 @@ class Stop:
 
 
 def stop(key: Hashable, value: Any = None) -> None:
-    """Stop the current batch until all have come here."""
+    """Stop the current batch until all have arrived at this place."""
     current = getcurrent()
     assert isinstance(current, _Batch)
     assert current.parent is not None
@@ -56,9 +56,9 @@ class Lockstep:
     ) -> None:
         """
         Args:
-            forwards: of each batch what runs the model.
+            forwards: functions that run the model on each batch.
             module: the model, whose tensors belong to no batch.
-            spill: keeps what stopped batches hold.
+            spill: keeps the tensors of stopped batches.
         """
         self._batches = [_Batch(forward) for forward in forwards]
         self._trackers = [_Tracker() for _ in self._batches]
@@ -70,44 +70,55 @@ class Lockstep:
         on_stop: Callable[[int, Hashable, Any], None],
         on_resume: Callable[[int], None] = lambda index: None,
     ) -> Generator[Hashable]:
-        """Run all batches from place to place: the places where all have stopped, until they end.
+        """Run all batches from place to place, and yield the places where all have stopped, until
+        they end.
 
         Args:
-            arrived: called with the index of a batch, where it has stopped, and what it brings;
-                batch after batch.
-            before: called with the index of a batch before it goes on.
+            on_stop: called with the index of a batch, the place where it has stopped, and its
+                value; batch after batch.
+            on_resume: called with the index of a batch before it continues.
 
         Raises:
             UnsupportedError: if batches stop at different places.
         """
         try:
-            while found := self._run_round(on_stop, on_resume):
-                yield found.key
+            while True:
+                place = self._run_round(on_stop, on_resume)
+                if place is None:
+                    break
+                yield place.key
         finally:
             self.close()
 
     def _run_round(
         self, on_stop: Callable[[int, Hashable, Any], None], on_resume: Callable[[int], None]
     ) -> Stop | None:
-        """Let all batches go on to the next place; None if they have ended."""
-        stops: list[Stop | None] = []
+        """Let all batches continue to the next place; None if they have ended."""
+        first_stop: Stop | None = None
         for index, batch in enumerate(self._batches):
             on_resume(index)
             self._spill.restore(index)
+            # These contexts belong to the thread, not to the greenlet: they are entered again for
+            # each batch.
             with torch.no_grad(), quiet(), self._trackers[index]:
-                found = batch.switch()
-            stops.append(None if batch.dead else found)
-            keys = []
-            for one in (stops[0], stops[-1]):
-                keys.append(None if one is None else one.key)
-            if keys[0] != keys[1]:
+                batch_stop: Stop | None = batch.switch()
+            # A batch that has ended returns the result of the model.
+            if batch.dead:
+                batch_stop = None
+            if index == 0:
+                first_stop = batch_stop
+            first_key = None if first_stop is None else first_stop.key
+            key = None if batch_stop is None else batch_stop.key
+            # Checked batch after batch, before its value reaches the caller.
+            if key != first_key:
                 raise UnsupportedError(
                     "samples take different ways through the model",
-                    found=" and ".join(map(_place, keys)),
+                    found=f"{_place(first_key)} and {_place(key)}",
                 )
-            if stops[-1] is not None:
-                on_stop(index, stops[-1].key, stops[-1].value)
-                stops[-1].value = None
+            if batch_stop is not None:
+                on_stop(index, key, batch_stop.value)
+                # The value would keep its tensors alive until the next round.
+                batch_stop.value = None
                 tracker = self._trackers[index]
                 self._spill.keep(
                     index,
@@ -115,29 +126,29 @@ class Lockstep:
                     tracker.take_written_storages(),
                     self._collect_model_storages,
                 )
-        return stops[0] if stops else None
+        return first_stop
 
     def close(self) -> None:
-        """End all batches where they are."""
+        """End all batches at their places."""
         for batch in self._batches:
+            # A greenlet is true while it runs. `throw` without arguments ends it without an error.
             if batch:
-                # Which ends it without an error.
                 batch.throw()
         self._batches = []
         self._spill.close()
 
     def _collect_model_storages(self) -> set[int]:
-        """Return the storages of the model's own tensors, parameters, buffers and attributes."""
-        result = set()
+        """Collect the storages of the model's own tensors: parameters, buffers and attributes."""
+        storages: set[int] = set()
         for module in self._module.modules():
-            for parameter in (
+            for value in (
                 *module._parameters.values(),
                 *module._buffers.values(),
                 *vars(module).values(),
             ):
-                if isinstance(parameter, Tensor):
-                    result.add(parameter.untyped_storage()._cdata)
-        return result
+                if isinstance(value, Tensor):
+                    storages.add(value.untyped_storage()._cdata)
+        return storages
 
 
 class NotLoaded(RuntimeError):
@@ -145,12 +156,13 @@ class NotLoaded(RuntimeError):
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the tensors that were made while it was active, as long as they live, and the
-    storages written to.
+    """Tracks the tensors that were made while it was active, as long as they live, and the
+    storages that were written to.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Weak, so that tracking does not keep tensors alive.
         self._tensor_refs: list[weakref.ref[Tensor]] = []
         self._written = set[int]()
 
@@ -160,25 +172,33 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             self._written.update(_iter_written_storages(func, args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, Tensor):
-                # Its numbers would be what lies in memory.
-                if one.is_meta:
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        for output in outputs:
+            if isinstance(output, Tensor):
+                # A result of weights that are not loaded would have arbitrary numbers.
+                if output.is_meta:
                     raise NotLoaded("a weight is used outside the module that has it")
-                self._tensor_refs.append(weakref.ref(one))
+                self._tensor_refs.append(weakref.ref(output))
         return result
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """Return the storages of the tensors that live."""
-        living = [(ref, tensor) for ref in self._tensor_refs if (tensor := ref()) is not None]
-        self._tensor_refs = [ref for ref, _ in living]
-        return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for _, tensor in living}
+        """Collect the storages of the tensors that are alive."""
+        alive_refs: list[weakref.ref[Tensor]] = []
+        storages: dict[int, torch.UntypedStorage] = {}
+        for ref in self._tensor_refs:
+            tensor = ref()
+            if tensor is not None:
+                alive_refs.append(ref)
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage
+        self._tensor_refs = alive_refs
+        return storages
 
     def take_written_storages(self) -> set[int]:
-        """Return the storages that were written to since this was last called."""
-        result = self._written
+        """Return the storages that were written to since the last call, and forget them."""
+        written = self._written
         self._written = set()
-        return result
+        return written
 
 
 def _iter_written_storages(
@@ -188,12 +208,14 @@ def _iter_written_storages(
     for index, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             if index < len(args):
-                given = args[index]
+                value = args[index]
             else:
-                given = kwargs.get(argument.name)
-            for one in given if isinstance(given, tuple | list) else (given,):
-                if isinstance(one, Tensor):
-                    yield one.untyped_storage()._cdata
+                value = kwargs.get(argument.name)
+            # Operators on lists of tensors take them as one argument.
+            elements = value if isinstance(value, tuple | list) else (value,)
+            for element in elements:
+                if isinstance(element, Tensor):
+                    yield element.untyped_storage()._cdata
 
 
 def _place(key: Hashable) -> str:

@@ -19,23 +19,23 @@ TRUST = "`trust_remote_code=True`"
 _CONFIG = "AutoConfig"
 _MODEL = "AutoModelForCausalLM"
 _COPY = "copy all *.py files of the model's repository"
-# Between a repository and what it has.
+# Separates the name of another repository from the class in its code.
 _ELSEWHERE = "--"
 
 
 def code_file(raw: Mapping[str, Any]) -> str | None:
-    """Return the file with the code of the model, or else of the config, that a config.json names;
+    """Find the file with the code of the model, or else of the config, that a config.json names;
     None if it names none.
     """
-    named = _references(raw)
-    reference = named.get(_MODEL, named.get(_CONFIG))
+    references = _references(raw)
+    reference = references.get(_MODEL, references.get(_CONFIG))
     if reference is None:
         return None
     return f"{reference.rpartition('.')[0]}.py"
 
 
 def find_code_file(folder: Path) -> str | None:
-    """As `code_file`, of a folder; None also if it has no config.json."""
+    """Find the file as `code_file`, for a folder; None also if it has no config.json."""
     path = folder / "config.json"
     if path.is_file():
         raw = read_json(path)
@@ -55,15 +55,18 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
     """
     for reference in _references(raw).values():
         if _ELSEWHERE in reference:
-            where = reference.partition(_ELSEWHERE)[0] + _ELSEWHERE
+            repository = reference.partition(_ELSEWHERE)[0] + _ELSEWHERE
             raise RequestError(
                 "config.json names code of another repository, which is not fetched",
                 path=folder,
                 found=format_value(reference),
-                hint=f"copy its *.py files here, and remove {format_value(where)} from 'auto_map'",
+                hint=f"copy its *.py files here, and remove {format_value(repository)} from"
+                " 'auto_map'",
             )
         module, _, name = reference.partition(".")
-        if not (Path(module).name == module and module and name.isidentifier()):
+        # A module with a folder in its name could be a file outside of the model's folder.
+        is_file_name = Path(module).name == module and module
+        if not (is_file_name and name.isidentifier()):
             problem = "config.json names no class in a file of the folder"
             raise CheckpointError(
                 problem, path=folder, found=format_value(reference), expected="modeling_x.Model"
@@ -77,38 +80,38 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
 
 
 def needs_code(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json names code for its model, and the installed transformers has no
+    """Check that a config.json names code for its model, and that the installed transformers has no
     class for it.
     """
     return _MODEL in _references(raw) and not _has_class(raw)
 
 
 def takes_code(raw: Mapping[str, Any]) -> bool:
-    """Return whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted:
-    always, except where the user has registered classes.
+    """Check that `AutoModelForCausalLM` uses code that a config.json names if the code is trusted:
+    it always does, except if the user has registered classes.
     """
+    if not _references(raw):
+        return False
     config = _find_config_class(raw)
-    return bool(_references(raw)) and (
-        config is None or config.__module__.startswith("transformers.")
-    )
+    return config is None or config.__module__.startswith("transformers.")
 
 
 def iter_architecture_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the classes of transformers that a config.json names in ``architectures``."""
     transformers: Any = importlib.import_module("transformers")
     names = raw.get("architectures")
-    for name in names if isinstance(names, list) else ():
-        if isinstance(name, str):
-            found = getattr(transformers, name, None)
-        else:
-            found = None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            yield found
+    if not isinstance(names, list):
+        return
+    for name in names:
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        # Any attribute of the package can have the name.
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            yield cls
 
 
 def load_code_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
-    """Return the classes of a model and of its config, as `AutoModelForCausalLM` takes them for
-    trusted code in a folder; this runs the code.
+    """Import the classes of a model and of its config, as `AutoModelForCausalLM` does for trusted
+    code in a folder; this runs the code.
 
     Raises:
         RequestError, CheckpointError: as `require_here`; or if packages or files that the code
@@ -118,29 +121,29 @@ def load_code_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     require_here(raw, folder)
-    named = _references(raw)
+    references = _references(raw)
     kind = format_value(raw.get("model_type"))
-    if _CONFIG in named:
-        config = _import_class(named[_CONFIG], folder)
+    if _CONFIG in references:
+        config = _import_class(references[_CONFIG], folder)
     else:
         config = _find_config_class(raw)
     if config is None:
         raise UnsupportedError(
             f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder
         )
-    if _MODEL in named:
-        found = _import_class(named[_MODEL], folder)
+    if _MODEL in references:
+        cls = _import_class(references[_MODEL], folder)
     else:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
-    if not isinstance(found, type):
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
+    if not isinstance(cls, type):
         raise UnsupportedError(
             f"transformers has no class for {kind}, and 'auto_map' has no '{_MODEL}'", path=folder
         )
-    return found, config
+    return cls, config
 
 
 def make_untrusted_error(raw: Mapping[str, Any], folder: Path) -> RequestError:
-    """Return the error for code that is needed, and not trusted."""
+    """Make the error for code that is needed, and not trusted."""
     kind = format_value(raw.get("model_type"))
     return RequestError(
         f"transformers has no class for {kind}: the model needs the code in its folder, which is"
@@ -152,19 +155,22 @@ def make_untrusted_error(raw: Mapping[str, Any], folder: Path) -> RequestError:
 
 
 def _references(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return the classes of the config and the model that a config.json names, by the name of
+    """Read the classes of the config and the model that a config.json names, by the name of
     transformers' class for it.
     """
-    named = raw.get("auto_map")
-    if isinstance(named, dict):
-        found = {key: named.get(key) for key in (_CONFIG, _MODEL)}
-    else:
-        found = {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    auto_map = raw.get("auto_map")
+    if not isinstance(auto_map, dict):
+        return {}
+    references: dict[str, str] = {}
+    for key in (_CONFIG, _MODEL):
+        reference = auto_map.get(key)
+        if isinstance(reference, str):
+            references[key] = reference
+    return references
 
 
 def _has_class(raw: Mapping[str, Any]) -> bool:
-    """Return whether transformers has a class for a model by itself: by its type, or of a name in
+    """Check that transformers itself has a class for a model: by its type, or by a name in
     ``architectures``.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -172,30 +178,27 @@ def _has_class(raw: Mapping[str, Any]) -> bool:
     config = _find_config_class(raw)
     if config is None:
         return False
-    others = (
-        named_class_
-        for named_class_ in iter_architecture_classes(raw)
-        if named_class_ is not MODEL_MAPPING.get(config, None)
-    )
-    return config in MODEL_FOR_CAUSAL_LM_MAPPING or any(others)
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    # The class of the body alone predicts no tokens.
+    classes = iter_architecture_classes(raw)
+    return any(cls is not MODEL_MAPPING.get(config, None) for cls in classes)
 
 
 def _find_config_class(raw: Mapping[str, Any]) -> Any:
-    """Return the class that transformers, or the user of its Python API, has for a config.json;
-    None if there is none.
+    """Find the class that transformers, or the user of its Python API, has for a config.json; None
+    if there is none.
     """
-    mapping: Any = importlib.import_module(
-        "transformers.models.auto.configuration_auto"
-    ).CONFIG_MAPPING
+    configurations: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     kind = raw.get("model_type")
-    if isinstance(kind, str) and kind in mapping:
-        return mapping[kind]
+    if isinstance(kind, str) and kind in configurations.CONFIG_MAPPING:
+        return configurations.CONFIG_MAPPING[kind]
     return None
 
 
 def _import_class(reference: str, folder: Path) -> Any:
-    """Return a class of the code in a folder, imported as transformers does, from a copy in its
-    cache of modules.
+    """Import a class of the code in a folder as transformers does, from a copy in its cache of
+    modules.
     """
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
@@ -203,7 +206,8 @@ def _import_class(reference: str, folder: Path) -> Any:
     except ImportError as error:
         problem = "the code in the folder cannot be imported"
         raise RequestError(problem, path=folder, found=" ".join(str(error).split())) from error
-    except (Exception, SystemExit) as error:  # of any code
+    # Any code can raise anything, or exit.
+    except (Exception, SystemExit) as error:
         if isinstance(error, FileNotFoundError) and str(error.filename).endswith(".py"):
             raise CheckpointError(
                 "a code file that another imports is missing", path=error.filename, hint=_COPY
@@ -222,7 +226,8 @@ def _import_class(reference: str, folder: Path) -> Any:
 
 
 def _is_around(path: object, folder: str) -> bool:
-    """Return whether a path of an error is in a folder, or has it in itself."""
-    one = Path(str(path))
-    other = Path(folder)
-    return one.is_relative_to(other) or other.is_relative_to(one)
+    """Check that a path of an error is in a folder, or contains it."""
+    # The error may be about a parent of the folder that cannot be made.
+    error_path = Path(str(path))
+    folder_path = Path(folder)
+    return error_path.is_relative_to(folder_path) or folder_path.is_relative_to(error_path)

@@ -1,4 +1,4 @@
-"""Whether transformers finds all tensors of a packed result, without reading their values."""
+"""Check that transformers finds all tensors of a packed result, without reading their values."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from quantkit.via_transformers.own_code import load_code_classes
 
 
 def loading_problem(folder: Path, code: Path | None = None) -> str | None:
-    """Why transformers does not load a folder with packed weights as it is, in words; None if it
-    does, or if the packages that it loads them with are not installed.
+    """Explain why transformers does not load a folder with packed weights as it is; None if it
+    does, or if the packages that it needs for that are not installed.
 
     Args:
-        code: a folder with the same code, which is trusted and was run before. The folder's own is
-            not imported, as its name, while it is under construction, would stay in transformers'
-            cache of modules.
+        code: a folder with the same code, which is trusted and was run before. The folder's own
+            code is not imported: while it is under construction, its name would stay in
+            transformers' cache of modules.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("compressed_tensors", "accelerate")):
-        return None
-    given: dict[str, Any] = {
+    for package in ("compressed_tensors", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            return None
+    options: dict[str, Any] = {
+        # No values are read.
         "device_map": "meta",
         "local_files_only": True,
         "output_loading_info": True,
     }
     try:
         raw = read_json(folder / "config.json")
-        # Compressed-tensors shows its progress.
+        # compressed-tensors shows its progress on stderr.
         with (
             quiet(),
             contextlib.redirect_stderr(io.StringIO()),
         ):
             if code is None:
                 cls, _ = model_class(raw)
-                _, info = cls.from_pretrained(str(folder), **given)
+                _, info = cls.from_pretrained(str(folder), **options)
             else:
-                cls, known = load_code_classes(raw, code)
-                _, info = cls.from_pretrained(
-                    str(folder), config=known.from_pretrained(str(folder)), **given
-                )
-    except Exception as error:  # of the code of any model
+                cls, config_class = load_code_classes(raw, code)
+                config = config_class.from_pretrained(str(folder))
+                _, info = cls.from_pretrained(str(folder), config=config, **options)
+    # The code of a model can raise anything.
+    except Exception as error:
         return f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))

@@ -1,5 +1,5 @@
-"""Samples on their way through a `LazyModel`: parts get their weights when the samples come to
-them, and linears show their inputs.
+"""Pass samples through a `LazyModel`: parts are loaded when the samples arrive at them, and linears
+show their inputs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from quantkit.via_transformers.sites import WEIGHT, Site
 from quantkit.via_transformers.spill import Spill
 
 _HIDDEN = "hidden states"
-# What else is outside of lists is small, and always there.
+# Other modules outside of lists are small, and stay loaded.
 _LARGE_TYPES = (nn.Embedding, nn.Linear)
-# Numbers; models may use the weight of such a module without calling it.
+# Elements of a small module, which stays loaded too, because models may use its weight without
+# calling it.
 _SMALL = 1 << 16
 
 
 def _is_large(module: nn.Module) -> bool:
-    return (
-        isinstance(module, _LARGE_TYPES)
-        and sum(parameter.numel() for parameter in module.parameters()) > _SMALL
-    )
+    if not isinstance(module, _LARGE_TYPES):
+        return False
+    return sum(parameter.numel() for parameter in module.parameters()) > _SMALL
 
 
 @dataclass(frozen=True)
 class Part:
-    """The place before a part whose weights are not there."""
+    """The place before a part that is not loaded."""
 
     name: str
 
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Routed:
-    """The place before experts, when their router has chosen."""
+    """The place before experts, after their router has chosen."""
 
     module: str
 
@@ -70,13 +70,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one batch shows about the products of a model.
+    """The order in which one batch reaches the products of a model.
 
     Attributes:
-        groups: the sites in the order in which the batch reaches them; those of a part with the
-            same input together.
-        repeated: those that it reaches several times.
-        unreached: those that it does not reach.
+        groups: the sites in the order in which the batch reaches them; sites of a part with the
+            same input form a group.
+        repeated: the sites that it reaches several times.
+        unreached: the sites that it does not reach.
     """
 
     groups: tuple[Inputs, ...]
@@ -85,13 +85,13 @@ class Survey:
 
 
 def _ignore_product(site: Site, brought: Brought) -> None:
-    """Sees no product."""
+    """Do nothing."""
 
 
 @contextmanager
 def convert_model_errors(path: Path, describe_location: Callable[[], str] = str) -> Iterator[None]:
-    """The context in which the code of a model at a path runs on tokens. Raises `UnsupportedError`
-    if it fails, with what `where` adds to the message.
+    """Convert errors of a model's code that runs on tokens to `UnsupportedError`, with the location
+    that `describe_location` adds to the message.
     """
     try:
         yield
@@ -101,7 +101,8 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
         raise UnsupportedError(
             f"{error}{describe_location()}, which is not supported", path=path
         ) from error
-    except Exception as error:  # of the code of any model
+    # The code of a model can raise anything.
+    except Exception as error:
         message = format_value(" ".join(str(error).split()))
         problem = f"the model's code fails{describe_location()} ({type(error).__name__}: {message})"
         hint = (
@@ -112,7 +113,7 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
 
 
 class _Returned(tuple[Tensor, ...]):
-    """What the body of a model returns: the states, and nothing else that may be requested."""
+    """An output of a model's body that has the states; all other fields are None."""
 
     def __new__(cls, states: Tensor) -> _Returned:
         return super().__new__(cls, (states,))
@@ -133,20 +134,22 @@ class Passage:
         """
         self.lazy = lazy
         self._path = path
+        # How many modules of each part are running, over all batches.
         self._open: Counter[str] = Counter()
-        # The module that was entered last.
+        # The module that was entered last, for errors.
         self._at = ""
-        modules = {}
+        # Parts that stay loaded for a complete pass.
+        self._resident: set[str] = set()
         for part in lazy.parts:
-            if not lazy.is_listed(part):
-                modules[part] = lazy.model.get_submodule(part)
-        self._resident = {part for part, module in modules.items() if not _is_large(module)}
+            if not lazy.is_listed(part) and not _is_large(lazy.model.get_submodule(part)):
+                self._resident.add(part)
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
         """Send a batch through the model, to see how it reaches the sites. Raises
         `UnsupportedError` if the model fails.
         """
-        # A tensor that is kept has an identity that no other gets.
+        # The inputs, their version and the sites of each group. Inputs are kept, so that no other
+        # tensor gets their identity.
         groups: list[tuple[Tensor, int, list[Site]]] = []
         counts: Counter[Site] = Counter()
 
@@ -154,25 +157,28 @@ class Passage:
             counts[site] += 1
             inputs = brought.inputs
             part = self.lazy.part_of(site.module)
-            same = (
-                group
-                for group in reversed(groups)
-                if group[0] is inputs
-                and group[1] == inputs._version
-                and self.lazy.part_of(group[2][0].module) == part
-            )
-            if (found := next(same, None)) is None:
-                groups.append((inputs, inputs._version, [site]))
-            elif site not in found[2]:
-                found[2].append(site)
+            for group_inputs, version, group_sites in reversed(groups):
+                # The version tells whether the tensor was written to since.
+                if group_inputs is not inputs or version != inputs._version:
+                    continue
+                # One part is loaded at a time, so a group must not span several.
+                if self.lazy.part_of(group_sites[0].module) == part:
+                    if site not in group_sites:
+                        group_sites.append(site)
+                    return
+            groups.append((inputs, inputs._version, [site]))
 
         with self._hook_modules(sites, record_site):
             for _ in self._run_rounds([tokens], Spill()):
                 pass
         repeated = tuple(site for site in sites if counts[site] > 1)
-        once = (tuple(one for one in own if one not in repeated) for _, _, own in groups)
-        unreached = tuple(site for site in sites if not counts[site])
-        return Survey(tuple(Inputs(own) for own in once if own), repeated, unreached)
+        unreached = tuple(site for site in sites if counts[site] == 0)
+        inputs_in_order: list[Inputs] = []
+        for _, _, group_sites in groups:
+            sites_used_once = tuple(site for site in group_sites if counts[site] == 1)
+            if sites_used_once:
+                inputs_in_order.append(Inputs(sites_used_once))
+        return Survey(tuple(inputs_in_order), repeated, unreached)
 
     def iterate_inputs(
         self,
@@ -183,33 +189,36 @@ class Passage:
         on_resume: Callable[[int], None],
         on_part_exit: Callable[[str], None] = lambda part: None,
     ) -> Generator[Inputs]:
-        """Send batches through the model as far as they reach groups of a `Survey`, in its order:
-        each when what all batches bring has been shown.
+        """Send batches through the model as far as they reach groups of a `Survey`, in its order,
+        and yield each group after all batches have shown their inputs.
 
         Args:
-            arrived: called with the index of a batch and what it brings: a `Brought` to `Inputs`,
-                and to `Routed` the number of tokens by expert.
-            before: called with the index of a batch before it goes on.
-            left: called with a part that all batches have left, before its weights are freed.
+            on_stop: called with the index of a batch, the place, and its value there: a `Brought`
+                at `Inputs`, and at `Routed` the number of tokens by expert.
+            on_resume: called with the index of a batch before it continues.
+            on_part_exit: called with a part that all batches have left, before its weights are
+                freed.
         """
+        # Batches stop only at the first site of a group, because the others have the same inputs.
         places = {group.sites[0]: group for group in groups}
         last = list(places.values())[-1]
 
         def stop_at_site(site: Site, brought: Brought) -> None:
             stop(places[site], brought)
 
+        def stop_at_experts(name: str, counts: list[int]) -> None:
+            stop(Routed(name), counts)
+
         rounds = self._run_rounds(batches, spill, on_stop, on_resume, on_part_exit)
         with (
-            self._hook_modules(
-                list(places), stop_at_site, lambda name, counts: stop(Routed(name), counts)
-            ),
+            self._hook_modules(list(places), stop_at_site, stop_at_experts),
             closing(rounds),
         ):
             for place in rounds:
                 if isinstance(place, Inputs):
                     yield place
+                    # The layers after the last site, such as the head, are not needed.
                     if place == last:
-                        # The head is not needed.
                         break
 
     def compute_hidden_states(
@@ -220,23 +229,24 @@ class Passage:
         sites: Sequence[Site] = (),
         on_product: Callable[[Site, Brought], None] = _ignore_product,
     ) -> list[Tensor]:
-        """Return the states [B, T, D] of each batch, in float32, that the model without its head
+        """Compute the states [B, T, D] of each batch, in float32, that the model without its head
         returns.
 
         Args:
-            reached: called with each of `sites` that a batch reaches, every time, and with what it
-                brings. Batches go on to the head only if one of the sites is there.
+            on_product: called with each of `sites` that a batch reaches, every time, and with its
+                inputs. Batches continue to the head only if one of the sites is there.
 
         Raises:
             UnsupportedError: if the model fails.
         """
-        result: list[Tensor] = []
-        body = set(self.lazy.body.modules())
-        to_head = any(self.lazy.model.get_submodule(site.module) not in body for site in sites)
+        states: list[Tensor] = []
+        body_modules = set(self.lazy.body.modules())
+        site_modules = (self.lazy.model.get_submodule(site.module) for site in sites)
+        to_head = any(module not in body_modules for module in site_modules)
 
         def collect_states(index: int, place: Hashable, value: Any) -> None:
             if place == _HIDDEN:
-                result.append(value)
+                states.append(value)
 
         handle = self.lazy.body.register_forward_hook(
             lambda module, args, output: stop(_HIDDEN, output[0])
@@ -255,34 +265,37 @@ class Passage:
         finally:
             handle.remove()
         progress("layers", len(listed), len(listed), "layers")
-        if len(result) != len(batches):
+        # A model may call parts of its body instead of the body.
+        if len(states) != len(batches):
             raise UnsupportedError(
                 "the model does not run the module that transformers calls its body",
                 path=self._path,
                 found=type(self.lazy.body).__name__,
             )
-        return result
+        return states
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Return the logits [N, V] of states [N, D] that `hidden` has returned: the model runs with
-        these in place of what its body computes.
+        """Compute the logits [N, V] of states [N, D] that `compute_hidden_states` has returned: the
+        model runs with these states in place of its body's output.
         """
         body = self.lazy.body
         if body is self.lazy.model:
             return states
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         handle = self.lazy.model.register_forward_hook(
-            lambda module, args, output: found.append(output.logits[0])
+            lambda module, args, output: logits.append(output.logits[0])
         )
+        # The model's own code may scale or cap logits, so it runs with a replaced body.
         body.forward = lambda *args, **kwargs: _Returned(states.unsqueeze(0))
+        tokens = torch.zeros(1, len(states), dtype=torch.long)
         try:
             with self._hook_modules((), _ignore_product):
-                for _ in self._run_rounds([torch.zeros(1, len(states), dtype=torch.long)], Spill()):
+                for _ in self._run_rounds([tokens], Spill()):
                     pass
         finally:
             del body.forward
             handle.remove()
-        return found[0]
+        return logits[0]
 
     def _run_rounds(
         self,
@@ -292,13 +305,14 @@ class Passage:
         on_resume: Callable[[int], None] = lambda index: None,
         on_part_exit: Callable[[str], None] = lambda part: None,
     ) -> Generator[Hashable]:
-        """Yield the places where all batches have stopped; until the generator is closed no others
-        pass.
+        """Run batches and yield the places where all of them have stopped. No other batches can run
+        until the generator is closed.
         """
         if self.lazy.loaded:
             raise RuntimeError("this model is in use")
         for part in {*self._resident, *self.lazy.first_parts}:
             self.lazy.load(part)
+        # Copies, because a stopped batch's tensors may lose their memory to files.
         forwards = [self._forward(tokens.clone()) for tokens in batches]
         try:
             rounds = Lockstep(forwards, self.lazy.model, spill).iterate_rounds(on_stop, on_resume)
@@ -314,21 +328,22 @@ class Passage:
             malloc_trim()
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
+        def describe_location() -> str:
+            return f" in '{self._at}'" if self._at else ""
+
         def run() -> None:
-            with convert_model_errors(self._path, lambda: f" in '{self._at}'" if self._at else ""):
+            with convert_model_errors(self._path, describe_location):
                 self.lazy.model(input_ids=tokens, use_cache=False)
 
         return run
 
     def _enter(self, part: str, on_part_exit: Callable[[str], None]) -> None:
         """Load a part, and free those that no sample is in."""
-        for one in (
-            self.lazy.loaded
-            - self._resident
-            - {name for name, count in self._open.items() if count}
-        ):
-            on_part_exit(one)
-            self.lazy.unload(one)
+        open_parts = {name for name, count in self._open.items() if count}
+        for unused_part in self.lazy.loaded - self._resident - open_parts:
+            on_part_exit(unused_part)
+            self.lazy.unload(unused_part)
+        # Freed memory is returned before the next weights are read.
         malloc_trim()
         self.lazy.load(part)
 
@@ -339,12 +354,19 @@ class Passage:
         on_product: Callable[[Site, Brought], None],
         on_routing: Callable[[str, list[int]], None] = lambda name, counts: None,
     ) -> Iterator[None]:
-        """The context in which modules load their parts, and products show their inputs."""
+        """Hook all modules, so that they load their parts, and products show their inputs."""
         handles: list[Any] = []
-        names = {module: name for name, module in self.lazy.model.named_modules()}
-        parts = {module: self.lazy.part_of(name) for module, name in names.items()}
-        wanted = {(site.module, site.leaf, site.expert): site for site in sites}
-        experts = {site.module for site in sites if site.expert is not None}
+        names: dict[nn.Module, str] = {}
+        parts: dict[nn.Module, str | None] = {}
+        for name, module in self.lazy.model.named_modules():
+            names[module] = name
+            parts[module] = self.lazy.part_of(name)
+        site_at: dict[tuple[str, str, int | None], Site] = {}
+        experts: set[str] = set()
+        for site in sites:
+            site_at[site.module, site.leaf, site.expert] = site
+            if site.expert is not None:
+                experts.add(site.module)
 
         def enter_module(
             module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -352,14 +374,19 @@ class Passage:
             self._at = names[module]
             part = parts[module]
             if part is not None:
+                # The caller loads the part when all batches have stopped here.
                 if part not in self.lazy.loaded:
                     stop(Part(part))
+                # Counted per module, because the modules of a part are called within each other.
                 self._open[part] += 1
-            if (site := wanted.get((names[module], WEIGHT, None))) is not None:
-                on_product(site, Brought(args[0] if args else next(iter(kwargs.values()))))
+            site = site_at.get((names[module], WEIGHT, None))
+            if site is not None:
+                inputs = args[0] if args else next(iter(kwargs.values()))
+                on_product(site, Brought(inputs))
 
         def leave_module(module: nn.Module, args: Any, output: Any) -> None:
-            if (part := parts[module]) is not None:
+            part = parts[module]
+            if part is not None:
                 self._open[part] -= 1
 
         class OfExperts:
@@ -370,7 +397,8 @@ class Passage:
             def visit_product(
                 self, module: nn.Module, leaf: str, expert: int, brought: Brought
             ) -> None:
-                if (site := wanted.get((names[module], leaf, expert))) is not None:
+                site = site_at.get((names[module], leaf, expert))
+                if site is not None:
                     on_product(site, brought)
 
         for module in names:

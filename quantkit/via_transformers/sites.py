@@ -1,5 +1,5 @@
-"""Where a model multiplies by the linears of a checkpoint: in its modules, or as experts that
-are stacked.
+"""Find where a model multiplies by the linears of a checkpoint: in its modules, or in parameters of
+stacked experts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class Site:
     """A product with a weight [O, I].
 
     Attributes:
-        module: of transformers, which has it.
-        leaf: its parameter there.
-        expert: which of the weights that are stacked in the parameter; None if it is the whole.
-        rows: the linears on disk that it is made of, with the first of their rows and the one after
-            the last.
-        transposed: whether the module has it as [I, O].
+        module: the module of transformers that has the weight.
+        leaf: the weight's parameter there.
+        expert: the number of the weight in a parameter of stacked weights; None if the parameter is
+            the weight.
+        rows: the linears on disk that the weight is made of, with the first of their rows and the
+            one after the last.
+        transposed: whether the module has the weight as [I, O].
     """
 
     module: str
@@ -41,7 +42,7 @@ class Site:
         return f"{self.module}.{self.leaf}"
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the weight [O, I] in its parameter, not copied."""
+        """Select the weight [O, I] in its parameter, not copied."""
         if self.expert is None:
             weight = parameter
         else:
@@ -52,74 +53,92 @@ class Site:
 
 
 def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dict[str, str]]:
-    """Return the sites of linears, given by their modules on disk; and why others have none."""
-    found = []
+    """Find the sites of linears, given by their modules on disk; and why others have none."""
+    sites: list[Site] = []
     reasons = dict[str, str]()
-    stacked: dict[str, list[str]] = defaultdict(list)
-    in_stacks = {}
+    # Linears by the parameter in which they are merged or stacked.
+    linears_of_target: dict[str, list[str]] = defaultdict(list)
+    # Names of tensors on disk that contain all experts, by the linears in them.
+    stack_of_linear: dict[str, str] = {}
     for name in lazy.targets:
         for part, _ in lazy.list_stacked_linears(name):
-            in_stacks[part.module] = name
+            stack_of_linear[part.module] = name
     for linear in linears:
-        target, merged = lazy.targets[in_stacks.get(linear, f"{linear}.{WEIGHT}")]
-        if merged is None and linear not in in_stacks:
+        stored_name = stack_of_linear.get(linear, f"{linear}.{WEIGHT}")
+        target, pattern = lazy.targets[stored_name]
+        if pattern is None and linear not in stack_of_linear:
             count = lazy.model.get_parameter(target).shape[0]
-            found.append(Site(target.rpartition(".")[0], WEIGHT, None, ((linear, 0, count),)))
+            module = target.rpartition(".")[0]
+            sites.append(Site(module, WEIGHT, None, ((linear, 0, count),)))
         else:
-            stacked[target].append(linear)
-    for target, own in stacked.items():
-        sites = list(_find_stacked_sites(lazy, target))
-        found += sites
-        there = {linear for site in sites for linear, _, _ in site.rows}
-        reasons |= {linear: REORDERED for linear in own if linear not in there}
-    return found, reasons
+            linears_of_target[target].append(linear)
+    for target, target_linears in linears_of_target.items():
+        linears_with_site: set[str] = set()
+        for site in _find_stacked_sites(lazy, target):
+            sites.append(site)
+            linears_with_site.update(linear for linear, _, _ in site.rows)
+        for linear in target_linears:
+            if linear not in linears_with_site:
+                reasons[linear] = REORDERED
+    return sites, reasons
 
 
 def _find_stacked_sites(lazy: LazyModel, target: str) -> Iterator[Site]:
     """Yield the sites in a parameter of stacked experts.
 
-    Where rows come from is seen by merging their numbers.
+    Each row on disk is numbered, and the numbers are merged by transformers' own loader: so they
+    show where the rows of the parameter come from, whatever the loader does.
     """
-    names = [name for name, (own, _) in lazy.targets.items() if own == target]
+    names = [name for name, (parameter, _) in lazy.targets.items() if parameter == target]
     if lazy.model.get_parameter(target).dim() != 3:
         return
     numbers = dict[str, Tensor]()
-    ends = dict[int, tuple[str, int]]()
+    # The linear that begins with a row, and the count of its rows.
+    first_rows = dict[int, tuple[str, int]]()
     total = 0
     for name in names:
         numbers[name] = torch.full(lazy.shape(name), -1, dtype=torch.int32)
-        own = []
+        numbered_linears: list[tuple[str, Tensor]] = []
         for part, stack in lazy.list_stacked_linears(name):
-            own.append((part.name, rows_of(numbers[name], stack, part.shape[0])))
-        for linear, rows in own or [(name, numbers[name])]:
+            numbered_linears.append((part.name, rows_of(numbers[name], stack, part.shape[0])))
+        # A tensor of one linear.
+        if not numbered_linears:
+            numbered_linears.append((name, numbers[name]))
+        for linear, rows in numbered_linears:
             if rows.dim() != 2:
                 return
             rows.copy_(torch.arange(total, total + len(rows)).unsqueeze(1))
-            ends[total] = linear, len(rows)
+            first_rows[total] = linear, len(rows)
             total += len(rows)
     if lazy.targets[names[0]][1] is None:
-        made = numbers[names[0]]
+        merged = numbers[names[0]]
     else:
-        made = lazy.merge_tensors(target, numbers)
+        merged = lazy.merge_tensors(target, numbers)
     module, _, leaf = target.rpartition(".")
-    for expert, weight in enumerate(made):
+    for expert, weight in enumerate(merged):
         for transposed in (False, True):
             rows = weight.t() if transposed else weight
-            if bool((rows == rows[:, :1]).all()) and (parts := _parts(rows[:, 0].tolist(), ends)):
+            # All elements of a row must come from one row on disk.
+            if not bool((rows == rows[:, :1]).all()):
+                continue
+            parts = _parts(rows[:, 0].tolist(), first_rows)
+            if parts:
                 yield Site(module, leaf, expert, tuple(parts), transposed)
                 break
 
 
 def _parts(numbers: list[int], ends: Mapping[int, tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """Return the linears whose rows follow each other; none if rows of one are not together, or in
-    another order.
+    """List the linears whose rows follow each other; empty if the rows of one are not together, or
+    in another order.
     """
-    result = []
-    at = 0
-    while at < len(numbers):
-        name, count = ends.get(numbers[at], ("", 0))
-        if not count or numbers[at : at + count] != list(range(numbers[at], numbers[at] + count)):
+    parts: list[tuple[str, int, int]] = []
+    start = 0
+    while start < len(numbers):
+        first = numbers[start]
+        name, count = ends.get(first, ("", 0))
+        stop = start + count
+        if not count or numbers[start:stop] != list(range(first, first + count)):
             return []
-        result.append((name.removesuffix(f".{WEIGHT}"), at, at + count))
-        at += count
-    return result
+        parts.append((name.removesuffix(f".{WEIGHT}"), start, stop))
+        start = stop
+    return parts

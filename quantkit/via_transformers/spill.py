@@ -1,4 +1,4 @@
-"""What stopped batches hold: in memory up to a budget, and beyond it in files, while their
+"""Keep the tensors of stopped batches in memory up to a budget, and beyond it in files, while the
 tensors have no memory.
 """
 
@@ -17,12 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantkit.formats.output.destination import scratch_errors
 
+# Bytes that are read or written at a time, because each needs a copy in memory.
 _PIECE = 1 << 24
 
 
 @dataclass
 class _Saved:
-    """A storage in a file; as long as this lives, no other storage gets its id."""
+    """A storage in a file. The weak reference keeps its id, so no other storage gets it."""
 
     path: Path
     nbytes: int
@@ -34,13 +35,13 @@ class _Saved:
 
 
 class Spill:
-    """Storages of batches. Each goes to a separate file when all are to hold more than the budget,
-    and is written again only if it has changed.
+    """Storages of batches. Each is moved to a file of its own when all together would exceed the
+    budget, and is written again only if it has changed.
 
     Attributes:
-        peak_bytes: the most that they have held in memory.
-        spilled_bytes: the most that was in files.
-        written_bytes: all that was written.
+        peak_bytes: the most bytes that were in memory.
+        spilled_bytes: the most bytes that were in files.
+        written_bytes: all bytes that were written.
     """
 
     def __init__(self, folder: Path | None = None, memory_bytes: int = 0) -> None:
@@ -52,11 +53,14 @@ class Spill:
         """
         self._folder = folder
         self._budget = memory_bytes
-        self._bytes_in_memory: dict[int, int] = {}  # bytes by batch
+        # By batch.
+        self._bytes_in_memory: dict[int, int] = {}
         self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
         self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)
         self._files = 0
-        self.peak_bytes = self.spilled_bytes = self.written_bytes = 0
+        self.peak_bytes = 0
+        self.spilled_bytes = 0
+        self.written_bytes = 0
 
     def keep(
         self,
@@ -65,48 +69,60 @@ class Spill:
         written: Collection[int],
         shared: Callable[[], Collection[int]],
     ) -> None:
-        """Take account of the storages of a batch that has stopped, by id.
+        """Count the storages of a batch that has stopped, by id, and move them to files if they
+        exceed the budget.
 
         Args:
-            written: the ids of those that have changed since a batch was kept last.
-            shared: returns the ids of those that are not moved.
+            written: the ids of storages that have changed since a batch was kept last.
+            shared: returns the ids of storages that are not moved.
 
         Raises:
             DestinationError: if they cannot be written.
         """
         saved = self._saved[batch]
-        for own in self._saved.values():
-            for name in [name for name, one in own.items() if name in written or one.is_gone]:
-                own.pop(name).path.unlink()
+        self._remove_outdated_files(written)
         total = sum(storage.nbytes() for storage in storages.values())
         if self._folder is None or sum(self._bytes_in_memory.values()) + total <= self._budget:
             self._bytes_in_memory[batch] = total
             self.peak_bytes = max(self.peak_bytes, sum(self._bytes_in_memory.values()))
             return
-        stay = shared()
-        moved = {
-            name: storage
-            for name, storage in storages.items()
-            if name not in stay and storage.nbytes() and storage.device.type == "cpu"
-        }
+        # Called only here, because it visits all modules of the model.
+        shared_ids = shared()
+        moved: dict[int, torch.UntypedStorage] = {}
+        for name, storage in storages.items():
+            # A meta tensor's storage has a size, but no memory.
+            if name not in shared_ids and storage.nbytes() and storage.device.type == "cpu":
+                moved[name] = storage
         with scratch_errors(self._folder):
-            for name, one in moved.items():
+            for name, storage in moved.items():
                 if name not in saved:
-                    saved[name] = self._save(self._folder, one)
+                    saved[name] = self._save(self._folder, storage)
         self._moved[batch] = moved
-        in_files = sum(one.nbytes for saved in self._saved.values() for one in saved.values())
+        in_files = 0
+        for saved_of_batch in self._saved.values():
+            in_files += sum(saved_storage.nbytes for saved_storage in saved_of_batch.values())
         self.spilled_bytes = max(self.spilled_bytes, in_files)
-        for one in moved.values():
-            one.resize_(0)
+        # Only after all are written, so that an error leaves the batch as it was.
+        for storage in moved.values():
+            storage.resize_(0)
+
+    def _remove_outdated_files(self, written: Collection[int]) -> None:
+        """Remove the files of storages that have changed or are gone."""
+        # Of all batches: the batch that ran may have written to a tensor of another one.
+        for saved_of_batch in self._saved.values():
+            for name, saved in list(saved_of_batch.items()):
+                if name in written or saved.is_gone:
+                    del saved_of_batch[name]
+                    saved.path.unlink()
 
     def restore(self, batch: int) -> None:
-        """Give the storages of a batch their memory back, before it goes on."""
+        """Read the storages of a batch back into memory, before it continues."""
         self._bytes_in_memory.pop(batch, None)
-        for name, one in self._moved.pop(batch, {}).items():
+        for name, storage in self._moved.pop(batch, {}).items():
             saved = self._saved[batch][name]
-            one.resize_(saved.nbytes)
+            storage.resize_(saved.nbytes)
             with open(saved.path, "rb") as file:
-                for piece in _pieces(one):
+                for piece in _pieces(storage):
                     piece.copy_(torch.from_numpy(np.fromfile(file, np.uint8, len(piece))))
 
     def close(self) -> None:
@@ -120,7 +136,7 @@ class Spill:
 
     def _save(self, folder: Path, storage: torch.UntypedStorage) -> _Saved:
         if not self._files:
-            # Fails if it exists: it might be a link to another place.
+            # Fails if the folder exists, because that might be a link to another place.
             folder.mkdir(parents=True)
         self._files += 1
         path = folder / str(self._files)
@@ -133,5 +149,5 @@ class Spill:
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    """Return a storage's bytes, some at a time."""
+    """Split a storage's bytes into pieces that share its memory."""
     return torch.split(torch.empty(0, dtype=torch.uint8).set_(storage), _PIECE)
