@@ -13,7 +13,7 @@ from quantkit.base.messages import Message, Option
 _RENAMED = {"runtime": "for", "texts": "text"}
 
 _POSITIONAL = ("path", "src", "dst")
-_BACKQUOTED = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
+_BACKQUOTED = re.compile(r"`([a-z]\w*)(?:=[^`]*)?`")
 
 # The command that was parsed last. Errors are printed after click has left its context.
 _command: click.Command | None = None
@@ -34,11 +34,19 @@ def set_command(command: click.Command) -> None:
 
 
 def spell(text: str) -> str:
-    """Spell the options in a message of the library as on the command line."""
+    """Return a message of the library with the command line's spelling of its options.
+
+    Raises:
+        UnknownOptionError: if the text names an option of the command as Python spells it, while
+            `strict` is set.
+    """
     if isinstance(text, Message):
         text = text.render(spell_option)
-    # Messages that are not yet a `Message` have their options in backquotes.
-    return _BACKQUOTED.sub(_spell_backquoted, text)
+    if strict and _command is not None:
+        for name in _BACKQUOTED.findall(text):
+            if _find_parameter(_command, name) is not None:
+                raise UnknownOptionError(f"{_command.name}: `{name}` is no `Option`: {text}")
+    return text
 
 
 def spell_option(option: Option) -> str:
@@ -82,13 +90,3 @@ def _find_parameter(command: click.Command, name: str) -> click.Parameter | None
         if parameter.name == name or spelling in names or f"--no-{spelling[2:]}" in names:
             return parameter
     return None
-
-
-def _spell_backquoted(match: re.Match[str]) -> str:
-    """Spell an option in text that is not yet a `Message`."""
-    value: bool | str | None = match["value"]
-    if value in ("True", "False"):
-        value = value == "True"
-    elif isinstance(value, str):
-        value = value.strip('"')
-    return _spell(Option(match["name"], value))

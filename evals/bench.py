@@ -31,6 +31,7 @@ from quantkit.base.arguments import (
 )
 from quantkit.base.json_values import format_value
 from quantkit.base.memory import enough_memory, total_bytes
+from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import accept_fields_of
 from quantkit.base.processors import validate_threads
 from quantkit.base.progress import Progress, skip_repeated_reports
@@ -203,7 +204,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
     options = replace(arguments, models=(), group=SINGLE, progress=None)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     if not models:
-        raise RequestError("there is no model to measure: `models` is empty")
+        raise RequestError(Message("there is no model to measure: ", Option("models"), " is empty"))
     options.validate()
     # All models are checked before the first one runs, so that a late error does not waste the
     # time of the earlier measurements.

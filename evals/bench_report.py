@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle, product
 from typing import Any
 
+from quantkit.base.messages import Message, Option
 from quantkit.evals.bench_result import Bench
 from quantkit.evals.plot import new_figure, picture_bytes, shorten, style_axes
 from quantkit.evals.table import NONE, Table
@@ -256,7 +257,12 @@ def warnings(benches: Sequence[Bench]) -> list[str]:
             extent = f"a figure spreads by {spread:.0%}"
         else:
             extent = f"{len(wide_spreads)} figures spread by up to {spread:.0%}"
-        lines.append(f"{extent} ({figure}): measure again on a quiet machine, or with more `runs`")
+        lines.append(
+            Message(
+                f"{extent} ({figure}): measure again on a quiet machine, or with more ",
+                Option("runs"),
+            )
+        )
     # One sequence is the case that quantization is expected to make faster, since reading the
     # weights limits it.
     speeds = []
@@ -275,7 +281,7 @@ def notes(benches: Sequence[Bench]) -> list[str]:
     """List each model that one thread decodes faster than several, and each omitted
     measurement.
     """
-    lines = []
+    lines: list[str] = []
     for model_bench in benches:
         one_thread = model_bench.one_thread
         if one_thread is None:
@@ -284,8 +290,11 @@ def notes(benches: Sequence[Bench]) -> list[str]:
         speed = model_bench.decode[1].median
         if one_thread.median > _FASTER * speed:
             lines.append(
-                f"one thread decodes {model_bench.name} faster ({_digits(one_thread.median)} tokens"
-                f" a second, not {_digits(speed)}): try `threads=1`"
+                Message(
+                    f"one thread decodes {model_bench.name} faster ({_digits(one_thread.median)}"
+                    f" tokens a second, not {_digits(speed)}): try ",
+                    Option("threads", value=1),
+                )
             )
     for model_bench in benches:
         for left_out in model_bench.left_out:

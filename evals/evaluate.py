@@ -23,6 +23,7 @@ from quantkit.base.arguments import (
     require_flags,
     require_instance,
 )
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, skip_repeated_reports
 from quantkit.calibration.conversations import ModelChat, model_chat
 from quantkit.calibration.documents import TextSource
@@ -139,7 +140,7 @@ def evaluate(
     if text_column is not None:
         as_string("text_column", text_column)
         if not files:
-            raise RequestError("`text_column` goes with `texts`")
+            raise RequestError(Message(Option("text_column"), " goes with ", Option("texts")))
     require_flags(
         speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code
     )
@@ -159,9 +160,13 @@ def evaluate(
     if tasks:
         require_tasks(tasks)
     if backend is not None and as_string("backend", backend) not in VIAS:
-        raise RequestError("unknown value of `backend`", found=backend, expected=" or ".join(VIAS))
+        raise RequestError(
+            Message("unknown value of ", Option("backend")),
+            found=backend,
+            expected=" or ".join(VIAS),
+        )
     if backend == "own":
-        require_no_code(trust_remote_code, '`backend="own"`')
+        require_no_code(trust_remote_code, Message(Option("backend", value="own")))
     models = open_models(
         folders, against, window, group, backend, trust_remote_code=trust_remote_code
     )
@@ -176,7 +181,7 @@ def evaluate(
             path = run_by_others[0].checkpoint.path
             run_by = run_by_others[0].checkpoint.config.run_by
             raise RequestError(
-                f"`{name}` needs a model that quantkit runs itself",
+                Message(Option(name), " needs a model that quantkit runs itself"),
                 path=path,
                 found=f"run by {run_by}",
             )
@@ -476,7 +481,9 @@ def _validate_positions(
     """
     if positions is None:
         if windows is not None:
-            raise RequestError("`position_windows` goes with `positions`")
+            raise RequestError(
+                Message(Option("position_windows"), " goes with ", Option("positions"))
+            )
         return None
     length = as_integer("positions", positions, 2)
     count = None if windows is None else as_integer("position_windows", windows, 1)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.evals import optional
@@ -109,7 +110,9 @@ def open_tasks(
     absent = [name for name in names if name not in local]
     # Checked first, so that a machine without a network fails at once.
     if absent and not _hub_answers():
-        hint = f"give them as {absent[0]}.jsonl in a folder named with `task_data`"
+        hint = Message(
+            f"give them as {absent[0]}.jsonl in a folder named with ", Option("task_data")
+        )
         raise RequestError(
             f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint
         )
@@ -254,7 +257,7 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             raise RequestError(
                 f"does not fit the task: {cause!r}", path=file, found=line
             ) from error
-        hint = f"give them as {name}.jsonl in `task_data`"
+        hint = Message(f"give them as {name}.jsonl in ", Option("task_data"))
         raise RequestError(
             f"the data of task '{name}' cannot be had: {error!r}", hint=hint
         ) from error

@@ -69,6 +69,13 @@ class Message(str):
         """Append a string or another message."""
         return Message(self, other)
 
+    def removeprefix(self, prefix: str, /) -> Message:
+        """Remove a prefix that contains no option, as `str.removeprefix` does."""
+        first, *rest = self.parts or ("",)
+        if isinstance(first, str):
+            first = first.removeprefix(prefix)
+        return Message(first, *rest)
+
     def render(self, spell: Callable[[Option], str]) -> str:
         """Spell each option as a front end does, and join the parts to a text."""
         texts: list[str] = []

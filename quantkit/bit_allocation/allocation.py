@@ -18,6 +18,7 @@ from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import Parameter, group_fused_linears, parameters
 from quantkit.base.arguments import as_integer, as_number
 from quantkit.base.memory import size_text
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import RequestError
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.quality.figures import significant
@@ -172,22 +173,25 @@ def size_target(
     set_options: list[str] = []
     for name, value in options:
         if value is not None:
-            set_options.append(f"`{name}`")
+            set_options.append(Message(Option(name)))
     if len(set_options) > 1:
         raise RequestError(
-            f"{' and '.join(set_options)} exclude each other", hint="a size chooses the schemes"
+            Message(join_messages(" and ", set_options), " exclude each other"),
+            hint="a size chooses the schemes",
         )
     if target_bits is not None:
         bits = as_number("target_bits", target_bits)
         if not 0 < bits < math.inf:
             raise RequestError(
-                "`target_bits` is no number of bits", found=bits, expected="such as 4.5"
+                Message(Option("target_bits"), " is no number of bits"),
+                found=bits,
+                expected="such as 4.5",
             )
         return SizeTarget(bits=bits)
     if max_size is not None:
         size = as_integer("max_size", max_size)
         if size <= 0:
-            raise RequestError("`max_size` must be positive", found=size)
+            raise RequestError(Message(Option("max_size"), " must be positive"), found=size)
         return SizeTarget(bytes=size)
     return None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.base.memory import size_text
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.base.progress import Progress, silent
 from quantkit.bit_allocation.allocation import (
     CANDIDATES,
@@ -25,7 +26,7 @@ from quantkit.bit_allocation.allocation import (
     UnitChoice,
     units,
 )
-from quantkit.bit_allocation.knapsack import Option, choose
+from quantkit.bit_allocation.knapsack import ItemChoice, choose
 from quantkit.bit_allocation.losses import estimate_losses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
@@ -121,12 +122,13 @@ class Fit:
         schemes = self._schemes(coarsest) | dict.fromkeys(quantizable.values(), INT8)
         if not quantizable or self.total_bytes(schemes) > requested:
             return None
-        names = " and ".join(f'`{name}="{INT8}"`' for name in quantizable)
+        options = [Message(Option(name, value=str(INT8))) for name in quantizable]
         if len(quantizable) == 1:
             keep = "keeps its"
         else:
             keep = "keep their"
-        return f"there is one with {names}, which {keep} floats now"
+        names = join_messages(" and ", options)
+        return Message("there is one with ", names, f", which {keep} floats now")
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -193,12 +195,12 @@ class Fit:
         """Choose the schemes, given the loss of each scheme of each unit."""
         # Floats, as None, are the last option of each unit.
         choices_of_units: list[list[QuantScheme | None]] = []
-        items: list[list[Option]] = []
+        items: list[list[ItemChoice]] = []
         for unit, unit_schemes, unit_losses in zip(self.units, self.options, losses, strict=True):
-            item: list[Option] = []
+            item: list[ItemChoice] = []
             for scheme in unit_schemes:
-                item.append(Option(self._unit_bytes(unit, scheme), unit_losses[scheme]))
-            item.append(Option(self._unit_bytes(unit, None), 0.0))
+                item.append(ItemChoice(self._unit_bytes(unit, scheme), unit_losses[scheme]))
+            item.append(ItemChoice(self._unit_bytes(unit, None), 0.0))
             items.append(item)
             choices_of_units.append([*unit_schemes, None])
         room = self._room

@@ -20,7 +20,7 @@ import numpy as np
 _CELLS = 1 << 17
 
 
-class Option(NamedTuple):
+class ItemChoice(NamedTuple):
     """An option for an item: its size, and its loss, neither of them negative."""
 
     size: int
@@ -28,7 +28,7 @@ class Option(NamedTuple):
 
 
 def choose(
-    items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS
+    items: Sequence[Sequence[ItemChoice]], room: int, *, cells: int = _CELLS
 ) -> list[int] | None:
     """Choose the index of an option for each item, with a total size of `room` at most; None if
     nothing fits. Each item has at least one option; there are at most `cells` cells.
@@ -61,7 +61,7 @@ def choose(
 
 
 def _solve_knapsack(
-    items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int
+    items: Sequence[Sequence[ItemChoice]], sizes: Sequence[Sequence[int]], room: int
 ) -> list[int]:
     """Choose exactly for sizes in cells; the smallest of each item is 0."""
     # The smallest loss of the items so far, for each room.
@@ -94,7 +94,7 @@ def _solve_knapsack(
 
 
 def _fill_spare_room(
-    items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int
+    items: Sequence[Sequence[ItemChoice]], chosen: Sequence[int], room: int
 ) -> list[int]:
     """Replace options by larger ones of smaller loss, while any fits: first the one that saves
     most for its size.

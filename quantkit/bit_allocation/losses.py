@@ -30,6 +30,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import head_layers, input_groups, layer_kinds
 from quantkit.base.memory import malloc_trim
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.bit_allocation.allocation import Unit
 from quantkit.calibration.effort import every_group, groups_of
@@ -237,8 +238,11 @@ def _block_errors(
                     f"tensor '{module}.weight' holds NaN or Inf",
                     path=source.path,
                     hint=(
-                        f'it has no codes; repair the source, or `keep="{module}"` leaves it as'
-                        " it is"
+                        Message(
+                            "it has no codes; repair the source, or ",
+                            Option("keep", value=module),
+                            " leaves it as it is",
+                        )
                     ),
                 )
         columns = next(iter(weights.values())).shape[1]

@@ -114,9 +114,10 @@ class _Reader:
             raise RequestError("no value satisfies the JSON schema", found="false")
         if schema is True:
             schema = {}
+        result: dict[str, Any] = schema
         if definitions:
-            return {**schema, "$defs": definitions}
-        return schema
+            result = {**schema, "$defs": definitions}
+        return result
 
     def _schema(self, node: Any, place: str) -> Any:
         """Check the schema at a place and reduce it to the supported keywords."""

@@ -16,6 +16,7 @@ from quantkit.base.arguments import (
     require_tokenizer,
     wrong_type,
 )
+from quantkit.base.messages import Message
 from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
@@ -148,7 +149,7 @@ def generate_batch(
                 engine.require_length(request.length)
             requests.append(request)
         except RequestError as error:
-            problem = f"prompt {number}: {error.problem.removeprefix('the prompt ')}"
+            problem = Message(f"prompt {number}: ", error.problem.removeprefix("the prompt "))
             raise error.restate(problem=problem) from error
     if not requests:
         return []

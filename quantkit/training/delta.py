@@ -105,7 +105,9 @@ class Delta:
         self.path = path
         if path.is_dir():
             raise CheckpointError(
-                "is a folder, not a delta", path=path, expected="a file that `refine` wrote"
+                "is a folder, not a delta",
+                path=path,
+                expected="a file that refine wrote",
             )
         try:
             with safe_open(path, "pt") as file:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 
 Via = Literal["own", "transformers"]
@@ -19,5 +20,7 @@ def require_no_code(trust_remote_code: bool, found: str) -> None:
     of what was found.
     """
     if trust_remote_code:
-        problem = "`trust_remote_code=True` goes with models that transformers runs"
+        problem = Message(
+            Option("trust_remote_code", value=True), " goes with models that transformers runs"
+        )
         raise RequestError(problem, found=found)

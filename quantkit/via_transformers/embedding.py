@@ -12,6 +12,7 @@ from torch import nn
 from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import may_be_linear
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.via_transformers.lazy_model import LazyModel
 
@@ -38,7 +39,7 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
             path=path,
             found=reason,
             expected=f"one matrix, '{_STORED}'",
-            hint="leave `embedding` out",
+            hint=Message("leave ", Option("embedding"), " out"),
         )
     tensors: list[OpaqueTensor] = []
     for tensor in config.tensors:

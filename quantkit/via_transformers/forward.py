@@ -19,6 +19,7 @@ from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError, UnreadLayoutError, UnsupportedError
@@ -338,8 +339,11 @@ def _require_installed_for(source: StoredCheckpoint) -> None:
             path=source.path,
             found=source.config.architecture,
             hint=(
-                "pip install 'quantkit[transformers]'; or `tensors_only=True` of quantize and"
-                " convert takes its tensors as they are"
+                Message(
+                    "pip install 'quantkit[transformers]'; or ",
+                    Option("tensors_only", value=True, job="convert"),
+                    ", or of quantize, takes its tensors as they are",
+                )
             ),
         )
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.architectures.disk import group_stacked_experts
 from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.tensors.qtensor import QuantTensor
@@ -411,7 +412,9 @@ def _built(source: Checkpoint) -> Any:
             saved = ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
         raise UnsupportedError(
-            problem, path=source.path, hint="`tensors_only=True` copies or rounds it"
+            problem,
+            path=source.path,
+            hint=Message(Option("tensors_only", value=True), " copies or rounds it"),
         ) from None
     except QuantkitError:
         raise

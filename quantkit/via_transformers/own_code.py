@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.base.json_values import format_value, read_json
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 
-TRUST = "`trust_remote_code=True`"
+TRUST = Message(Option("trust_remote_code", value=True))
 _CONFIG = "AutoConfig"
 _MODEL = "AutoModelForCausalLM"
 _COPY = "copy all *.py files of the model's repository"
@@ -150,7 +151,7 @@ def make_untrusted_error(raw: Mapping[str, Any], folder: Path) -> RequestError:
         " not run unless you trust it",
         path=folder,
         found=code_file(raw),
-        hint=f"read the code, then pass {TRUST}",
+        hint=Message("read the code, then pass ", TRUST),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.base.json_values import format_value
 from quantkit.base.memory import malloc_trim
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.experts import Brought, set_visitor
@@ -105,9 +106,10 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
     except Exception as error:
         message = format_value(" ".join(str(error).split()))
         problem = f"the model's code fails{describe_location()} ({type(error).__name__}: {message})"
-        hint = (
-            "it is given text alone, no image; `tensors_only=True` of quantize takes its tensors"
-            " without running it"
+        hint = Message(
+            "it is given text alone, no image; ",
+            Option("tensors_only", value=True, job="quantize"),
+            " takes its tensors without running it",
         )
         raise UnsupportedError(problem, path=path, hint=hint) from error
 

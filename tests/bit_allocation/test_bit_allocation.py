@@ -21,7 +21,7 @@ from quantkit.architectures.families import families
 from quantkit.architectures.topology import group_fused_linears
 from quantkit.base.json_values import Settings
 from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
-from quantkit.bit_allocation.knapsack import Option, choose
+from quantkit.bit_allocation.knapsack import ItemChoice, choose
 from quantkit.bit_allocation.losses import estimate_losses, row_errors
 from quantkit.calibration.fisher import FisherPasses
 from quantkit.data.files import EXCERPT
@@ -54,7 +54,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     rng = random.Random(seed)
     items = [
         [
-            Option(rng.randrange(1, 40), rng.choice([0.0, rng.random()]))
+            ItemChoice(rng.randrange(1, 40), rng.choice([0.0, rng.random()]))
             for _ in range(rng.randrange(1, 5))
         ]
         for _ in range(rng.randrange(1, 6))
@@ -78,7 +78,9 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 
 
 def test_of_equal_losses_the_smaller_is_taken() -> None:
-    assert choose([[Option(8, 1.0), Option(4, 1.0)], [Option(9, 0.0), Option(3, 0.0)]], 100) == [
+    assert choose(
+        [[ItemChoice(8, 1.0), ItemChoice(4, 1.0)], [ItemChoice(9, 0.0), ItemChoice(3, 0.0)]], 100
+    ) == [
         1,
         1,
     ]

@@ -14,10 +14,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from quantkit.base.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, format_value, within
+from quantkit.base.messages import Message
 from quantkit.errors import CheckpointError, RequestError
 
 EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
-_SPELLED = re.compile(r"`(\w+)`")
 _WORD = re.compile(r"\w+")
 # Of an integer: Python raises an error when it spells more than 4300.
 _MAX_DIGITS = 4000
@@ -141,8 +141,9 @@ def _refuse(constant: str) -> NoReturn:
 
 def _spell_as_in_file(text: str, names: Mapping[str, str]) -> str:
     """Quote arguments in a message as keys, and replace words by what the file calls them."""
-    quoted = _SPELLED.sub(r"'\1'", text)
-    return _WORD.sub(lambda word: names.get(word[0], word[0]), quoted)
+    if isinstance(text, Message):
+        text = text.render(lambda option: f"'{option.name}'")
+    return _WORD.sub(lambda word: names.get(word[0], word[0]), text)
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
         if error.path in (None, path):
             problem = error.problem
         else:
-            problem = f"{error.path}: {error.problem}"
+            problem = Message(f"{error.path}: ", error.problem)
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
         for key, text in texts.items():
             if isinstance(text, str):
@@ -185,5 +186,5 @@ def concerning(argument: str, number: int | None = None) -> Iterator[None]:
             raise
         problem = error.problem
         if number is not None:
-            problem = f"{argument} {number}: {problem.removeprefix('the prompt ')}"
+            problem = Message(f"{argument} {number}: ", problem.removeprefix("the prompt "))
         raise error.restate(problem=problem, argument=argument) from error

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quantkit.base.json_values import read_json
-from quantkit.base.messages import Message, Option
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
 from quantkit.formats.authorship import HUB_NAME, read_model_name
@@ -132,7 +131,7 @@ def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
     names_by_place: dict[str, list[str]] = {}
     for name, layers in layers_of.items():
         place = f" of layer{_numbers(layers)}" if layers[0] else ""
-        names_by_place.setdefault(place, []).append(Message(Option(name)))
+        names_by_place.setdefault(place, []).append(f"`{name}`")
     parts: list[str] = []
     if complete_layers:
         parts.append(f"all of layer{_numbers(complete_layers)}")

@@ -82,7 +82,7 @@ def assign_schemes(
         # This `dtype` is an argument of transformers.
         notes.append(
             f"{dst}: {' and '.join(small)}: transformers decodes it to bfloat16 alone (seen in"
-            " 5.23); load it with `dtype=torch.bfloat16`"
+            " 5.23); load it with dtype=torch.bfloat16"
         )
     problem = describe_problems(vllm_problems_of(source, scheme_map.schemes, target))
     if problem:

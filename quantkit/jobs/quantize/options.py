@@ -495,7 +495,7 @@ class QuantizeOptions:
         for name, requested in excluded.items():
             if requested:
                 raise RequestError(
-                    Message(Option("refine", value=True), f" does not go with {name}"),
+                    Message(Option("refine", value=True), " does not go with ", name),
                     hint="run `quantkit refine` on the result",
                 )
 
