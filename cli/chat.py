@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from quantkit.base.json_values import printable
+from quantkit.base.json_values import spell_control_characters
 from quantkit.cli import options
 from quantkit.cli.conversation import Alone, converse
 from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import is_rank0_process, require_stdout, warn
-from quantkit.cli.processes import is_single_process, require_models, together
+from quantkit.cli.processes import is_single_process, join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.runtime.generation_config import sampling_defaults
@@ -131,8 +131,8 @@ def chat(url: str | None, api_key: str | None, model: str | None, **params: Any)
 
     # Each machine may have the models in another folder.
     common_options = {**params, "path": None, "draft": None}
-    with together(common_options, params["device"], check=check) as group:
-        session = _session(params, group)
+    with join_group(common_options, params["device"], check=check) as group:
+        session = _load_session(params, group)
         converse(session, group, str(params["path"]))
 
 
@@ -175,10 +175,15 @@ def _talk_to_server(
             " https"
         )
     session = RemoteChat(server, model, system=params["system"], options=request)
-    converse(session, Alone(), f"{printable(session.model)} at {server.url}", lambda: session.usage)
+    converse(
+        session,
+        Alone(),
+        f"{spell_control_characters(session.model)} at {server.url}",
+        lambda: session.usage,
+    )
 
 
-def _session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
+def _load_session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
     """Load the model, with its draft if there is one, and create a conversation with it."""
     import torch
 

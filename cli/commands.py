@@ -13,14 +13,14 @@ from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.hints import spell
 from quantkit.cli.options import BROKEN, Command, exit_codes, section
-from quantkit.cli.output import columns, mention, note
-from quantkit.cli.processes import require_models, together
+from quantkit.cli.output import mention, note, table_width
+from quantkit.cli.processes import join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.quantize.options import OUTPUT, SCHEMES, QuantizeOptions
-from quantkit.tensors.mix import mix_named
+from quantkit.tensors.mix import find_mix
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def demo(output: Path | None, quick: bool, data: str | None, threads: int | None
     outputs = Outputs(data, makes=output)
     with ProgressDisplay() as progress:
         report = run_demo(output, quick=quick, threads=threads or 1, progress=progress)
-    lines = [*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)]
+    lines = [*report.lines(table_width()), "", *_next_steps(output, report.rows[-1].name)]
     outputs.write(report.to_json(), show=lambda: outputs.say(lines))
 
 
@@ -123,7 +123,7 @@ def doctor(data: str | None, **params: Any) -> None:
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
         diagnosis = diagnose(**params, progress=progress)
-    outputs.write(diagnosis.to_json(), show=lambda: outputs.say(diagnosis.lines(columns())))
+    outputs.write(diagnosis.to_json(), show=lambda: outputs.say(diagnosis.lines(table_width())))
     if diagnosis.is_broken:
         sys.exit(BROKEN)
 
@@ -168,7 +168,9 @@ def verify(
 @click.command(cls=Command)
 @options.src
 @click.argument("dst", type=options.PATH)
-@options.of_job(QuantizeOptions, only=("calibration", "text_column", "samples", "length", "seed"))
+@options.create_job_options(
+    QuantizeOptions, only=("calibration", "text_column", "samples", "length", "seed")
+)
 @options.data
 def imatrix(src: str, dst: Path, data: str | None, **params: Any) -> None:
     """Measure the importance of inputs for llama.cpp.
@@ -241,7 +243,7 @@ _CONVERT = {
 @click.command(cls=Command)
 @options.src
 @options.dst
-@options.of_job(ConvertOptions, _CONVERT)
+@options.create_job_options(ConvertOptions, _CONVERT)
 @section("Output", options.data)
 def convert(data: str | None, **params: Any) -> None:
     """Write a model in another format, sharding or float type.
@@ -254,7 +256,7 @@ def convert(data: str | None, **params: Any) -> None:
 
     from quantkit.jobs.convert.convert import convert as job
 
-    with together(device="cpu") as group:
+    with join_group(device="cpu") as group:
         outputs = Outputs(data, makes=params["dst"])
         if not group.is_rank0:
             return
@@ -270,7 +272,7 @@ def convert(data: str | None, **params: Any) -> None:
 @click.command(cls=Command)
 @options.src
 @options.dst
-@options.of_job(QuantizeOptions)
+@options.create_job_options(QuantizeOptions)
 @section(
     SCHEMES,
     click.option(
@@ -307,7 +309,7 @@ def quantize(data: str | None, **params: Any) -> None:
         device = None
     else:
         device = "cpu"
-    with together({**arguments, "src": None}, device) as group:
+    with join_group({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
@@ -381,7 +383,7 @@ def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         scheme = params["scheme"]
         # The job takes the name of a mix, which is not the name of one scheme.
-        if scheme is not None and not mix_named(scheme):
+        if scheme is not None and not find_mix(scheme):
             scheme = QuantScheme.parse(scheme)
         return {**params, "scheme": scheme}
     if params["head"] is not None:

@@ -89,7 +89,7 @@ def converse(
     # Only rank 0 reads and prints, and all processes must take the same path.
     on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
     if on_terminal:
-        _talk(session, group, name, statistics)
+        _answer_on_terminal(session, group, name, statistics)
     else:
         _answer_lines(session, group)
 
@@ -97,11 +97,11 @@ def converse(
 def _answer_lines(session: Answerer, group: Group) -> None:
     """Answer each line of stdin, and print only the answers."""
     if group.is_rank0:
-        lines = _lines()
+        lines = _read_lines()
     else:
         lines = iter(())
     while (line := group.broadcast_from_rank0(next(lines, None))) is not None:
-        command = _command(line)
+        command = _parse_command(line)
         if command is not None:
             name, text = command
             # Piped lines may be any text, so one that begins with an unknown command is a question.
@@ -113,7 +113,7 @@ def _answer_lines(session: Answerer, group: Group) -> None:
                 f"{name} is not a command, so the line is a question; //{name[1:]} makes that"
                 " explicit"
             )
-        for piece in session.ask(_question(line)):
+        for piece in session.ask(_unescape_question(line)):
             raise_if_interrupted()
             if group.is_rank0:
                 print_generated(piece)
@@ -121,7 +121,7 @@ def _answer_lines(session: Answerer, group: Group) -> None:
             click.echo()
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """Yield the lines of stdin that are not empty. Raises `RequestError` if one is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
@@ -134,19 +134,19 @@ def _lines() -> Iterator[str]:
             yield text
 
 
-def _talk(
+def _answer_on_terminal(
     session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]
 ) -> None:
     """Answer questions on a terminal, and run commands, until one of them or Ctrl-D ends it."""
     if group.is_rank0:
-        questions = _questions(name)
+        questions = _prompt_questions(name)
     else:
         questions = iter(())
     while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
         if not line:
             continue
         try:
-            command = _command(line)
+            command = _parse_command(line)
             if command is not None:
                 reply = _run_command(session, *command)
                 if reply == "leave":
@@ -154,7 +154,7 @@ def _talk(
                 if group.is_rank0:
                     mention(reply)
             else:
-                _answer(session, group, _question(line))
+                _answer(session, group, _unescape_question(line))
                 if group.is_rank0:
                     answer_statistics = statistics()
                     if answer_statistics is not None:
@@ -230,7 +230,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous_handler)
 
 
-def _questions(name: str) -> Iterator[str]:
+def _prompt_questions(name: str) -> Iterator[str]:
     """Yield what is typed, line by line, until Ctrl-D."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -262,7 +262,7 @@ def _questions(name: str) -> Iterator[str]:
                 mention("Ctrl-D exits.")
 
 
-def _command(line: str) -> tuple[str, str] | None:
+def _parse_command(line: str) -> tuple[str, str] | None:
     """Split a line into the command name at its beginning, whether such a command exists or not,
     and the text after it. None if the line does not begin with one.
     """
@@ -272,9 +272,9 @@ def _command(line: str) -> tuple[str, str] | None:
     return match[1].lower(), match[2] or ""
 
 
-def _question(line: str) -> str:
+def _unescape_question(line: str) -> str:
     """Remove the first of two slashes from a line that would be a command with one slash."""
-    if line.startswith("//") and _command(line[1:]):
+    if line.startswith("//") and _parse_command(line[1:]):
         return line[1:]
     return line
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import finite
+from quantkit.base.json_values import replace_non_finite
 from quantkit.cli.output import say
 from quantkit.errors import DestinationError, RequestError
 
@@ -131,28 +131,28 @@ class Outputs:
         # calls each of them even if another raises.
         with ExitStack() as steps:
             if self.json_on_stdout:
-                steps.callback(lambda: say([_json(value)], wrap=False))
+                steps.callback(lambda: say([_format_json(value)], wrap=False))
             if show is not None:
                 steps.callback(show)
             if plot_file is not None and picture is not None:
                 picture_format = _PICTURES[plot_file.suffix.lower()]
                 steps.callback(lambda: replace(plot_file, picture(picture_format)))
             if data_file is not None:
-                steps.callback(lambda: replace(data_file, _json(value).encode() + b"\n"))
+                steps.callback(lambda: replace(data_file, _format_json(value).encode() + b"\n"))
             if report_file is not None and report is not None:
                 steps.callback(lambda: replace(report_file, report().encode()))
 
 
-def _json(value: Any) -> str:
+def _format_json(value: Any) -> str:
     """Format a value as JSON, with null for numbers that are not finite."""
-    return json.dumps(finite(value), indent=2, allow_nan=False)
+    return json.dumps(replace_non_finite(value), indent=2, allow_nan=False)
 
 
 def replace(path: Path, content: bytes) -> None:
     """Write a file completely or not at all; a pipe, a device or the target of a link is written to
     directly. Raises `DestinationError` if it cannot be written.
     """
-    partial = _partial(path)
+    partial = _partial_path(path)
     try:
         if _is_special(path):
             path.write_bytes(content)
@@ -166,7 +166,7 @@ def replace(path: Path, content: bytes) -> None:
         ) from error
 
 
-def _partial(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     """Return the name under which a file is written until it is complete."""
     # With the process id, two commands that write the same file do not share a partial one.
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -183,8 +183,8 @@ def _is_writable(path: Path) -> bool:
         return os.access(path, os.W_OK)
     # Permissions alone do not show it: /proc takes no files.
     try:
-        _partial(path).touch()
-        _partial(path).unlink()
+        _partial_path(path).touch()
+        _partial_path(path).unlink()
     except OSError:
         return False
     return True
@@ -193,7 +193,7 @@ def _is_writable(path: Path) -> bool:
 def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Path | None) -> None:
     """Raise a `DestinationError` if a file cannot be written there, or must not be."""
     from quantkit.formats.detect import is_model_folder
-    from quantkit.formats.output.staging import partial_folder
+    from quantkit.formats.output.staging import name_partial_folder
     from quantkit.formats.registry import read_names
 
     if path.is_dir():
@@ -221,7 +221,7 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
     if makes is None:
         return
     # The model is written to the partial folder, which is renamed at the end.
-    folders = (os.path.realpath(makes), os.path.realpath(partial_folder(makes)))
+    folders = (os.path.realpath(makes), os.path.realpath(name_partial_folder(makes)))
     if str(real) in folders:
         raise DestinationError(
             "is where the model will be written", path=path, hint="choose another name"

@@ -10,13 +10,13 @@ from quantkit.cli import options, prompts
 from quantkit.cli.generate_args import GenerateArgs
 from quantkit.cli.options import Command
 from quantkit.cli.output import is_rank0_process, require_stdout
-from quantkit.cli.processes import together
+from quantkit.cli.processes import join_group
 from quantkit.jobs.inference.prompts_file import STDIN
 from quantkit.runtime.request import (
     BEAM_SEARCH,
     MAX_NEW_TOKENS,
     MAX_SAMPLES,
-    no_beam_search,
+    create_beam_search_error,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _OWN_OPTIONS = {
     ),
     "logit_bias": click.option(
         "--logit-bias",
-        type=options.token_bias,
+        type=options.parse_token_bias,
         metavar="ID=NUMBER",
         multiple=True,
         help="Add to the logits of a token; repeatable.",
@@ -82,7 +82,7 @@ class _WithPrompt(Command):
             # Users know these options from other tools. The error says that quantkit has no beam
             # search, instead of suggesting another spelling.
             if error.option_name.lstrip("-").replace("-", "_") in BEAM_SEARCH:
-                raise no_beam_search(error.option_name) from error
+                raise create_beam_search_error(error.option_name) from error
             # A misspelled option, for which click suggests the right spelling.
             if error.possibilities:
                 raise
@@ -95,7 +95,7 @@ class _WithPrompt(Command):
 @click.command(cls=_WithPrompt)
 @click.argument("path", type=options.PATH)
 @click.argument("text", metavar="[PROMPT]", required=False)
-@options.of_job(GenerateArgs, _OWN_OPTIONS)
+@options.create_job_options(GenerateArgs, _OWN_OPTIONS)
 def generate(**params: Any) -> None:
     """Continue a prompt, or many, with the model in PATH.
 
@@ -131,7 +131,7 @@ def generate(**params: Any) -> None:
         prompts.show_on_devices(args)
         return
     common_options = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
-    with together(common_options, args.device, check=check) as group:
+    with join_group(common_options, args.device, check=check) as group:
         if job is not None:
             prompts.run_file(job, group)
         else:

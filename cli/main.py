@@ -41,7 +41,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _note_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
+def _store_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
     """Keep the value of --verbose for the callback of --version."""
     # The option is eager, so click parses it before --version, wherever it is.
     context.meta[option.name or ""] = requested
@@ -86,7 +86,7 @@ def _show_version(context: click.Context, option: click.Parameter, requested: bo
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_note_verbose,
+    callback=_store_verbose,
     help="With --version: also show the machine, libraries and settings, for a bug report.",
 )
 def quantkit() -> None:

@@ -12,8 +12,8 @@ from quantkit.base.json_values import format_value
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import columns, note, warn
-from quantkit.cli.processes import require_models, together
+from quantkit.cli.output import note, table_width, warn
+from quantkit.cli.processes import join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.evals.table import parse_named_paths
@@ -149,7 +149,7 @@ def evaluate(
     from quantkit.evals.table import render
 
     # Perplexity and divergence are computed on the CPU, so processes communicate there.
-    with together(common_options, "cpu") as group:
+    with join_group(common_options, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         # There may be too little to draw, which must not be an error only after hours of work.
         is_single_model = against is None and len(models) == 1
@@ -168,7 +168,7 @@ def evaluate(
                     tables = [build_sheet(report_data)]
                 else:
                     tables = build_tables(report_data)
-                lines = render(tables, table, width=columns())
+                lines = render(tables, table, width=table_width())
                 outputs.say(lines, wrap=False)
                 for line in report_data.notes:
                     note(line)
@@ -274,7 +274,7 @@ def bench(
         if params[name] is None:
             params[name] = ()
         else:
-            params[name] = _numbers(params[name])
+            params[name] = _parse_numbers(params[name])
     folders = [path for _, path in parse_named_paths(models)]
     require_models(*folders)
 
@@ -288,7 +288,7 @@ def bench(
     random_models = []
     for scheme in quantized or (None,):
         random_models.append(BenchModel(shape=synthetic, scheme=scheme, head=head))
-    with together(params, params["device"]) as group:
+    with join_group(params, params["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
             result = job(
@@ -311,7 +311,7 @@ def bench(
                 tables = bench_report.build_tables(result)
 
             def show() -> None:
-                outputs.say([*render(tables, table, width=columns()), *below], wrap=False)
+                outputs.say([*render(tables, table, width=table_width()), *below], wrap=False)
                 for line in warnings:
                     warn(line)
                 for line in notes:
@@ -320,7 +320,7 @@ def bench(
             outputs.write(result.to_json(), picture=partial(picture, result), show=show)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     """Parse numbers separated by commas. Raises `RequestError` otherwise."""
     try:
         return tuple(int(part) for part in text.split(","))

@@ -29,7 +29,7 @@ from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
-from quantkit.tensors.mix import MIXES, mix_named
+from quantkit.tensors.mix import MIXES, find_mix
 from quantkit.tensors.scheme import FLOAT_SCHEMES, SCHEMES, QuantScheme
 from quantkit.via_transformers import VIAS
 
@@ -68,7 +68,7 @@ Decorator = Callable[[Any], Any]
 _sections: dict[click.Parameter, str] = {}
 
 
-def in_order(*options: Decorator) -> Decorator:
+def combine_options(*options: Decorator) -> Decorator:
     """Combine several options into one decorator, the first of them first in the help."""
 
     def decorate(command: Any) -> Any:
@@ -87,7 +87,7 @@ def section(title: str, *options: Decorator) -> Decorator:
         # click collects the options of a function in this list until the command is created. The
         # new ones are at its end.
         num_earlier_options = len(getattr(command, "__click_params__", ()))
-        command = in_order(*options)(command)
+        command = combine_options(*options)(command)
         for option in command.__click_params__[num_earlier_options:]:
             _sections[option] = title
         return command
@@ -203,7 +203,7 @@ class Scheme(click.types.StringParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         # A mix of schemes is for a whole model. Other options, such as --head, take one scheme.
         if param is not None and param.name == "scheme":
-            mix = mix_named(value)
+            mix = find_mix(value)
         else:
             mix = None
         if mix is None:
@@ -285,7 +285,7 @@ _AMOUNT = re.compile(
 )
 
 
-def memory(text: str) -> int:
+def parse_memory(text: str) -> int:
     """Parse an amount of memory, such as ``4GB``, ``512MB``, ``2GiB``, to bytes.
 
     Raises `RequestError` otherwise.
@@ -300,7 +300,7 @@ def memory(text: str) -> int:
     return _parse_bytes(text, "amount of memory")
 
 
-def file_size(text: str) -> int:
+def parse_file_size(text: str) -> int:
     """Parse the size of a file: as `memory` does, or a number of bytes.
 
     Raises `RequestError` otherwise.
@@ -457,7 +457,7 @@ def _create_sampling_options() -> Decorator:
         if option.type is not None:
             spelling = f"--{option.name.replace('_', '-')}"
             decorators.append(click.option(spelling, type=option.type, help=option.help))
-    return in_order(*decorators)
+    return combine_options(*decorators)
 
 
 _sampling = _create_sampling_options()
@@ -485,7 +485,7 @@ _SHARED: dict[str, Decorator] = {
     ),
     "split_max_size": click.option(
         "--split-max-size",
-        type=file_size,
+        type=parse_file_size,
         metavar="AMOUNT",
         help="Maximum size of a weight file, such as 2GB. Default: 2GiB, and one file for GGUF.",
     ),
@@ -512,8 +512,8 @@ _SHARED: dict[str, Decorator] = {
 }
 _KINDS: dict[type | str, dict[str, Any]] = {
     "scheme": {"type": Scheme()},
-    "size": {"type": file_size},
-    "memory": {"type": memory},
+    "size": {"type": parse_file_size},
+    "memory": {"type": parse_memory},
     "path": {"type": PATH},
     "file": {"shell_complete": complete_files},
     "patterns": {"multiple": True},
@@ -522,7 +522,7 @@ _KINDS: dict[type | str, dict[str, Any]] = {
 }
 
 
-def of_job(
+def create_job_options(
     job_options: type,
     overrides: Mapping[str, Decorator] | None = None,
     *,
@@ -540,12 +540,12 @@ def of_job(
         if info.help is None:
             decorator = shared[name]
         else:
-            decorator = _of_field(name, info, info.help)
+            decorator = _create_field_option(name, info, info.help)
         decorators.append(section(spell(info.section), decorator))
-    return in_order(*decorators)
+    return combine_options(*decorators)
 
 
-def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
+def _create_field_option(name: str, info: OptionInfo, about: str) -> Decorator:
     """Create the option for a field of a job's options; `about` is its help."""
     if info.choices:
         kind: dict[str, Any] = {"type": click.Choice(info.choices)}
@@ -560,7 +560,7 @@ def sampling(max_tokens: int, about: str) -> Decorator:
     """Create the options for how tokens are sampled and what ends them. The values of those that
     are not on the command line are None.
     """
-    return in_order(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
+    return combine_options(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
 
 
 def split_sampling(params: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
@@ -586,7 +586,7 @@ def validate_sampling_options(params: Mapping[str, Any]) -> SamplingOptions:
     return requested
 
 
-def token_bias(text: str) -> tuple[int, float]:
+def parse_token_bias(text: str) -> tuple[int, float]:
     """Parse a token and the number that is added to its logits: ``1234=-100``.
 
     Raises `RequestError` otherwise.

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import click
 
-from quantkit.base.json_values import printable
+from quantkit.base.json_values import spell_control_characters
 from quantkit.cli.hints import spell
 from quantkit.cli.streams import missing_streams
 from quantkit.errors import DestinationError
@@ -82,10 +82,10 @@ def _escape_in_json(match: re.Match[str]) -> str:
 
 def _spell_controls(text: str) -> str:
     """Spell control characters, except for line breaks and tabs."""
-    return printable(text.replace("\r\n", "\n"), keep="\n\t")
+    return spell_control_characters(text.replace("\r\n", "\n"), keep="\n\t")
 
 
-def columns() -> int:
+def table_width() -> int:
     """Choose the width of a table: that of the terminal, at most 100."""
     return min(_MAX_COLUMNS, shutil.get_terminal_size((_MAX_COLUMNS, 24)).columns)
 
@@ -119,7 +119,7 @@ def _print(text: str, *, err: bool, wrap: bool) -> None:
                 # After wrapping, which would count the codes of colors as text.
                 terminal_lines.append(_color_label(part))
         text = "\n".join(terminal_lines)
-    with _room_to_print(stream):
+    with _hide_bar(stream):
         click.echo(text, err=err)
         # An error of the stream is raised here, and not when Python exits.
         stream.flush()
@@ -176,7 +176,7 @@ def terminal_columns(stream: TextIO) -> int:
         return 0
 
 
-def _room_to_print(stream: TextIO) -> AbstractContextManager[None]:
+def _hide_bar(stream: TextIO) -> AbstractContextManager[None]:
     """Hide the bar, if there is one on the terminal, while something else is printed."""
     # Without tqdm there is no bar, and its import would take a tenth of a second.
     if "tqdm" not in sys.modules:
@@ -195,9 +195,9 @@ def report_interrupted(error: BaseException) -> None:
 
 def with_kept(message: str, error: BaseException) -> str:
     """Add to a message about an error what is kept of the job's work, if anything is."""
-    from quantkit.formats.output.staging import kept
+    from quantkit.formats.output.staging import find_kept_note
 
-    work = kept(error)
+    work = find_kept_note(error)
     if work:
         return f"{message}; {spell(work)}"
     return message

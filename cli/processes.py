@@ -12,7 +12,7 @@ import click
 
 from quantkit.cli.signals import get_interrupt_exit_code, ignore_signals
 from quantkit.errors import QuantkitError
-from quantkit.files.located import require_there
+from quantkit.files.located import locate_existing_model
 from quantkit.formats.output.destination import MANIFEST
 from quantkit.formats.output.staging import require_finished, require_name
 
@@ -23,7 +23,7 @@ INTERNAL_ERROR = 1
 
 
 @contextmanager
-def together(
+def join_group(
     options: Mapping[str, object] | None = None,
     device: str | None = None,
     *,
@@ -74,10 +74,10 @@ def together(
         # Ctrl-C goes to all processes. Only rank 0 reports it, with what is kept.
         if isinstance(error, KeyboardInterrupt) and not group.is_rank0:
             group.leave()
-            raise click.exceptions.Exit(exit_code(error)) from error
+            raise click.exceptions.Exit(choose_exit_code(error)) from error
         # The error of the first process is the cause. The others fail because that one is lost.
         reports = group.is_first_to_fail()
-        code = exit_code(error)
+        code = choose_exit_code(error)
         if group.is_rank0:
             group.announce_exit(code)
         elif not reports:
@@ -100,7 +100,7 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
         require_name(makes)
     for path in paths:
         if path is not None:
-            require_finished(require_there(path), MANIFEST)
+            require_finished(locate_existing_model(path), MANIFEST)
 
 
 def is_single_process() -> bool:
@@ -109,7 +109,7 @@ def is_single_process() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def exit_code(error: BaseException) -> int:
+def choose_exit_code(error: BaseException) -> int:
     """Choose the exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code

@@ -54,7 +54,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
         _show_by_transformers(args, group)
         return
     # Rank 0 alone reads stdin and prompt files, which other machines need not have.
-    prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
+    prompt = group.broadcast_from_rank0(_read_prompt(args) if group.is_rank0 else "")
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         placement: Placement = {
@@ -68,9 +68,9 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
         model, tokenizer = load(args.path, weights=args.weights, **placement)
         if args.draft is not None:
             draft = load_draft(args.draft, tokenizer, **placement)
-    ids = _ids(args, prompt, model.config, tokenizer)
+    ids = _tokenize_prompt(args, prompt, model.config, tokenizer)
     pace = Pace()
-    engine = _engine(args, model, len(ids), draft)
+    engine = _create_engine(args, model, len(ids), draft)
     pieces = _stream_continuations(
         args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace
     )
@@ -86,7 +86,7 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
         raise RequestError(
             "several processes cannot share a model that transformers runs", path=args.path
         )
-    prompt = _prompt(args)
+    prompt = _read_prompt(args)
     with ProgressDisplay(show=sys.stderr.isatty()) as progress:
         model, tokenizer = load_by_transformers(
             args.path,
@@ -94,7 +94,7 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
             trust_remote_code=args.trust_remote_code,
             progress=progress,
         )
-    ids = _ids(args, prompt, model.config, tokenizer)
+    ids = _tokenize_prompt(args, prompt, model.config, tokenizer)
     pace = Pace()
     pieces = _stream_continuations(
         args, None, model.generate, model.config, tokenizer, prompt, ids, pace
@@ -107,7 +107,7 @@ def show_on_devices(args: GenerateArgs) -> None:
     from quantkit.jobs.inference.load import load_xla
     from quantkit.runtime.generate import Pace
 
-    prompt = _prompt(args)
+    prompt = _read_prompt(args)
     with ProgressDisplay() as progress:
         model, tokenizer = load_xla(
             args.path,
@@ -120,7 +120,7 @@ def show_on_devices(args: GenerateArgs) -> None:
     # Which host prints is known only after the runtime has connected them.
     if model.first:
         require_stdout()
-    ids = _ids(args, prompt, model.config, tokenizer)
+    ids = _tokenize_prompt(args, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
     runner = model.runner(args.slots)
     pieces = _stream_continuations(
@@ -168,7 +168,7 @@ def _stream_continuations(
             num_shown += 1
 
 
-def _engine(
+def _create_engine(
     args: GenerateArgs, model: Decoder, prompt_tokens: int, draft: Decoder | None
 ) -> Engine:
     """Create an engine with room for the prompt and its continuation, compiled if requested."""
@@ -194,7 +194,7 @@ def _engine(
     return engine
 
 
-def _prompt(args: GenerateArgs) -> str:
+def _read_prompt(args: GenerateArgs) -> str:
     """Read the prompt; from a file, without the newline at its end. Raises `RequestError` if the
     file cannot be read, is not UTF-8, or is empty.
     """
@@ -215,7 +215,9 @@ def _prompt(args: GenerateArgs) -> str:
     return prompt
 
 
-def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+def _tokenize_prompt(
+    args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer
+) -> list[int]:
     """Tokenize the prompt, and cut off its beginning if --truncate allows that."""
     ids = text_ids(tokenizer, prompt, specials=True)
     # The XLA engine refuses sequences beyond this length, where some rotary scalings change.
@@ -269,11 +271,11 @@ def _print(
     elif pace.rate and engine is not None and args.n == 1:
         # Each token reads all weights once, so the rate of tokens is also a rate of memory. That is
         # not so with proposals or several samples, where one reading serves several tokens.
-        from quantkit.evals.timing import bandwidth, weight_bytes
+        from quantkit.evals.timing import measure_bandwidth, weight_bytes
 
         model = engine.model
         read_rate = weight_bytes(model) * pace.rate
-        max_rate = bandwidth(model.device)
+        max_rate = measure_bandwidth(model.device)
         lines.append(
             f"weights: {read_rate / 1e9:.1f} of {max_rate / 1e9:.1f} GB/s,"
             f" {read_rate / max_rate:.0%} of the memory's bandwidth"

@@ -12,7 +12,7 @@ from quantkit.cli.files import Outputs
 from quantkit.cli.hints import spell
 from quantkit.cli.options import Command, section
 from quantkit.cli.output import mention, note
-from quantkit.cli.processes import require_models, together
+from quantkit.cli.processes import join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.jobs.refine.options import OUTPUT, RefineOptions
 
@@ -27,7 +27,7 @@ from quantkit.jobs.refine.options import OUTPUT, RefineOptions
     metavar="SRC",
     help="The float model of QUANTIZED.",
 )
-@options.of_job(RefineOptions)
+@options.create_job_options(RefineOptions)
 @section(OUTPUT, options.data)
 def refine(quantized: Path, dst: Path | None, data: str | None, **params: Any) -> None:
     """Train a quantized model's scales against its float model.
@@ -47,7 +47,7 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **params: Any) -
         output = params["delta"]
     # Each machine may have the float model in another folder.
     common_options = {**params, "against": None}
-    with together(common_options, params["device"]) as group:
+    with join_group(common_options, params["device"]) as group:
         outputs = Outputs(data, reads=[params["calibration"]], makes=output)
         with ProgressDisplay(show=group.is_rank0) as progress:
 

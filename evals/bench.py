@@ -43,12 +43,12 @@ from quantkit.evals.bench_results import BenchResult
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import parse_named_paths, short_names
-from quantkit.evals.timing import MIN_CONTEXT, PROMPT, Decoding, LeftOut, rate
+from quantkit.evals.timing import MIN_CONTEXT, PROMPT, Decoding, LeftOut, measure_rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import dispatch
 from quantkit.model.cache import cache_bytes
-from quantkit.model.device import usable_device
+from quantkit.model.device import check_device
 from quantkit.model.load import choose_default_dtype, load_model, require_kernels
 from quantkit.tensors.dtypes import DType
 
@@ -217,7 +217,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
         checkpoint = model.checkpoint()
         require_kernels(
             checkpoint,
-            group.device or usable_device(options.device),
+            group.device or check_device(options.device),
             choose_default_dtype(checkpoint),
             allowed,
         )
@@ -371,7 +371,7 @@ def _measure_model(
 
     step()
     started = time.perf_counter()
-    device = group.device or usable_device(options.device)
+    device = group.device or check_device(options.device)
     model = load_model(
         checkpoint,
         device=device,
@@ -390,7 +390,7 @@ def _measure_model(
         cache = model.dtype
 
     def prefill_seconds(length: int) -> float:
-        return timing.seconds(partial(timing.prefill_once, model, length, compiled, cache))
+        return timing.measure_seconds(partial(timing.prefill_once, model, length, compiled, cache))
 
     # The first prompt runs before any other measurement, so that its time includes what a process
     # does once, such as compilation.
@@ -398,14 +398,14 @@ def _measure_model(
     prefill = {}
     for length in options.prompt_lengths:
         step()
-        prefill[length] = rate(length, partial(prefill_seconds, length), runs, group)
+        prefill[length] = measure_rate(length, partial(prefill_seconds, length), runs, group)
     decode = {}
     for batch in options.batches:
         step()
         decoding = Decoding(model, batch, NEW, compiled, cache_dtype=cache, group=group)
-        decode[batch] = rate(batch * NEW, decoding.run, runs, group)
+        decode[batch] = measure_rate(batch * NEW, decoding.run, runs, group)
     # Long contexts reset the peak, and the bandwidth's tensor would count toward it.
-    peak = timing.max_bytes(model.device)
+    peak = timing.read_peak_bytes(model.device)
     at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
@@ -423,7 +423,9 @@ def _measure_model(
     default_threads = options.threads is None and threads > 1
     if on_cpu_alone and default_threads and 1 in decode and read_bytes < SMALL_BYTES:
         with timing.use_threads():
-            one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)
+            one_thread = measure_rate(
+                NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs
+            )
     if model.device.type == "cuda":
         device_name = torch.cuda.get_device_name(model.device)
     else:
@@ -446,7 +448,7 @@ def _measure_model(
         decode=decode,
         one_thread=one_thread,
         weight_bytes=read_bytes,
-        bandwidth=timing.bandwidth(model.device),
+        bandwidth=timing.measure_bandwidth(model.device),
         peak_bytes=max(peaks),
         cache_dtype=DType.of(cache),
         loaded_bytes=timing.count_loaded_bytes(model),

@@ -77,7 +77,7 @@ def _build_model_tables(benches: Sequence[Bench]) -> list[Table]:
 def _build_speed_table(benches: Sequence[Bench]) -> Table:
     rows: list[tuple[str, ...]] = []
     for model_bench in benches:
-        rows.append((model_bench.name, *map(_rate, _rates(model_bench).values())))
+        rows.append((model_bench.name, *map(_format_rate, _rates(model_bench).values())))
     return Table(
         "Tokens a second, median ± furthest run. prefill N: a prompt of N tokens; decode N: N"
         " sequences",
@@ -92,10 +92,10 @@ def _build_start_table(benches: Sequence[Bench]) -> Table:
         first_seconds, later_seconds = model_bench.first_token_seconds
         row = (
             model_bench.name,
-            _digits(model_bench.load_seconds),
-            _digits(1000 * first_seconds),
-            _digits(1000 * later_seconds),
-            _digits(model_bench.peak_bytes / 1e6),
+            _format_digits(model_bench.load_seconds),
+            _format_digits(1000 * first_seconds),
+            _format_digits(1000 * later_seconds),
+            _format_digits(model_bench.peak_bytes / 1e6),
             str(model_bench.threads),
             model_bench.device,
         )
@@ -119,8 +119,8 @@ def _build_bandwidth_table(benches: Sequence[Bench]) -> Table:
             float_type = f"{model_bench.dtype}, cache {model_bench.cache_dtype}"
         row = (
             model_bench.name,
-            _digits(model_bench.weight_bytes / 1e6),
-            _digits(model_bench.bandwidth / 1e9),
+            _format_digits(model_bench.weight_bytes / 1e6),
+            _format_digits(model_bench.bandwidth / 1e9),
             share,
             float_type,
             # Without quantized layers, all products are torch's.
@@ -163,15 +163,15 @@ def _build_decode_table(benches: Sequence[Bench]) -> Table:
         for at_context in model_bench.at_contexts:
             peak = NONE
             if at_context.peak_bytes is not None:
-                peak = _digits(at_context.peak_bytes / 1e6)
+                peak = _format_digits(at_context.peak_bytes / 1e6)
             row = (
                 model_bench.name,
                 str(at_context.context),
                 str(at_context.batch),
-                _digits(at_context.sequence_rate),
-                _rate(at_context.together),
-                _digits(model_bench.loaded_bytes / 1e6),
-                _digits(at_context.cache_bytes / 1e6),
+                _format_digits(at_context.sequence_rate),
+                _format_rate(at_context.together),
+                _format_digits(model_bench.loaded_bytes / 1e6),
+                _format_digits(at_context.cache_bytes / 1e6),
                 peak,
             )
             rows.append(row)
@@ -193,7 +193,9 @@ def _build_prefill_table(benches: Sequence[Bench]) -> Table:
         for context, rate in prefill_rates(model_bench.at_contexts).items():
             # The last tokens of a context are decoded, not read.
             seconds = (context - CONTEXT_NEW) / rate.median
-            rows.append((model_bench.name, str(context), _rate(rate), _digits(seconds)))
+            rows.append(
+                (model_bench.name, str(context), _format_rate(rate), _format_digits(seconds))
+            )
             rates.append((model_bench, rate))
     table = Table(
         f"Prefill of these contexts but for their last {CONTEXT_NEW} tokens",
@@ -291,8 +293,9 @@ def notes(benches: Sequence[Bench]) -> list[str]:
         if one_thread.median > _FASTER * speed:
             lines.append(
                 Message(
-                    f"one thread decodes {model_bench.name} faster ({_digits(one_thread.median)}"
-                    f" tokens a second, not {_digits(speed)}): try ",
+                    f"one thread decodes {model_bench.name} faster"
+                    f" ({_format_digits(one_thread.median)}"
+                    f" tokens a second, not {_format_digits(speed)}): try ",
                     Option("threads", value=1),
                 )
             )
@@ -312,11 +315,11 @@ def _rates(bench: Bench) -> dict[str, Rate]:
     return rates
 
 
-def _rate(rate: Rate) -> str:
+def _format_rate(rate: Rate) -> str:
     # A single run has no spread.
     if rate.least == rate.most:
-        return _digits(rate.median)
-    return f"{_digits(rate.median)} ± {rate.spread:.0%}"
+        return _format_digits(rate.median)
+    return f"{_format_digits(rate.median)} ± {rate.spread:.0%}"
 
 
 def _format_cost(bench: Bench, rate: Rate) -> str:
@@ -328,7 +331,7 @@ def _format_cost(bench: Bench, rate: Rate) -> str:
     return f"{cost:.{decimals}f}"
 
 
-def _digits(value: float) -> str:
+def _format_digits(value: float) -> str:
     """Write three significant digits."""
     # The first format rounds; the second avoids the exponent that `.3g` has from 1000 on.
     return f"{float(f'{value:.3g}'):.12g}"
@@ -379,8 +382,8 @@ def picture(benches: Sequence[Bench], kind: str = "png") -> bytes:
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     panel_axes = upper.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, label, rates) in zip(panel_axes, panels, strict=True):
-        _bars(axes, names, rates)
-        _titles(axes, title, label)
+        _draw_bars(axes, names, rates)
+        _set_titles(axes, title, label)
     widest_name = max(map(len, names)) + _LEGEND_KEY
     names_per_row = max(1, _LEGEND_WIDTH * len(panels) // widest_name)
     # Both panels have the same names: one legend is for both.
@@ -395,13 +398,13 @@ def picture(benches: Sequence[Bench], kind: str = "png") -> bytes:
         # A common vertical axis lets models be compared.
         grid = lower[0].subplots(rows, columns, squeeze=False, sharey=True).flatten()
         for axes, with_context in zip(grid, with_contexts, strict=False):
-            _contexts(axes, with_context)
+            _draw_contexts(axes, with_context)
         for axes in grid[len(with_contexts) :]:
             axes.set_visible(False)
     return picture_bytes(figure, kind)
 
 
-def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> None:
+def _draw_bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> None:
     """Draw groups of bars, one bar for each model, with the range of the runs."""
     # A fifth of the distance between groups stays empty.
     width = 0.8 / len(names)
@@ -415,7 +418,7 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
             places,
             medians,
             width * 0.9,
-            yerr=_range(list(rates_by_key.values())),
+            yerr=_error_bars(list(rates_by_key.values())),
             label=name,
             color=f"C{index}",
             error_kw={"linewidth": 0.8},
@@ -423,7 +426,7 @@ def _bars(axes: Any, names: Sequence[str], rates: Sequence[dict[int, Rate]]) -> 
     axes.set_xticks(range(len(rates[0])), [str(key) for key in rates[0]])
 
 
-def _contexts(axes: Any, bench: Bench) -> None:
+def _draw_contexts(axes: Any, bench: Bench) -> None:
     """Draw a line for each context, by the number of sequences; both axes begin at 0."""
     measurements: dict[int, list[AtContext]] = {}
     for at_context in bench.at_contexts:
@@ -442,7 +445,7 @@ def _contexts(axes: Any, bench: Bench) -> None:
         axes.errorbar(
             line_batches,
             medians,
-            yerr=_range(rates),
+            yerr=_error_bars(rates),
             linestyle=style,
             marker=mark,
             markersize=5,
@@ -451,7 +454,7 @@ def _contexts(axes: Any, bench: Bench) -> None:
             capsize=2,
             label=f"{context:,}",
         )
-    _titles(axes, f"decoding, {shorten(bench.name, _MAX_TITLE)}", "sequences at once")
+    _set_titles(axes, f"decoding, {shorten(bench.name, _MAX_TITLE)}", "sequences at once")
     batches = sorted({at_context.batch for at_context in bench.at_contexts})
     axes.set_xlim(0, 1.06 * batches[-1])
     axes.set_ylim(0)
@@ -462,7 +465,7 @@ def _contexts(axes: Any, bench: Bench) -> None:
     axes.legend(title="context", frameon=False, fontsize=9, title_fontsize=9, loc="best")
 
 
-def _range(rates: Sequence[Rate]) -> list[list[float]]:
+def _error_bars(rates: Sequence[Rate]) -> list[list[float]]:
     """Measure the distances from each median to the slowest and to the fastest run."""
     below = []
     above = []
@@ -472,7 +475,7 @@ def _range(rates: Sequence[Rate]) -> list[list[float]]:
     return [below, above]
 
 
-def _titles(axes: Any, title: str, label: str) -> None:
+def _set_titles(axes: Any, title: str, label: str) -> None:
     axes.set_title(title, fontsize=11, parse_math=False)
     axes.set_xlabel(label)
     axes.set_ylabel("tokens a second")

@@ -32,7 +32,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.evaluation import Evaluation
 from quantkit.evals.harness import as_lm
-from quantkit.evals.models import FIXED_WINDOW, Model, StateCache, open_models, streams
+from quantkit.evals.models import FIXED_WINDOW, Model, StateCache, open_models, tokenize_streams
 from quantkit.evals.results import Row, TextFacts, TextMeasures
 from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.table import short_names
@@ -41,7 +41,7 @@ from quantkit.evals.texts import Text, prefix_token, read_text, score_documents,
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
 from quantkit.kernels.dispatch import list_allowed_backends
-from quantkit.model.device import usable_device
+from quantkit.model.device import check_device
 from quantkit.model.load import choose_default_dtype, require_kernels
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
@@ -127,7 +127,7 @@ def evaluate(
         >>> found.rows[1].texts["wiki"].divergence.kl
     """
     folders = as_paths("paths", paths)
-    files = _sources(texts)
+    files = _validate_sources(texts)
     tasks = as_strings("tasks", tasks)
     if not folders:
         raise RequestError("there is no model to measure: `paths` is empty")
@@ -155,7 +155,7 @@ def evaluate(
     if cache_folder is not None and group.size > 1:
         raise RequestError("several processes cannot cache the logits of a reference")
     device_name = None if device is None else str(device)
-    run_device = _device(device_name, group, used=bool(tasks) or speed)
+    run_device = _choose_device(device_name, group, used=bool(tasks) or speed)
     # The harness is asked before any model is opened: an unknown task is then an error at once.
     if tasks:
         require_tasks(tasks)
@@ -197,7 +197,7 @@ def evaluate(
             require_kernels(model.checkpoint, run_device, dtype, backends)
     # One chat template for all models, since they must read the same text.
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
-    selected_texts = _texts(files, text_column, chat, use_excerpt=not tasks)
+    selected_texts = _read_texts(files, text_column, chat, use_excerpt=not tasks)
     notes = _collect_notes(run_by_others, selected_texts)
     facts_by_text = {}
     hashes = {}
@@ -209,7 +209,7 @@ def evaluate(
     # All texts are read before a model runs, so that one that is too short is an error at once.
     streams_by_text = []
     for text in selected_texts:
-        streams_by_text.append(streams(models, text, length, same_tokens=has_reference))
+        streams_by_text.append(tokenize_streams(models, text, length, same_tokens=has_reference))
     if cache_folder is None:
         hidden: Hidden = final_hidden
     else:
@@ -234,7 +234,7 @@ def evaluate(
                 details_by_text[text.name] = text_details(
                     listeners, windows[0], models[0].tokenizer
                 )
-            position_buckets, position_notes = _by_position(
+            position_buckets, position_notes = _measure_by_position(
                 models, text, position_limits, hidden, group, progress
             )
             notes += position_notes
@@ -262,7 +262,9 @@ def evaluate(
         answers: list[_Answers] = []
         for model in models:
             if tasks:
-                answers.append(_answers(model, questions, run_device, allow_slow, group, progress))
+                answers.append(
+                    _score_tasks(model, questions, run_device, allow_slow, group, progress)
+                )
             else:
                 answers.append(({}, []))
     speeds: list[Speed | None] = [None for _ in models]
@@ -317,7 +319,7 @@ def _facts(text: Text) -> TextFacts:
     )
 
 
-def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
+def _choose_device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
     """Choose the device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
         raise RequestError(
@@ -327,14 +329,14 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
         raise RequestError("processes that share a model measure it on the CPU", found=name)
     # Without a use for it, a GPU is not even looked for.
     if used and group.size == 1:
-        return usable_device(name)
+        return check_device(name)
     return torch.device("cpu")
 
 
 _Sources = list[Path] | dict[str, Path | Iterable[object]]
 
 
-def _sources(texts: object) -> _Sources:
+def _validate_sources(texts: object) -> _Sources:
     """Validate the paths of the texts, or the texts by name."""
     hint = 'strings and datasets need a name: {"name": ["..."]}'
     if not isinstance(texts, Mapping):
@@ -350,7 +352,7 @@ def _sources(texts: object) -> _Sources:
     return sources
 
 
-def _texts(
+def _read_texts(
     sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
 ) -> list[Text]:
     """Read the texts, under distinct names."""
@@ -431,7 +433,7 @@ def _over_fixed_windows(
 _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
-def _answers(
+def _score_tasks(
     model: Model,
     questions: Sequence[Any],
     device: torch.device,
@@ -492,7 +494,7 @@ def _validate_positions(
     return length, count
 
 
-def _by_position(
+def _measure_by_position(
     models: Sequence[Model],
     text: Text,
     requested: tuple[int, int | None] | None,

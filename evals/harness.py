@@ -19,7 +19,7 @@ from quantkit.evals.texts import prefix_token, rolling
 from quantkit.model.load import load_model
 from quantkit.quality.measures import NOT_SCORED
 from quantkit.runtime.generate import generate, text_pieces
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import require_finite_logits
 
 _TOKENS_AT_ONCE = 2048
 # Positions whose logits are in memory at a time: each has as many floats as the vocabulary.
@@ -192,7 +192,7 @@ class Scorer:
         for start in range(0, len(targets), _POSITIONS_AT_ONCE):
             end = start + _POSITIONS_AT_ONCE
             target_ids = targets[start:end].to(states.device)
-            logits = finite_logits(self._model.head(states[start:end]), self._path)
+            logits = require_finite_logits(self._model.head(states[start:end]), self._path)
             log_probabilities = logits.log_softmax(-1).gather(-1, target_ids.unsqueeze(-1))
             # A sum of thousands of terms in float32 would lose digits.
             total += log_probabilities.sum(dtype=torch.float64).item()

@@ -135,7 +135,7 @@ def backend_names(model: Decoder) -> list[str]:
     return sorted(names)
 
 
-def streams(
+def tokenize_streams(
     models: Sequence[Model], text: Text, length: int, *, same_tokens: bool
 ) -> list[tuple[int, Tensor]]:
     """Tokenize a text for each model: the number of its tokens, and the text as one stream, cut

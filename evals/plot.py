@@ -79,7 +79,7 @@ def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
         axes = next(parts).subplots()
         _draw_costs(axes, evaluation, points)
     if rows:
-        _layers(next(parts), rows, evaluation.layer_error)
+        _draw_layers(next(parts), rows, evaluation.layer_error)
     if points:
         # Labels are placed by pixels, which are known only once the figure is laid out: it is drawn
         # for that, and the layout is then kept as it is.
@@ -87,7 +87,7 @@ def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
         with ignore_missing_glyphs():
             canvas.draw()
             figure.set_layout_engine("none")
-            _label(axes, points, canvas.get_renderer())
+            _draw_labels(axes, points, canvas.get_renderer())
     return picture_bytes(figure, kind)
 
 
@@ -205,7 +205,7 @@ def _draw_costs(axes: Any, evaluation: EvaluationData, points: Sequence[_Point])
     style_axes(axes, "both")
 
 
-def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
+def _draw_labels(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
     """Write each model's name next to its first mark; the layout must be final."""
 
     def box(extent: Any) -> Box:
@@ -262,7 +262,7 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
         label.arrow_patch.set_visible(gap > distances[0] + 1)
 
 
-def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
+def _draw_layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
     """Draw bars of the largest errors, the worst on top: a panel for each model, with one scale."""
     kind = {"output_error": "output", "relative_error": "weights"}[layer_error]
     largest = max(max(row.layer_errors.values()) for row in rows)

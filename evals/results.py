@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quantkit.base.json_values import finite, format_value
+from quantkit.base.json_values import format_value, replace_non_finite
 from quantkit.errors import RequestError
 from quantkit.evals.samples import TextDetails
 from quantkit.evals.tasks import TaskScore
@@ -198,7 +198,7 @@ class EvaluationData:
             for text in row.texts:
                 plain_row["texts"][text]["perplexity_ratio"] = self.perplexity_ratio(row, text)
         # JSON has no numbers for infinity and NaN.
-        plain_value: dict[str, Any] = finite(value)
+        plain_value: dict[str, Any] = replace_non_finite(value)
         return plain_value
 
 

@@ -107,12 +107,12 @@ def text_details(
             kls[name].view_as(windows), agreed.view_as(windows), _FIRST_POSITIONS
         )
     samples = []
-    for places in _parts(kls, windows.flatten().tolist(), tokenizer):
-        samples.append(_sample(tensors_by_model, windows, places, tokenizer))
+    for places in _choose_parts(kls, windows.flatten().tolist(), tokenizer):
+        samples.append(_build_sample(tensors_by_model, windows, places, tokenizer))
     return TextDetails(samples, buckets)
 
 
-def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
+def _choose_parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
     """Choose the beginning of a text, and the later part where models, equally weighted, diverge
     most; a short text whole.
     """
@@ -139,7 +139,7 @@ def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> 
     return [range(SAMPLE_TOKENS), range(worst, worst + SAMPLE_TOKENS)]
 
 
-def _sample(
+def _build_sample(
     predictions: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer
 ) -> TextSample:
     """Build one part; a token is predicted one position before it, except the first of a

@@ -91,18 +91,18 @@ def _render_terminal(table: Table, width: int) -> list[str]:
     first, *other_columns = _columns(table)
     # The first column is repeated in every part of a table that is split, so it is limited.
     first = _wrap_column(first, 2 * width // 5)
-    room = width - _wide(first) - len(_GAP)
+    room = width - _column_width(first) - len(_GAP)
     columns = [first]
     narrow_columns = [first]
     for column in other_columns:
         wrapped = _wrap_column(column, room)
         columns.append(wrapped)
-        narrow_columns.append(_narrow(wrapped))
+        narrow_columns.append(_wrap_head(wrapped))
     # Heads are wrapped only where that saves the table from being split.
     if _total(columns) > width >= _total(narrow_columns):
         columns = narrow_columns
     to_right = columns_to_right(table)
-    column_widths = [_wide(column) for column in columns]
+    column_widths = [_column_width(column) for column in columns]
     for index, places in enumerate(_side_by_side(column_widths, width)):
         if index > 0:
             lines.append("")
@@ -163,21 +163,21 @@ def _wrap_column(column: Sequence[str], width: int) -> list[str]:
     return wrapped_cells
 
 
-def _narrow(column: Sequence[str]) -> list[str]:
+def _wrap_head(column: Sequence[str]) -> list[str]:
     """Wrap the head of a column, to be no wider than its cells or its longest word."""
     head, *cells = column
     widths = [len(word) for word in head.split()]
     # A table can have no rows.
     if cells:
-        widths.append(_wide(cells))
+        widths.append(_column_width(cells))
     return [*_wrap_column([head], max(widths)), *cells]
 
 
 def _total(columns: Sequence[Sequence[str]]) -> int:
-    return sum(map(_wide, columns)) + len(_GAP) * (len(columns) - 1)
+    return sum(map(_column_width, columns)) + len(_GAP) * (len(columns) - 1)
 
 
-def _wide(column: Sequence[str]) -> int:
+def _column_width(column: Sequence[str]) -> int:
     widest = 0
     for cell in column:
         for line in cell.split("\n"):
@@ -193,7 +193,7 @@ def _render_markdown(table: Table) -> list[str]:
         escaped_column = [cell.replace("|", r"\|") for cell in column]
         columns.append(escaped_column)
         # GitHub's documentation asks for three characters in each column of the rule.
-        widths.append(max(3, _wide(escaped_column)))
+        widths.append(max(3, _column_width(escaped_column)))
     to_right = columns_to_right(table)
     lines: list[str] = []
     for row in zip(*columns, strict=True):

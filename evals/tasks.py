@@ -138,14 +138,14 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
         if task.config.num_fewshot is None:
             task.set_config("num_fewshot", 0)
     try:
-        with _quiet(), _one_process():
+        with _suppress_output(), _one_process():
             results = evaluator.evaluate(lm, loaded, bootstrap_iters=_RESAMPLES, log_samples=False)
     except QuantkitError:
         raise
     # The harness and a task's own code can raise any type.
     except Exception as error:
         for task in loaded["tasks"].values():
-            unusable = _unusable(task)
+            unusable = _find_unusable_line(task)
             if unusable is not None:
                 path, line = unusable
                 raise RequestError(
@@ -244,7 +244,7 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             raise RequestError(f"'{name}' is a group; local data are for single tasks", path=file)
         spec = {"group": "local data", "task": [_local_task(name, file, scratch)]}
     try:
-        with _quiet(), validate_hub_answers(name):
+        with _suppress_output(), validate_hub_answers(name):
             loaded = _manager().load([spec])
     except CheckpointError:
         raise
@@ -301,7 +301,7 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
         part.write_bytes(b"\n".join(lines[start:end]))
         task = _local_task(name, part, scratch)
         try:
-            with _quiet():
+            with _suppress_output():
                 _manager().load([{"group": "local data", "task": [task]}])
         # Any type, as in `_load`.
         except Exception:
@@ -317,7 +317,7 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
     return f"line {bad_line}"
 
 
-def _unusable(task: Any) -> tuple[Path, str] | None:
+def _find_unusable_line(task: Any) -> tuple[Path, str] | None:
     """Find the first line of a task's file that does not form a question."""
     files = (task.config.dataset_kwargs or {}).get("data_files", {})
     if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
@@ -348,7 +348,7 @@ def _pages(data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_output() -> Iterator[None]:
     """Suppress warnings and progress bars of the harness and of `datasets`, and its errors about
     bad files.
     """

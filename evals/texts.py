@@ -21,7 +21,7 @@ from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import has_documents, read_documents
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.located import text_of
+from quantkit.files.located import read_utf8_text
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.quality.measures import NOT_SCORED, Windows, log_loss, perplexity
@@ -114,7 +114,7 @@ def read_text(
     if not name:
         name = source.stem if isinstance(source, Path) else "text"
     if isinstance(source, Path) and column is None and not has_documents(source):
-        text, digest = text_of(source)
+        text, digest = read_utf8_text(source)
         return Text(name, digest, text)
     # Without a limit: all of a text is measured, whereas calibration needs some of it.
     documents = read_documents(source, sys.maxsize, column=column, chat=chat, name=name)

@@ -26,7 +26,7 @@ from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import require_finite_logits
 
 # Tokens before decoding.
 PROMPT = 16
@@ -59,7 +59,7 @@ class Rate:
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
-def rate(
+def measure_rate(
     tokens: int, timed_call: Callable[[], float], runs: int, group: ProcessGroup = SINGLE
 ) -> Rate:
     """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and
@@ -137,14 +137,14 @@ def use_threads(count: int = 1) -> Iterator[None]:
         torch.set_num_threads(previous_count)
 
 
-def seconds(run: Callable[[], object]) -> float:
+def measure_seconds(run: Callable[[], object]) -> float:
     """Measure the seconds that a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
-def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
+def _make_prompts(model: Decoder, batch: int, length: int) -> torch.Tensor:
     # Generated on the CPU, so that all devices read the same tokens.
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
@@ -159,12 +159,12 @@ def prefill_once(
     Raises `NonFiniteError` if the model's logits are NaN or Inf.
     """
     engine = Engine(model, length, cache_dtype=cache_dtype, compiled=compiled)
-    prompt = _random(model, 1, length)[0]
+    prompt = _make_prompts(model, 1, length)[0]
     # `item` waits until the GPU is done.
-    finite_logits(_read(engine, 0, prompt)).argmax().item()
+    require_finite_logits(_read_prompt(engine, 0, prompt)).argmax().item()
 
 
-def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
+def _read_prompt(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Read a prompt [T] into a slot from a position on, a chunk at a time; returns the logits
     [1, V] of the next token.
     """
@@ -209,7 +209,7 @@ class Decoding:
         )
         self._new = new
         self._group = group
-        self._prompts = _random(model, batch, prompt)
+        self._prompts = _make_prompts(model, batch, prompt)
         # All prompts share their beginning, so that only one of them is read in full. Different
         # ends keep the sequences from decoding the same tokens.
         self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
@@ -223,20 +223,20 @@ class Decoding:
         chunk = self.engine.chunk
         # Each kind of step once: a first chunk, a later one, and a last one, which may be shorter.
         warm_up = 2 * chunk + (len(first_prompt) % chunk or chunk)
-        _read(self.engine, 0, first_prompt[:warm_up]).argmax().item()
+        _read_prompt(self.engine, 0, first_prompt[:warm_up]).argmax().item()
         logits: list[torch.Tensor] = []
 
         def read_first_prompt() -> None:
-            logits[:] = [_read(self.engine, 0, first_prompt)]
+            logits[:] = [_read_prompt(self.engine, 0, first_prompt)]
             # Waits until the GPU is done.
             logits[0].argmax().item()
 
-        prompt_seconds = _mean_seconds(partial(seconds, read_first_prompt), self._group)
+        prompt_seconds = _mean_seconds(partial(measure_seconds, read_first_prompt), self._group)
         shared_length = len(first_prompt) - PROMPT
         for slot, prompt in enumerate(self._prompts[1:], 1):
             self.engine.copy_prefix(0, slot, shared_length)
-            logits.append(_read(self.engine, slot, prompt, shared_length))
-        self._first = finite_logits(torch.cat(logits)).argmax(-1)
+            logits.append(_read_prompt(self.engine, slot, prompt, shared_length))
+        self._first = require_finite_logits(torch.cat(logits)).argmax(-1)
         return prompt_seconds
 
     def run(self) -> float:
@@ -284,14 +284,14 @@ def count_loaded_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def bandwidth(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Measure bytes a second: the best of several sums over a large tensor, or of several copies on
     a GPU.
     """
     # Four bytes for each float.
     probe = torch.ones(_PROBE_BYTES // 4, device=device)
     if device.type != "cuda":
-        return probe.nbytes / min(seconds(probe.sum) for _ in range(5))
+        return probe.nbytes / min(measure_seconds(probe.sum) for _ in range(5))
     copy = torch.empty_like(probe)
 
     def copy_probe() -> None:
@@ -299,7 +299,7 @@ def bandwidth(device: torch.device) -> float:
         torch.cuda.synchronize(device)
 
     # A copy reads and writes.
-    return 2 * probe.nbytes / min(seconds(copy_probe) for _ in range(10))
+    return 2 * probe.nbytes / min(measure_seconds(copy_probe) for _ in range(10))
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def decoding_speed(
     model = load_model(checkpoint, device=device, allow_slow=allow_slow, group=group)
     with torch.inference_mode():
         decoding = Decoding(model, 1, NEW_TOKENS, None, group=group)
-        decoding_rate = rate(NEW_TOKENS, decoding.run, RUNS, group)
+        decoding_rate = measure_rate(NEW_TOKENS, decoding.run, RUNS, group)
     return Speed(
         decoding_rate.median,
         DType.of(model.dtype),
@@ -429,7 +429,7 @@ def measure_contexts(
         step()
         # Free memory differs between processes; all must leave out the same rows.
         reason = group.broadcast_from_rank0(
-            _too_large(model, context, batch, cache_dtype, group.size)
+            _explain_lack_of_memory(model, context, batch, cache_dtype, group.size)
         )
         if reason is not None:
             left_out.append(LeftOut(context, batch, reason))
@@ -473,19 +473,19 @@ def _measure_context(
         model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype, group=group
     )
     prompt_rate = prompt / decoding.fill()
-    together = rate(batch * CONTEXT_NEW, decoding.run, runs, group)
-    peak = max_bytes(device) if is_peak_known else None
+    together = measure_rate(batch * CONTEXT_NEW, decoding.run, runs, group)
+    peak = read_peak_bytes(device) if is_peak_known else None
     return AtContext(context, batch, prompt_rate, together, decoding.engine.cache_bytes, peak)
 
 
-def max_bytes(device: torch.device) -> int:
+def read_peak_bytes(device: torch.device) -> int:
     """Read the peak memory since it was reset: of the process, or on the GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_bytes()
 
 
-def _too_large(
+def _explain_lack_of_memory(
     model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int
 ) -> str | None:
     """Explain why the sequences do not fit in free memory; None if they fit."""

@@ -63,15 +63,15 @@ def ensure_compiled(name: str) -> Path:
     return the library. Raises `UnsupportedError` if there is no compiler, it fails, or the cache
     can't be written.
     """
-    command, target = _library(name)
-    if intact(target):
+    command, target = _plan_compilation(name)
+    if is_intact(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
             # Another process may be compiling the same library.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not intact(target):
+            if not is_intact(target):
                 _log.info("compiling the CPU kernels, once for this machine")
                 # A process that was killed leaves its folder behind.
                 for stale_folder in target.parent.glob(f"{target.stem}.*/"):
@@ -97,8 +97,8 @@ def is_compiled(name: str) -> bool:
 
     Raises `UnsupportedError` if there is no compiler.
     """
-    _, target = _library(name)
-    return intact(target)
+    _, target = _plan_compilation(name)
+    return is_intact(target)
 
 
 def seal(library: Path, target: Path) -> None:
@@ -107,7 +107,7 @@ def seal(library: Path, target: Path) -> None:
     os.replace(library, target)
 
 
-def intact(library: Path) -> bool:
+def is_intact(library: Path) -> bool:
     """Check that a library is there as `seal` left it: a truncated one would end the process
     when it is loaded.
     """
@@ -119,7 +119,7 @@ def intact(library: Path) -> bool:
         return False
 
 
-def _library(name: str) -> tuple[list[str], Path]:
+def _plan_compilation(name: str) -> tuple[list[str], Path]:
     """Find a compiler; return the command that compiles the kernels, and their cached path."""
     # CXX may include arguments, such as "zig c++".
     compiler = shlex.split(os.environ.get("CXX", "")) or _find_compiler()

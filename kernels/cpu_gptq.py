@@ -65,7 +65,7 @@ def search_scales(
     return scale, zero
 
 
-def _in_turn(
+def _run_column_step(
     name: str,
     start: Tensor,
     other: Tensor,
@@ -100,10 +100,10 @@ def _in_turn(
     )
 
 
-round_in_turn = partial(_in_turn, "quantkit_round_in_turn")
+round_in_turn = partial(_run_column_step, "quantkit_round_in_turn")
 """See `ColumnKernels`."""
 
-improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
+improve_in_turn = partial(_run_column_step, "quantkit_improve_in_turn")
 """See `ColumnKernels`."""
 
 

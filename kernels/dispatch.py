@@ -86,7 +86,8 @@ def select_backend(
         if reason is None:
             if backend is REFERENCE and reasons:
                 _warn_once(
-                    _join_reasons(reasons), f"{scheme} runs without kernels ({_slower(device)})"
+                    _join_reasons(reasons),
+                    f"{scheme} runs without kernels ({_describe_slowdown(device)})",
                 )
             return backend
         reasons.setdefault(reason, []).append(backend.name)
@@ -94,7 +95,8 @@ def select_backend(
         hint = None
     else:
         hint = Message(
-            Option("allow_slow", value=True), f" runs it without kernels ({_slower(device)})"
+            Option("allow_slow", value=True),
+            f" runs it without kernels ({_describe_slowdown(device)})",
         )
     raise RequestError(
         f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_join_reasons(reasons)}",
@@ -102,7 +104,7 @@ def select_backend(
     )
 
 
-def _slower(device: torch.device) -> str:
+def _describe_slowdown(device: torch.device) -> str:
     """Describe how the reference compares with kernels; docs/kernels.md has the measurements, which
     are of CPUs.
     """
@@ -177,7 +179,9 @@ def self_test(
         sizes = ON_GPUS
     for size in sizes:
         try:
-            wrong_tokens = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
+            wrong_tokens = _find_wrong_token_count(
+                backend, scheme, device, dtype, scale_dtype, size
+            )
         except Exception as error:
             # Drivers and compilers have their own exception types.
             message = " ".join(str(error).split()) or type(error).__name__
@@ -188,7 +192,7 @@ def self_test(
     return None
 
 
-def _wrong_tokens(
+def _find_wrong_token_count(
     backend: Backend,
     scheme: QuantScheme,
     device: torch.device,

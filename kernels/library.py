@@ -18,7 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
-from quantkit.kernels.build import NATIVE, ensure_compiled, intact, is_compiled
+from quantkit.kernels.build import NATIVE, ensure_compiled, is_compiled, is_intact
 from quantkit.kernels.variants import VARIANTS, runs_here
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _find_shipped_library(name: str) -> Path | None:
     warning, a damaged one.
     """
     path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"
-    if intact(path):
+    if is_intact(path):
         return path
     if os.path.lexists(path):
         _log.warning("%s is damaged, and not used; reinstall quantkit", path)

@@ -434,8 +434,8 @@ def attend_to_cache(
     pairs = batch * kv_heads
     rows = heads // kv_heads * tokens
     gpu = gpu_spec(queries.device)
-    tile = tile_for(rows, size, queries.dtype, gpu)
-    spans = spans or spans_for(pairs, rows, length, tile, gpu)
+    tile = choose_tile(rows, size, queries.dtype, gpu)
+    spans = spans or count_spans(pairs, rows, length, tile, gpu)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
     parts = mixed, mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
     out = queries.new_empty(batch, tokens, heads * size)
@@ -534,7 +534,7 @@ def attend_to_cache(
     return out
 
 
-def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
+def choose_tile(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
     """Choose the tile for queries [rows, size] of a dtype that share keys."""
     # Tensor cores take at least 16 rows and columns, and Triton powers of two.
     block_d = max(16, triton.next_power_of_2(size))
@@ -549,7 +549,7 @@ def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
     )
 
 
-def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
+def count_spans(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
     """Count the programs that share a cache of `length` positions: as many as fit on the
     processors.
     """

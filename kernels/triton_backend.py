@@ -100,7 +100,7 @@ class TritonBackend(Backend):
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)
-        from quantkit.kernels.triton_skinny import counters
+        from quantkit.kernels.triton_skinny import allocate_counters
         from quantkit.kernels.triton_words import pack
 
         words = pack(weight.codes, weight.scheme.bits)
@@ -114,7 +114,7 @@ class TritonBackend(Backend):
             "words": words,
             "scale": scale,
             **zero,
-            "arrived": counters(len(words), words.device),
+            "arrived": allocate_counters(len(words), words.device),
         }
         if os.environ.get(TUNE_SETTING) == "1" and words.is_cuda and words.numel() >= _TUNE_WORDS:
             _tune_shape(prepared, weight)

@@ -148,7 +148,7 @@ def grouped_gemm(
     tl.store(out + at, product.to(out.dtype.element_ty), mask=there[None, :] & (row < n)[:, None])
 
 
-def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
+def sort_places_into_blocks(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Sort places into blocks of one expert each, int32 [blocks * size], and list the experts of
     the blocks, int32 [blocks].
 
@@ -180,7 +180,7 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     return places, torch.searchsorted(ends, starts, right=True).to(torch.int32)
 
 
-def config_for(
+def choose_experts_config(
     bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec
 ) -> TileConfig:
     """Choose the tiles for `places` places of `count` experts with weights [rows, columns]; `wide`:
@@ -238,8 +238,10 @@ def grouped_linear(
         bits = 8
     else:
         bits = 4
-    config = config_for(bits, total, count, n, k, x.dtype == torch.float32, gpu_spec(x.device))
-    places, experts = blocks_of(chosen, count, config.block_m)
+    config = choose_experts_config(
+        bits, total, count, n, k, x.dtype == torch.float32, gpu_spec(x.device)
+    )
+    places, experts = sort_places_into_blocks(chosen, count, config.block_m)
     units = width // (4 * bits)
     blocks = triton.cdiv(n, config.block_n)
     constants = {

@@ -73,7 +73,7 @@ def round_columns(
         tl.store(errors + i * rows + row, error, mask=mask)
 
 
-def _in_turn(
+def _run_column_step(
     start: Tensor,
     other: Tensor,
     ratios: Tensor,
@@ -117,8 +117,8 @@ def _in_turn(
         )
 
 
-round_in_turn = partial(_in_turn, descend=False)
+round_in_turn = partial(_run_column_step, descend=False)
 """See `ColumnKernels`."""
 
-improve_in_turn = partial(_in_turn, descend=True)
+improve_in_turn = partial(_run_column_step, descend=True)
 """See `ColumnKernels`."""

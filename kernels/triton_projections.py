@@ -288,7 +288,9 @@ def gate_product(
         tl.store(out + line.to(tl.int64) * n + column, given.to(out.dtype.element_ty), mask=there)
 
 
-def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
+def choose_skinny_config(
+    x: Tensor, rows: int, group: int, block_n: int | None = None
+) -> TileConfig:
     """Choose the tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of
     at most `block_n` rows.
     """
@@ -321,12 +323,12 @@ def tile_constants(
     }
 
 
-def parts_of(x: Tensor, rows: int, config: TileConfig) -> Tensor:
+def allocate_parts(x: Tensor, rows: int, config: TileConfig) -> Tensor:
     """Allocate memory for the sums of programs: float32 [split, M, rows]."""
     return x.new_empty(config.split, len(x), rows, dtype=torch.float32)
 
 
-def units_of(words: Tensor, group: int) -> int:
+def count_units(words: Tensor, group: int) -> int:
     """Count the units of columns in a row of words."""
     if group:
         return words.shape[1] // 16
@@ -380,7 +382,7 @@ def project_and_add(
     """
     m, k = x.shape
     n = len(scale)
-    config = config_for(x, n, group)
+    config = choose_skinny_config(x, n, group)
     out, weighted, squares = _empty_states(x, states, words, scale)
     # A kernel takes no None: the scale stands for zero points or a bias that it does not read.
     wrap_triton(add_product)[(triton.cdiv(n, config.block_n), config.split)](
@@ -394,12 +396,12 @@ def project_and_add(
         out,
         weighted,
         squares,
-        parts_of(x, n, config),
+        allocate_parts(x, n, config),
         arrived,
         m,
         n,
         k,
-        units_of(words, group),
+        count_units(words, group),
         base_bits(x.dtype),
         BIAS=bias is not None,
         MULTIPLIER=multiplier,
@@ -441,7 +443,7 @@ def project_and_gate(
     m, k = x.shape
     # A row of the gates and one of the ups make one output.
     n = len(scale) // 2
-    config = config_for(x, 2 * n, group)
+    config = choose_skinny_config(x, 2 * n, group)
     out = x.new_empty(m, n)
     wrap_triton(gate_product)[(triton.cdiv(n, config.block_n // 2), config.split)](
         x,
@@ -451,13 +453,13 @@ def project_and_gate(
         scale if zero is None else zero,
         scale if bias is None else bias,
         out,
-        parts_of(x, 2 * n, config),
+        allocate_parts(x, 2 * n, config),
         arrived,
         growth,
         m,
         n,
         k,
-        units_of(words, group),
+        count_units(words, group),
         base_bits(x.dtype),
         squares.shape[1],
         BIAS=bias is not None,

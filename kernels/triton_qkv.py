@@ -268,7 +268,7 @@ def project_qkv(
     kv_heads, length, size = keys.shape[1:]
     heads = n // size - 2 * kv_heads
     # The largest power of two that divides a head: a program's rows are of one head.
-    config = projections.config_for(x, n, group, block_n=size & -size)
+    config = projections.choose_skinny_config(x, n, group, block_n=size & -size)
     queries = x.new_empty(batch, heads, tokens, size)
     half = triton.next_power_of_2(size // 2)
     # Tokens that the last program finishes at a time.
@@ -297,13 +297,13 @@ def project_qkv(
         _fill_missing(key_scales, keys),
         values,
         _fill_missing(value_scales, values),
-        projections.parts_of(x, n, config),
+        projections.allocate_parts(x, n, config),
         arrived,
         growth,
         m,
         n,
         k,
-        projections.units_of(words, group),
+        projections.count_units(words, group),
         base_bits(x.dtype),
         squares.shape[1],
         tokens,

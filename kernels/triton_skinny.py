@@ -40,7 +40,7 @@ def base_bits(dtype: torch.dtype) -> int:
     return _BASES[dtype] * 0x10001
 
 
-def counters(rows: int, device: torch.device) -> Tensor:
+def allocate_counters(rows: int, device: torch.device) -> Tensor:
     """Allocate counters of the programs of each block of rows that have arrived: int32 zeros, as
     each launch finds and leaves them.
     """

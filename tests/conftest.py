@@ -165,7 +165,7 @@ def without_kernels(
     inherit it.
     """
     from quantkit.kernels import dispatch, library
-    from quantkit.model.column_kernels import column_kernels
+    from quantkit.model.column_kernels import select_column_kernels
 
     empty = str(tmp_path_factory.mktemp("empty"))
     monkeypatch.setenv("QUANTKIT_CACHE", empty)
@@ -173,10 +173,10 @@ def without_kernels(
     monkeypatch.setenv("QUANTKIT_CPU", "native")
     monkeypatch.delenv("CXX", raising=False)
     dispatch._warned.clear()
-    for found in (library._load_once, column_kernels):
+    for found in (library._load_once, select_column_kernels):
         found.cache_clear()
     yield
-    for found in (library._load_once, column_kernels):
+    for found in (library._load_once, select_column_kernels):
         found.cache_clear()
 
 

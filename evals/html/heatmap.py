@@ -152,7 +152,7 @@ def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
     outside = []
     num_layers = 0
     for name, error in row.layer_errors.items():
-        kind, layer, expert = _place(name)
+        kind, layer, expert = _parse_module_name(name)
         if layer is None:
             outside.append(f"{kind} {_percent(error)}")
         else:
@@ -168,7 +168,7 @@ def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
         rows[kind] = cells
     # A row's errors are sorted, the worst first.
     worst_name, worst_error = next(iter(row.layer_errors.items()))
-    kind, worst_layer, expert = _place(worst_name)
+    kind, worst_layer, expert = _parse_module_name(worst_name)
     place = kind
     if worst_layer is not None:
         place = f"layer {worst_layer}, {kind}"
@@ -195,7 +195,7 @@ def _percent(error: float) -> str:
     return f"{significant(100 * error, 2)} %"
 
 
-def _place(name: str) -> tuple[str, int | None, int | None]:
+def _parse_module_name(name: str) -> tuple[str, int | None, int | None]:
     """Find kind, layer and expert of a module by its canonical name; the kind is the name itself
     where no pattern matches.
     """

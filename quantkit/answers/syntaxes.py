@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.answers.calls import Syntax
 from quantkit.answers.pieces import Call
-from quantkit.base.json_values import MAX_DEPTH, depth
+from quantkit.base.json_values import MAX_DEPTH, measure_depth
 
 # The longest text between Mistral's mark and the arguments in which a call is still expected.
 _MAX_HEAD = 200
@@ -155,7 +155,7 @@ def _load_json(text: str) -> Any:
     """Parse JSON; None if the text is not valid JSON, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        if depth(value) <= MAX_DEPTH:
+        if measure_depth(value) <= MAX_DEPTH:
             return value
         return None
     except (ValueError, RecursionError):

@@ -120,7 +120,7 @@ def disk_tensors(
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
         joined = ExpertForm(stacked=_list_mlx_experts(family, gate))
-        return _tensors(config, dict.fromkeys(range(config.num_layers), joined))
+        return _list_family_tensors(config, dict.fromkeys(range(config.num_layers), joined))
     # Codes of different experts are not stored in one tensor, so one quantized expert separates
     # all experts of its layer.
     separate_layers = set()
@@ -132,7 +132,7 @@ def disk_tensors(
     form_by_layer = {}
     for layer in range(config.num_layers):
         form_by_layer[layer] = separate_form if layer in separate_layers else forms[0]
-    return _tensors(config, form_by_layer)
+    return _list_family_tensors(config, form_by_layer)
 
 
 def parameters_as_written(
@@ -147,7 +147,7 @@ def parameters_as_written(
     return ordered
 
 
-def found_tensors(
+def match_stored_tensors(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object
 ) -> list[DiskTensor]:
     """List the tensors that a folder should contain, with its experts in the form that it uses.
@@ -163,7 +163,7 @@ def found_tensors(
                 separate.append(tensor.module)
         return _opaque_tensors(config, separate)
     if config.experts is None:
-        return _tensors(config, {})
+        return _list_family_tensors(config, {})
     family = families()[config.architecture]
     possible_forms = _expert_forms(family)
     # Encoded weights have suffixes: `q_proj.weight_packed` as well as `gate_up_proj_blocks`.
@@ -179,7 +179,7 @@ def found_tensors(
             continue
         stored_names: dict[int, list[str]] = {}
         for number, form in enumerate(possible_forms):
-            form_names = [name for name in _names(form, layer, count) if name in stems]
+            form_names = [name for name in _list_expert_names(form, layer, count) if name in stems]
             if form_names:
                 stored_names[number] = form_names
         if len(stored_names) > 1:
@@ -200,14 +200,14 @@ def found_tensors(
         has_canonical = CANONICAL["router"].format(layer=layer) in stems
         if has_canonical and family_router.format(layer=layer) not in stems:
             renamed.add(layer)
-    return _as_oriented(_tensors(config, form_by_layer, renamed), shapes)
+    return _orient_experts(_list_family_tensors(config, form_by_layer, renamed), shapes)
 
 
 _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
 """The schemes of experts with which transformers gives other logits, or fails."""
 
 
-def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
+def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
     """Describe what transformers loads wrongly from a folder with quantized modules; None if
     nothing.
 
@@ -302,7 +302,7 @@ def _list_mlx_experts(family: Family, gate: str) -> tuple[StackedExperts, ...]:
     return tuple(stacked_experts)
 
 
-def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
+def _list_expert_names(form: ExpertForm, layer: int, count: int) -> list[str]:
     """List the possible names of a layer's experts in a form."""
     templates = [*form.names.values()]
     templates += [stacked.name for stacked in form.stacked]
@@ -393,7 +393,7 @@ def _build_stacked_tensor(stack: Stack, parts: Sequence[tuple[OpaqueTensor, Stac
     return DiskTensor(stack.name, stack.shape, tuple(places), stacked)
 
 
-def _as_oriented(
+def _orient_experts(
     tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[DiskTensor]:
     """Turn stacked experts to the orientation that the folder uses.
@@ -412,7 +412,7 @@ def _as_oriented(
         transposed_tensors[tensor.name] = replace(tensor, shape=transposed_shape, stacked=stacked)
         # The shape of a square matrix does not tell its orientation.
         if rows != columns and shapes.get(tensor.name) == transposed_shape:
-            transposed_layers.add(_layer(tensor.name))
+            transposed_layers.add(_cut_layer_prefix(tensor.name))
     oriented = []
     for tensor in tensors:
         transposed = transposed_tensors.get(tensor.name, tensor)
@@ -420,17 +420,19 @@ def _as_oriented(
         if shape is None:
             use_transposed = tensor.stacked is not None and tensor.stacked.transposed
         else:
-            use_transposed = shape == transposed.shape and _layer(tensor.name) in transposed_layers
+            use_transposed = (
+                shape == transposed.shape and _cut_layer_prefix(tensor.name) in transposed_layers
+            )
         oriented.append(transposed if use_transposed else tensor)
     return oriented
 
 
-def _layer(name: str) -> str:
+def _cut_layer_prefix(name: str) -> str:
     """Cut the common prefix of a layer's stacked tensors out of a name."""
     return name.rpartition(".")[0]
 
 
-def _tensors(
+def _list_family_tensors(
     config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()
 ) -> list[DiskTensor]:
     """List the tensors on disk, in the order of their first parts among a model's parameters.
@@ -454,7 +456,7 @@ def _tensors(
                     return template.format(layer=parameter.layer), stacked
         if parameter.role == "router" and parameter.layer in renamed:
             return parameter.name, None
-        return _name(family, form, parameter), None
+        return _build_disk_name(family, form, parameter), None
 
     return build_disk_tensors(config, locate_parameter, interleaved=family.interleaved_rotary)
 
@@ -489,7 +491,7 @@ def build_disk_tensors(
     return tensors
 
 
-def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
+def _build_disk_name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
     """Build the name on disk of a tensor that does not contain all experts."""
     linear = parameter.linear
     if form is not None and parameter.role in form.names:

@@ -317,7 +317,7 @@ def ropes_by_layer(
     full_rope: RopeConfig | None = None
     window_rope: RopeConfig | None = None
     if not all(windowed):
-        full_settings = _whole_layers(file_settings, kinds)
+        full_settings = _merge_full_settings(file_settings, kinds)
         full_rope = read(full_settings, raw.get("rope_theta"), default_theta)
     if any(windowed):
         window_key, window_default = windowed_theta
@@ -342,7 +342,7 @@ def ropes_by_layer(
     return full_rope, window_rope
 
 
-def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
+def _merge_full_settings(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
     """Merge the settings of layers with full attention: ``rope_scaling`` overrides
     ``rope_parameters``.
     """

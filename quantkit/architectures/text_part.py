@@ -171,7 +171,7 @@ def text_family(raw: Mapping[str, Any]) -> str | None:
     if there is none.
     """
     has_text_settings = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
-    if not has_text_settings or _whole(raw) is None:
+    if not has_text_settings or _find_rule(raw) is None:
         return None
     text = _TEXTS.get(_kind(raw))
     if text is None:
@@ -187,7 +187,7 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
         UnsupportedError: if its attention is not causal.
         CheckpointError: if a size that others follow from is invalid.
     """
-    part_values = _text(raw)
+    part_values = _find_text_settings(raw)
     text = _TEXTS[_kind(raw)]
     if part_values.get("use_bidirectional_attention"):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
@@ -298,7 +298,7 @@ def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
     """Return whether the head of a text part is its embedding: by config.json, as transformers
     reads it, if none is stored.
     """
-    whole = _whole(raw)
+    whole = _find_rule(raw)
     assert whole is not None
     rule = whole[1]
     if names.head is not None:
@@ -307,17 +307,17 @@ def is_tied(raw: Mapping[str, Any], names: TextNames) -> bool:
         return True
     if rule == "by default":
         return raw.get(_TIED) is None
-    return rule == "if either states it" and _text(raw).get(_TIED) is True
+    return rule == "if either states it" and _find_text_settings(raw).get(_TIED) is True
 
 
-def _whole(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
+def _find_rule(raw: Mapping[str, Any]) -> tuple[str, _Tied] | None:
     kind = raw.get(_KIND)
     if isinstance(kind, str):
         return _WHOLES.get(kind)
     return None
 
 
-def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     part_values = raw.get(_PART)
     if isinstance(part_values, dict):
         return part_values
@@ -327,10 +327,10 @@ def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _kind(raw: Mapping[str, Any]) -> str:
     """Return the ``model_type`` of the text part, or the default of the whole model's type."""
-    kind = _text(raw).get(_KIND)
+    kind = _find_text_settings(raw).get(_KIND)
     if kind:
         return str(kind)
-    whole = _whole(raw)
+    whole = _find_rule(raw)
     return whole[0] if whole else ""
 
 

@@ -165,7 +165,7 @@ class InputGroup:
         return self.linears[0].dims[0] == "hidden"
 
 
-def sizes(config: ModelConfig) -> dict[str, int]:
+def compute_sizes(config: ModelConfig) -> dict[str, int]:
     """Compute the numbers behind the names in `dims`."""
     counts = {
         "vocab": config.vocab_size,
@@ -222,8 +222,8 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
 def parameters(config: ModelConfig) -> list[Parameter]:
     """List every tensor of a model, layer by layer, in the order of files."""
     if config.tensors is not None:
-        return [_opaque(tensor) for tensor in config.tensors]
-    counts = sizes(config)
+        return [_describe_opaque(tensor) for tensor in config.tensors]
+    counts = compute_sizes(config)
     tensors = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
     # Computed once for equal layers.
     items: dict[LayerConfig, list[Item]] = {}
@@ -260,7 +260,7 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
     return columns
 
 
-def kept_unless_named(config: ModelConfig) -> frozenset[str]:
+def collect_default_floats(config: ModelConfig) -> frozenset[str]:
     """Collect the linear modules that stay floats unless a recipe names them: output heads; in a
     model of unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
     """
@@ -330,7 +330,7 @@ def layer_kinds(config: ModelConfig) -> dict[int, int]:
     return repeats
 
 
-def head_layers(config: ModelConfig) -> int:
+def count_head_layers(config: ModelConfig) -> int:
     """Count the layers with as many weights as the output head, at least one: progress is reported
     in layers, and with a vocabulary of 262,144 the head of a small model takes longer than all its
     blocks.
@@ -342,7 +342,7 @@ def head_layers(config: ModelConfig) -> int:
             if tensor.layer is not None:
                 block_weights += math.prod(tensor.shape)
     else:
-        counts = sizes(config)
+        counts = compute_sizes(config)
         for layer, repeats in layer_kinds(config).items():
             for group in input_groups(config, layer):
                 # An expert computes only the tokens that the router sends to it.
@@ -461,7 +461,7 @@ def _parameters(
         yield Parameter(item.role, module, leaf, dims, shape, layer, expert, linear)
 
 
-def _opaque(tensor: OpaqueTensor) -> Parameter:
+def _describe_opaque(tensor: OpaqueTensor) -> Parameter:
     """Describe a tensor of a model of unknown architecture: a linear's weight, or one that is
     copied unchanged.
     """

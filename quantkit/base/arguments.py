@@ -102,7 +102,7 @@ def as_strings(name: str, value: object) -> list[str]:
     # A string is itself a collection of strings.
     if isinstance(value, str):
         return [value]
-    items = _several(name, value, "a string")
+    items = _require_several(name, value, "a string")
     return [as_string(name, item) for item in items]
 
 
@@ -137,17 +137,17 @@ def as_paths(name: str, value: object, *, hint: str | None = None) -> list[Path]
     """Convert one path, or a collection of them, to a list."""
     if isinstance(value, str | os.PathLike):
         return [as_path(name, value, hint=hint)]
-    items = _several(name, value, "a path")
+    items = _require_several(name, value, "a path")
     return [as_path(name, item, hint=hint) for item in items]
 
 
-def _several(name: str, value: object, kind: str) -> Iterable[object]:
+def _require_several(name: str, value: object, kind: str) -> Iterable[object]:
     if not is_several(value):
         raise wrong_type(name, value, f"{kind}, or several in a list")
     return value
 
 
-def token_rows(value: object) -> list[list[int]]:
+def as_token_rows(value: object) -> list[list[int]]:
     """Convert token ids in a list or array, [T] or [B, T], to B rows. Raises `TypeError` for
     anything else, and for a collection without an order.
     """

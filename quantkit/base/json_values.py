@@ -50,7 +50,7 @@ def parse_object(text: str, path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
-    if depth(value) > MAX_DEPTH:
+    if measure_depth(value) > MAX_DEPTH:
         raise CheckpointError(
             "holds lists or objects nested too deep",
             path=path,
@@ -74,7 +74,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     settings = read_json(path)
     for key, setting in settings.items():
-        for value in within(setting):
+        for value in collect_values(setting):
             if isinstance(value, float) and not math.isfinite(value):
                 raise CheckpointError(
                     f"'{key}' holds a number that is not finite",
@@ -264,7 +264,7 @@ def format_value(value: object) -> str:
     return text[:_SHOWN] + " ..."
 
 
-def printable(text: str, keep: str = "") -> str:
+def spell_control_characters(text: str, keep: str = "") -> str:
     """Spell control characters, which could drive a terminal, such as ``\\x1b``, except those in
     `keep`; also halves of surrogate pairs, which cannot be encoded.
     """
@@ -279,14 +279,14 @@ def printable(text: str, keep: str = "") -> str:
     return _CONTROL.sub(spell, text)
 
 
-def finite(value: object) -> Any:
+def replace_non_finite(value: object) -> Any:
     """Convert a value to what JSON can hold: NaN and infinite numbers become None, tuples become
     lists.
     """
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_non_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -296,12 +296,12 @@ def finite(value: object) -> Any:
 _MAX_FLOAT32 = (2 - 2**-24) * 2.0**127
 
 
-def shortest(value: Any) -> Any:
+def shorten_float32(value: Any) -> Any:
     """Replace a number that was stored as float32 by the shortest decimal that rounds to it; leave
     any other value unchanged.
     """
     if isinstance(value, list):
-        return [shortest(item) for item in value]
+        return [shorten_float32(item) for item in value]
     if not isinstance(value, float):
         return value
     try:
@@ -320,7 +320,7 @@ def shortest(value: Any) -> Any:
     return value
 
 
-def within(value: object) -> list[object]:
+def collect_values(value: object) -> list[object]:
     """Collect a value and, for lists and objects, everything inside."""
     values = [value]
     # The loop also visits what it appends. Recursion would fail on deep nesting.
@@ -332,7 +332,7 @@ def within(value: object) -> list[object]:
     return values
 
 
-def depth(value: object) -> int:
+def measure_depth(value: object) -> int:
     """Count the levels of nested lists and objects."""
     levels = 0
     items = [value]

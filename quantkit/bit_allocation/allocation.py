@@ -105,11 +105,11 @@ def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
     members: dict[int, list[Parameter]] = {}
     for parameter in linears:
         members.setdefault(id(groups[parameter.module]), []).append(parameter)
-    result: list[Unit] = []
+    grouped_units: list[Unit] = []
     for unit_parameters in members.values():
         layer = unit_parameters[0].layer or 0
-        result.append(Unit(layer, _name(unit_parameters), tuple(unit_parameters)))
-    return result
+        grouped_units.append(Unit(layer, _name(unit_parameters), tuple(unit_parameters)))
+    return grouped_units
 
 
 def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[str]]:
@@ -268,7 +268,7 @@ class Allocation:
         return Recipe(QuantScheme.parse(default), (*overrides, *requested_overrides))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest's entry."""
+        """Write the manifest's entry."""
         return {
             **self.target.to_json(),
             "bits_per_weight": self.bits,

@@ -31,7 +31,7 @@ from quantkit.bit_allocation.losses import estimate_losses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, codec_of
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, choose_codec
 from quantkit.formats.codecs.compressed_weights import SHAPE
 from quantkit.formats.codecs.ggml import BlockType
 from quantkit.formats.codecs.gptq_zeros import G_IDX
@@ -147,7 +147,7 @@ class Fit:
         sizes: list[int] = []
         for scheme in CANDIDATES:
             # The codec decides first: only its schemes have a size in the format.
-            if isinstance(codec_of(self.codes, scheme), Reason):
+            if isinstance(choose_codec(self.codes, scheme), Reason):
                 continue
             if _fits_rows(scheme, unit):
                 schemes.append(scheme)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import head_layers, input_groups, layer_kinds
+from quantkit.architectures.topology import count_head_layers, input_groups, layer_kinds
 from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, Stretches, in_phase, silent
@@ -165,7 +165,7 @@ def estimate_losses(
     passes = FisherPasses(source, local_samples, len(local_gradient_samples), device)
     errors: dict[str, RowErrors] = {}
     layers = config.num_layers
-    head = TURN * head_layers(config)
+    head = TURN * count_head_layers(config)
     # The forward and the backward pass visit each layer once.
     total = 2 * layers + head
     for layer in range(layers):

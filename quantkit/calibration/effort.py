@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor
-from quantkit.architectures.topology import input_groups, layer_kinds, sizes
+from quantkit.architectures.topology import compute_sizes, input_groups, layer_kinds
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 EffortName = Literal["quick", "default", "thorough"]
@@ -144,7 +144,7 @@ def groups_of(config: ModelConfig, layer: int) -> list[Group]:
             if _is_solved(tensor, layer):
                 result.append(_alone(tensor.module, tensor.shape))
         return result
-    counts = sizes(config)
+    counts = compute_sizes(config)
     experts = config.experts
     groups: list[Group] = []
     for group in input_groups(config, layer):

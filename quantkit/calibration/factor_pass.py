@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.topology import InputGroup, head_layers, input_groups
+from quantkit.architectures.topology import InputGroup, count_head_layers, input_groups
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
@@ -60,7 +60,7 @@ def measure_factors(
     layers = source.config.num_layers
     share = group.share(len(samples))
     passes = FisherPasses(source, samples[share], len(samples[share]), device, store=store)
-    head = TURN * head_layers(source.config)
+    head = TURN * count_head_layers(source.config)
     total = 2 * layers - first_layer + head
     for layer in range(layers):
         progress(GRADIENTS, layer, total, "layers")

@@ -22,7 +22,7 @@ from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.streams import embed_batches, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
-from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
+from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init, require_floats
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 
@@ -104,7 +104,7 @@ class FisherPasses:
         NaN and Inf.
         """
         following = ("model.norm.weight", resolve_stored_name(self._source, "lm_head.weight"))
-        weights = (floats_of(self._source.load(name)) for name in following)
+        weights = (require_floats(self._source.load(name)) for name in following)
         return all(map(all_finite, self._states)) and all(map(all_finite, weights))
 
     def turn(self, first: int, progress: Progress = silent) -> None:
@@ -120,7 +120,9 @@ class FisherPasses:
         norm.weight = float_parameter(
             self._source, "model.norm.weight", torch.device("cpu"), torch.float32
         )
-        head = floats_of(self._source.load(resolve_stored_name(self._source, "lm_head.weight")))
+        head = require_floats(
+            self._source.load(resolve_stored_name(self._source, "lm_head.weight"))
+        )
         done = 0
         total = sum(states.shape[0] * states.shape[1] for states in self._states)
 

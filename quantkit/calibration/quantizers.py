@@ -42,8 +42,8 @@ from quantkit.formats.folders_encoder import in_folder
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.model.cache_rounding import CacheMaxima
-from quantkit.model.column_kernels import column_kernels
-from quantkit.model.load import floats_of
+from quantkit.model.column_kernels import select_column_kernels
+from quantkit.model.load import require_floats
 from quantkit.model.shared_scales import SharedScales
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
@@ -110,7 +110,7 @@ class RtnQuantizer:
     cache_sample: Callable[[], Tensor] | None = None
     shared: SharedScales | None = None
     progress: Progress = silent
-    kernels_of: Callable[[torch.device], ColumnKernels] = column_kernels
+    kernels_of: Callable[[torch.device], ColumnKernels] = select_column_kernels
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
     _scales: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -189,7 +189,7 @@ class RtnQuantizer:
             return self._check_result(
                 spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec)
             )
-        weight = floats_of(self.source.load(spec.name))
+        weight = require_floats(self.source.load(spec.name))
         path = self.source.path
         if spec.scheme is None:
             return (
@@ -233,7 +233,7 @@ class RtnQuantizer:
         for spec in block.tensors:
             if is_scale(spec.name):
                 continue
-            value = floats_of(self.source.load(spec.name))
+            value = require_floats(self.source.load(spec.name))
             cast_finite(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
 
@@ -350,8 +350,8 @@ class GptqQuantizer(RtnQuantizer):
         scheme = self.schemes.get(EMBEDDING)
         if scheme is None or scheme.bits >= _EXACT_BITS:
             return None
-        weight = floats_of(self.source.load(f"{EMBEDDING}.weight"))
-        return round_to_nearest(weight, scheme, torch.float16, column_kernels)[0]
+        weight = require_floats(self.source.load(f"{EMBEDDING}.weight"))
+        return round_to_nearest(weight, scheme, torch.float16, select_column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         if block.layer is None or block.layer >= self._stop:

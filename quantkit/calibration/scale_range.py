@@ -17,9 +17,9 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.codecs.table import NATIVE
-from quantkit.model.load import floats_of
+from quantkit.model.load import require_floats
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, relative_error
@@ -63,7 +63,7 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     has_small_scales = False
     for spec in {spec.name: spec for spec in specs if spec.dtype is DType.FLOAT16}.values():
         assert spec.scheme is not None
-        weight = floats_of(source.load(spec.name)).flatten(0, -2)
+        weight = require_floats(source.load(spec.name)).flatten(0, -2)
         # A small weight of float16 has smaller scales.
         _require_stored_scales(weight, spec, spec.scheme, source)
         if spec.scheme.scales is Scales.FLOATS:
@@ -94,7 +94,7 @@ def scale_out_of_range(
         ways = ["leave the scheme of the embedding out"]
     if dtype is DType.FLOAT16 and source.config.dtype != DType.FLOAT16:
         way = Message(Option("to", value=NATIVE.name))
-        if scheme is not None and isinstance(codec_of(NATIVE, scheme), Reason):
+        if scheme is not None and isinstance(choose_codec(NATIVE, scheme), Reason):
             # Such as for K-quants, which GGUF alone has.
             way += Message(" with ", Option("scheme", value=_NATIVE_SCHEME))
         ways.append(Message(way, f" stores scales in {source.config.dtype}"))

@@ -197,7 +197,7 @@ class ProcessGroup:
                 raise GroupError("the first process failed", hint="its own message says why")
             return pickle.loads(bytes.fromhex(store.get(key).decode()))
         except RuntimeError as error:
-            raise _lost() from error
+            raise _make_lost_error() from error
 
     def _next_message(self) -> str:
         """Count a message, and return its key; each process counts on its own."""
@@ -244,7 +244,7 @@ class ProcessGroup:
             store.add(_RECEIVED, 1)
             return int(store.get(_ENDED))
         except RuntimeError as error:
-            raise _lost() from error
+            raise _make_lost_error() from error
 
     def leave(self) -> None:
         """Announce that this process will not wait for the end of rank 0."""
@@ -284,7 +284,7 @@ def join_processes(device: str | None = None) -> Iterator[ProcessGroup]:
         yield SINGLE
         return
     with lost_as_error():
-        yield _begun(device)
+        yield _init_process_group(device)
     # Not after an error: NCCL would wait for the processes that are lost.
     dist.destroy_process_group()
 
@@ -303,7 +303,7 @@ def join_until_exit(device: str | torch.device | None = None) -> ProcessGroup:
         return SINGLE
     if not dist.is_initialized():
         with lost_as_error():
-            group = _begun(device)
+            group = _init_process_group(device)
         atexit.register(_end)
         return group
     return _group(_select_device(device), None)
@@ -317,7 +317,7 @@ def lost_as_error() -> Iterator[None]:
     except RuntimeError as error:
         # Torch has no separate exception for it.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise _lost() from error
+            raise _make_lost_error() from error
         raise
 
 
@@ -328,7 +328,7 @@ def count_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _begun(device: str | torch.device | None) -> ProcessGroup:
+def _init_process_group(device: str | torch.device | None) -> ProcessGroup:
     selected_device = _select_device(device)
     store, rank, size = next(rendezvous("env://"))
     if selected_device.type == "cuda":
@@ -384,7 +384,7 @@ def _poll(done: Callable[[], bool], patience: float = math.inf) -> bool:
     return True
 
 
-def _lost() -> GroupError:
+def _make_lost_error() -> GroupError:
     return GroupError("another process was lost", hint="its own message or exit code says why")
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import Parameter, parameters, sizes
+from quantkit.architectures.topology import Parameter, compute_sizes, parameters
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.source import SourceFile
@@ -122,7 +122,7 @@ def split_model(
         if parameter.split_axis is not None:
             split[parameter.dims[parameter.split_axis]] = parameter.name
     widths: dict[str, tuple[int, int]] = {}
-    for name, split_width in sizes(config).items():
+    for name, split_width in compute_sizes(config).items():
         if name in _WIDTHS and name in split:
             downs = [p for p in model_parameters if p.dims == ("hidden", name)]
             widths[name] = _inner_range(name, split_width, downs, schemes, rank, size)

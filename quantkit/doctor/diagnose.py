@@ -23,7 +23,7 @@ from quantkit.doctor.findings import (
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.located import locate_model, require_there
+from quantkit.files.located import locate_existing_model, locate_model
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import require_finished
 
@@ -95,7 +95,7 @@ def diagnose(
     else:
         source = as_path("against", against)
     if source is not None:
-        require_finished(require_there(source), manifest.NAME)
+        require_finished(locate_existing_model(source), manifest.NAME)
     checks = _Checks(folder, runtime, tp, deep)
     # The order matters: the model is loaded, and then run, only if no check before found an error.
     findings = list(checks.check_headers())

@@ -16,10 +16,10 @@ from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.gguf_io import GgufHeader, read_header
 from quantkit.files.gguf_types import split_name, split_stem
-from quantkit.files.located import require_there
+from quantkit.files.located import locate_existing_model
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.containers.hf_files import index_path
-from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
+from quantkit.formats.containers.hf_settings import SETTINGS, find_settings
 from quantkit.formats.output.destination import MANIFEST
 from quantkit.formats.output.staging import require_finished
 
@@ -69,7 +69,7 @@ class Folder(SideFiles):
         A path with nothing there, or a file without weights, is a `RequestError`; a partial folder
         of an interrupted run is a `CheckpointError`.
         """
-        model_path = require_there(path)
+        model_path = locate_existing_model(path)
         require_finished(model_path, MANIFEST)
         self.problems: list[tuple[Path, QuantkitError]] = []
         self.stray: list[Path] = []
@@ -93,7 +93,7 @@ class Folder(SideFiles):
         if model_path.is_dir() and path_of_config.is_file():
             config = self._read(lambda: read_settings(path_of_config), root)
         super().__init__(path, root, names, kind="", config=config)
-        settings = self._read(lambda: settings_in(self.config, root), root).get(SETTINGS)
+        settings = self._read(lambda: find_settings(self.config, root), root).get(SETTINGS)
         self.settings: Mapping[str, Any] | None = settings if isinstance(settings, dict) else None
         self.kind, self.listed = self._find_weights(model_path)
         for weights_path in self.listed[:_MAX_FILES]:

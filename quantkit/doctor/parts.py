@@ -48,7 +48,7 @@ def check(view: View) -> Iterator[Finding]:
     if view.stored and view.folder.complete:
         yield from _check_dropped_prediction(view)
         yield from _check_dropped_towers(view)
-        yield from _not_ignored(view)
+        yield from _check_ignored_linears(view)
     for module, coded in view.coded.items():
         if coded.layout is not None and view.hints.is_tower(module):
             yield finding("quantized-tower", module, coded.title)
@@ -98,7 +98,7 @@ def _check_dropped_towers(view: View) -> Iterator[Finding]:
             yield finding("dropped-tower", CONFIG, f"{key}, and no tensor with such a name")
 
 
-def _not_ignored(view: View) -> Iterator[Finding]:
+def _check_ignored_linears(view: View) -> Iterator[Finding]:
     """Find linears of layers that predict further tokens that are stored as floats, and that
     runtimes would build as quantized ones; and names in the config of such layers that no module
     has.
@@ -204,7 +204,7 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
     # Modules in which a fused linear is stored in place of those that a config may name.
     parents_of_fused: set[str] = set()
     for module in extra_modules:
-        root = _root(module, raw)
+        root = _find_layer_prefix(module, raw)
         if root:
             roots.add(root)
         parent, _, last = module.rpartition(".")
@@ -216,12 +216,12 @@ def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> l
         parent, _, last = name.rpartition(".")
         if name.startswith("re:") or last not in single_linears or parent in parents_of_fused:
             continue
-        if name not in stored_names and _root(name, raw) in roots:
+        if name not in stored_names and _find_layer_prefix(name, raw) in roots:
             result.append(name)
     return result
 
 
-def _root(module: str, raw: Mapping[str, Any]) -> str:
+def _find_layer_prefix(module: str, raw: Mapping[str, Any]) -> str:
     """Find the shortest prefix of a module's name that is in such a layer; empty if there is
     none.
     """

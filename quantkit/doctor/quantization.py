@@ -65,7 +65,7 @@ def check(view: View, tp: int) -> Iterator[Finding]:
     for module in dict.fromkeys([*view.linears, *view.coded]):
         yield from _module(view, module)
     yield from _check_fused_schemes(view)
-    yield from _split(view, tp)
+    yield from _check_tensor_parallelism(view, tp)
 
 
 def _module(view: View, module: str) -> Iterator[Finding]:
@@ -74,7 +74,7 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     coded = view.coded.get(module)
     if coded is None:
         floats = f"{module}.weight" in view.stored
-        if claim is not None and view.claims.certain and floats and _is_meant(view, module):
+        if claim is not None and view.claims.certain and floats and _is_claimed(view, module):
             if claim.layout is None:
                 title = "quantized"
             else:
@@ -195,7 +195,7 @@ def _embedding_is_read(view: View, coded: Description) -> bool:
     return not tied and isinstance(view.method, CompressedTensors) and coded.layout is INT8
 
 
-def _is_meant(view: View, module: str) -> bool:
+def _is_claimed(view: View, module: str) -> bool:
     """Return whether a config that lists no modules includes one: in an unknown family, if the same
     module of most layers is quantized.
     """
@@ -258,7 +258,7 @@ def _shorten_name(module: str) -> str:
     return ".".join(module.split(".")[-2:])
 
 
-def _split(view: View, tp: int) -> Iterator[Finding]:
+def _check_tensor_parallelism(view: View, tp: int) -> Iterator[Finding]:
     """Find widths and groups that the degree of tensor parallelism does not divide."""
     config = view.config
     if tp == 1 or config is None or not view.has_known_tensors:
@@ -356,24 +356,24 @@ def check_cache(view: View) -> Iterator[Finding]:
                 f"found {', '.join(layer_scales) or 'none'}, expected scales of keys and values",
             )
     if folder.complete and kv_cache.needs_zero_points(scheme):
-        for layer, part in kv_cache.without_zero_points(tensors, layers):
+        for layer, part in kv_cache.find_missing_zero_points(tensors, layers):
             yield finding("kv-no-zero-points", f"layer {layer}", f"found none of its {part}")
     if view.config is None:
         heads = (0, 0)
     else:
         heads = (view.config.num_heads, view.config.num_kv_heads)
     for name, entry in tensors.items():
-        count = kv_cache.misfit(entry, view.stored[name], scheme, *heads)
+        count = kv_cache.find_expected_count(entry, view.stored[name], scheme, *heads)
         if count is not None:
             yield finding(
                 "kv-scale-shape",
                 name,
                 f"found {list(view.stored[name].shape)}, expected {count} elements",
             )
-        yield from _cache_value(view, name, entry)
+        yield from _check_cache_value(view, name, entry)
 
 
-def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator[Finding]:
+def _check_cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator[Finding]:
     tensor = view.stored[name]
     is_scale = entry.kind == "scale"
     if tensor.dtype not in kv_cache.TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_READ_BYTES:
@@ -402,11 +402,11 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
     above: dict[str, float] = {}
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
-        if claim is None or claim.bits not in (4, 8) or not _is_whole(coded):
+        if claim is None or claim.bits not in (4, 8) or not _has_packed_zeros(coded):
             continue
         if claim.symmetric and coded.layout is GPTQ and (deep or sampled < _SAMPLED):
             sampled += 1
-            yield from _constant(view, coded, claim.bits)
+            yield from _check_symmetric_zeros(view, coded, claim.bits)
         elif (
             deep
             and claim.bits == _BITS
@@ -416,7 +416,7 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
         ):
             # Reported by rules about values.
             with contextlib.suppress(CheckpointError):
-                codes, zeros = _words(coded)
+                codes, zeros = _find_packed_tensors(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     expected = _read_zero_point_offset(view)
     # quantkit copies the zero points of its source, of whichever version.
@@ -428,11 +428,11 @@ def check_zero_points(view: View, *, deep: bool) -> Iterator[Finding]:
             message = (
                 f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
             )
-            _, zeros = _words(view.coded[module])
+            _, zeros = _find_packed_tensors(view.coded[module])
             yield finding("zero-version", zeros.name, message)
 
 
-def _is_whole(coded: Description) -> bool:
+def _has_packed_zeros(coded: Description) -> bool:
     """Return whether there are packed codes and zero points, in words."""
     # A layout without zero points has nothing to compare, and is skipped later.
     if coded.layout is None or not coded.layout.zeros:
@@ -456,7 +456,7 @@ def _read_zero_point_offset(view: View) -> int:
     return 0
 
 
-def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
+def _check_symmetric_zeros(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     """Check symmetric zero points, which are all the same."""
     tensor = coded.tensors[QZEROS]
     if tensor.nbytes > _MAX_READ_BYTES:
@@ -482,7 +482,7 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
         )
 
 
-def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
+def _find_packed_tensors(coded: Description) -> tuple[StoredTensor, StoredTensor]:
     assert coded.layout is not None
     return coded.tensors[coded.layout.codes], coded.tensors[coded.layout.zeros]
 

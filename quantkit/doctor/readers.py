@@ -117,7 +117,7 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
     if claim is None:
         return
     if runtime == "vllm" and coded.layout in _VLLM_BITS:
-        yield from _vllm(coded, claim)
+        yield from _check_vllm_module(coded, claim)
     if runtime == "transformers" and coded.layout is PACKED_CODES and claim.symmetric is False:
         yield finding("packed-zeros", module, "asymmetric")
     if runtime == "mlx" and coded.layout in (GPTQ, AWQ):
@@ -129,7 +129,7 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
             yield finding("column-groups", module, "has g_idx")
 
 
-def _vllm(coded: Description, claim: Claim) -> Iterator[Finding]:
+def _check_vllm_module(coded: Description, claim: Claim) -> Iterator[Finding]:
     module = coded.module
     layout = coded.layout
     assert layout is not None

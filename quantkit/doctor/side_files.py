@@ -15,7 +15,7 @@ from typing import Any
 from quantkit.base.json_values import read_json, require_json, require_plain_file
 from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.errors import CheckpointError
-from quantkit.files.links import outside_target
+from quantkit.files.links import find_outside_target
 from quantkit.formats.folder import LICENSES, SIDE_FILES, SIDE_SUFFIXES
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES, ChatTemplate
 from quantkit.text.sentencepiece_file import read_sentencepiece
@@ -153,7 +153,7 @@ def _read_side_file(path: Path) -> None:
 def check_links(side: SideFiles) -> Iterator[Finding]:
     """Find links that lead out of the folder, which jobs do not follow."""
     for path in list_copyable_files(side):
-        target = outside_target(path, side.root)
+        target = find_outside_target(path, side.root)
         if target is not None:
             yield finding(
                 "link-outside", path.relative_to(side.root).as_posix(), f"leads to {target}"

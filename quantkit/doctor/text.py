@@ -50,7 +50,7 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
     yield from check_contents(folder, carried)
     count = None
     try:
-        vocabulary = _vocabulary(folder)
+        vocabulary = _read_vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
             # The library may count fewer tokens than the ids that the file lists.
             listed_count = max((vocabulary or {}).values(), default=-1) + 1
@@ -70,16 +70,16 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
         else:
             rule = "tokenizer-too-small"
         yield finding(rule, "tokenizer", f"{count} tokens, {rows} rows")
-    yield from _generation(folder)
-    yield from _special(folder, rows, vocabulary)
-    yield from _templates(folder)
+    yield from _check_generation(folder)
+    yield from _check_special(folder, rows, vocabulary)
+    yield from _check_templates(folder)
 
 
 def _is_instruct(folder: SideFiles) -> bool:
     """Return whether a model's names say that it is an instruct model."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
-        head = _begins(folder.root / "README.md").decode("utf-8", "replace")
+        head = _read_beginning(folder.root / "README.md").decode("utf-8", "replace")
         names += _find_base_models(head)
     # The name of an owner, before the slash, says nothing of the model.
     model_names = [name.rpartition("/")[2] for name in names if isinstance(name, str)]
@@ -100,7 +100,7 @@ def _find_base_models(readme: str) -> list[str]:
     return names
 
 
-def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
+def _read_vocabulary(folder: SideFiles) -> dict[str, int] | None:
     """Read the ids of the tokens in tokenizer.json; None if there is no such file."""
     content = folder.side_json("tokenizer.json")
     # Only to find it damaged, which is reported as a fault of the tokenizer.
@@ -137,7 +137,7 @@ def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
     return {**vocabulary, **added_ids}
 
 
-def _begins(path: Path) -> bytes:
+def _read_beginning(path: Path) -> bytes:
     """Read the first bytes of a file; none if it cannot be read."""
     try:
         if not path.is_file():
@@ -148,7 +148,7 @@ def _begins(path: Path) -> bytes:
         return b""
 
 
-def _generation(folder: SideFiles) -> Iterator[Finding]:
+def _check_generation(folder: SideFiles) -> Iterator[Finding]:
     if GENERATION not in folder.names:
         if folder.kind != "meta" and _is_instruct(folder):
             yield finding(
@@ -161,14 +161,14 @@ def _generation(folder: SideFiles) -> Iterator[Finding]:
         yield finding("bad-generation-config", GENERATION, describe(error))
 
 
-def _special(
+def _check_special(
     folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] | None
 ) -> Iterator[Finding]:
     # Multimodal models have ids of tokens in text_config or outside it; the outer ones win.
     text_config = folder.config.get("text_config")
     config = {**(text_config if isinstance(text_config, dict) else {}), **folder.config}
     ends: set[int] = set()
-    for file, settings in ((CONFIG, config), (GENERATION, _lenient(folder, GENERATION))):
+    for file, settings in ((CONFIG, config), (GENERATION, _read_or_empty(folder, GENERATION))):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ids = settings.get(key)
             if not isinstance(ids, list):
@@ -225,14 +225,16 @@ def _special(
         yield finding("end-tokens", "tokenizer_config.json", message)
 
 
-def _templates(folder: SideFiles) -> Iterator[Finding]:
+def _check_templates(folder: SideFiles) -> Iterator[Finding]:
     try:
         templates = ChatTemplates(folder.root)
         for name in templates.sources:
             templates.choose(name)
     except (QuantkitError, OSError) as error:
         # The tokenizer's rule reports a tokenizer_config.json that is damaged as JSON.
-        if "tokenizer_config" not in _place(error) or _lenient(folder, "tokenizer_config.json"):
+        if "tokenizer_config" not in _place(error) or _read_or_empty(
+            folder, "tokenizer_config.json"
+        ):
             yield finding("damaged-template", _place(error), describe(error))
         return
     has_tokenizer = any(name in folder.names for name in _FILES)
@@ -246,8 +248,8 @@ def _read_added_tokens(folder: SideFiles) -> set[str]:
     tokenizer.json.
     """
     # A mapping of tokens to ids.
-    spellings = set(_lenient(folder, "added_tokens.json"))
-    decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    spellings = set(_read_or_empty(folder, "added_tokens.json"))
+    decoder = _read_or_empty(folder, "tokenizer_config.json").get("added_tokens_decoder")
     if not isinstance(decoder, dict):
         return spellings
     for token in decoder.values():
@@ -256,7 +258,7 @@ def _read_added_tokens(folder: SideFiles) -> set[str]:
     return spellings
 
 
-def _lenient(folder: SideFiles, name: str) -> dict[str, Any]:
+def _read_or_empty(folder: SideFiles, name: str) -> dict[str, Any]:
     """Read a JSON file; empty if it is damaged, which other rules report."""
     try:
         return folder.side_json(name) or {}

@@ -127,7 +127,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
     result: list[Finding] = []
     scales: dict[str, list[tuple[str, float]]] = {}
     sizes: dict[str, float] = {}
-    listed = _parts(folder, view)
+    listed = _list_parts(folder, view)
     for index, part in enumerate(listed):
         progress("weights", index, len(listed), "tensors")
         facts = _Facts()
@@ -270,7 +270,7 @@ class _Part:
     signed_matters: bool = False
 
 
-def _parts(folder: Folder, view: View | None) -> list[_Part]:
+def _list_parts(folder: Folder, view: View | None) -> list[_Part]:
     """List all tensors of a folder or file."""
     if folder.kind == "gguf":
         parts: list[_Part] = []
@@ -288,11 +288,11 @@ def _parts(folder: Folder, view: View | None) -> list[_Part]:
     for name, tensor in folder.stored.items():
         if tensor.dtype in _OPAQUE:
             continue
-        kind, layout = quantized.get(name, (_kind(name, tensor, offset), None))
+        kind, layout = quantized.get(name, (_infer_kind(name, tensor, offset), None))
         # Scales as integers are exponents, of which any value is valid.
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
             kind = "other"
-        read = partial(_pieces, folder.homes[name], name)
+        read = partial(_read_pieces, folder.homes[name], name)
         result.append(_Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
     return result
 
@@ -305,7 +305,7 @@ def _coded_kind(suffix: str) -> str:
     return "other"
 
 
-def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
+def _infer_kind(name: str, tensor: StoredTensor, offset: bool) -> str:
     """Infer the kind of a tensor that is not part of a quantized weight; with `offset`, norms may
     be stored less 1.
     """
@@ -320,7 +320,7 @@ def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
     return "weight"
 
 
-def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
+def _read_pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
     if not file.tensors[name].shape:
         yield _to_comparable(file.read(name))
         return

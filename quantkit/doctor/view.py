@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, found_tensors
+from quantkit.architectures.disk import DiskTensor, match_stored_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import Hints, infer_roles_by_name, opaque_config
 from quantkit.architectures.names import is_embedding
@@ -185,7 +185,7 @@ class View:
             return {}
         shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         try:
-            tensors = found_tensors(self.config, shapes, self.folder.root)
+            tensors = match_stored_tensors(self.config, shapes, self.folder.root)
         except CheckpointError as error:
             self.problem = error
             return {}

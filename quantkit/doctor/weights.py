@@ -51,11 +51,11 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         yield from check_links(folder)
     listed = set(folder.listed)
     for path, error in folder.problems:
-        yield _unreadable(folder, path, error, is_listed=path in listed)
+        yield _describe_unreadable(folder, path, error, is_listed=path in listed)
     if folder.kind in ("safetensors", "bin") and CONFIG not in folder.names:
         yield finding("no-config", CONFIG, "nothing says what the model is")
     if folder.index is not None:
-        yield from _index(folder)
+        yield from _check_index(folder)
     else:
         for name, (first, second) in folder.twice.items():
             yield finding("tensor-twice", name, f"in {first} and in {second}")
@@ -109,7 +109,9 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
     return source is not None, []
 
 
-def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
+def _describe_unreadable(
+    folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool
+) -> Finding:
     name = path.name
     problem = error.problem
     message = describe(error)
@@ -133,7 +135,7 @@ def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: 
     return finding("truncated-file" if "truncated" in problem else "damaged-file", name, message)
 
 
-def _index(folder: Folder) -> Iterator[Finding]:
+def _check_index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
     if not folder.index_has_metadata:
         # transformers 5 reads the key unconditionally, and raises a KeyError.
@@ -189,9 +191,9 @@ def check(view: View) -> Iterator[Finding]:
         else:
             yield finding("bad-config", CONFIG, message)
     if view.has_known_tensors:
-        yield from _missing(view)
-        yield from _extra(view)
-        yield from _shapes(view)
+        yield from _check_missing(view)
+        yield from _check_extra(view)
+        yield from _check_shapes(view)
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
@@ -211,7 +213,7 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
         yield finding("not-read-here", folder.path.name, str(error))
 
 
-def _missing(view: View) -> Iterator[Finding]:
+def _check_missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
         # Another rule checks that the codes are complete.
         coded = name.removesuffix(".weight") in view.coded
@@ -237,7 +239,7 @@ def _stores_tied_head(view: View) -> bool:
     )
 
 
-def _extra(view: View) -> Iterator[Finding]:
+def _check_extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     predicts = any(raw.get(key) for key in PREDICTION)
     owners: dict[str, str] = {}
@@ -269,7 +271,7 @@ def _extra(view: View) -> Iterator[Finding]:
         )
 
 
-def _shapes(view: View) -> Iterator[Finding]:
+def _check_shapes(view: View) -> Iterator[Finding]:
     rows = view.rows_of_embedding()
     for name, tensor in view.expected.items():
         stored = view.stored.get(name)

@@ -106,7 +106,7 @@ def read_header(path: Path) -> GgufHeader:
             cursor.fail(f"a metadata key is {key!r:.80}")
         if key in metadata:
             cursor.fail(f"the metadata key '{key:.80}' comes twice")
-        metadata[key] = cursor.value(key)
+        metadata[key] = cursor.read_value(key)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not _is_valid_alignment(alignment):
         raise CheckpointError(
@@ -121,7 +121,7 @@ def read_header(path: Path) -> GgufHeader:
     entries = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
     data_start = _align_up(cursor.position, alignment)
     tensors = _resolve_offsets(entries, data_start, alignment, cursor)
-    return GgufHeader(source, alignment, metadata, tensors, _split(metadata, path))
+    return GgufHeader(source, alignment, metadata, tensors, _read_split(metadata, path))
 
 
 def _is_valid_alignment(alignment: Any) -> bool:
@@ -209,7 +209,7 @@ class _Cursor:
                 f"at most {remaining} bytes",
             )
 
-    def take(self, count: int, description: str) -> int:
+    def advance(self, count: int, description: str) -> int:
         """Advance by `count` bytes, and return the offset at which they begin in the current piece,
         which has them all.
         """
@@ -224,19 +224,19 @@ class _Cursor:
         return offset
 
     def read_number(self, kind: struct.Struct, description: str = "a number") -> int:
-        offset = self.take(kind.size, description)
+        offset = self.advance(kind.size, description)
         number: int = kind.unpack_from(self._piece, offset)[0]
         return number
 
     def read_text(self, description: str) -> str:
         length = self.read_number(_LENGTH, description)
-        offset = self.take(length, f"{description} of {length} bytes")
+        offset = self.advance(length, f"{description} of {length} bytes")
         try:
             return self._piece[offset : offset + length].decode()
         except UnicodeDecodeError as error:
             self.fail(f"{description} is not UTF-8: {error.reason}")
 
-    def value(self, key: str) -> Any:
+    def read_value(self, key: str) -> Any:
         """Read the value of a key: its type, then the value; for an array also type and number of
         its items.
         """
@@ -270,7 +270,7 @@ class _Cursor:
             return [self.read_text(description) for _ in range(count)]
         letter = _NUMBERS[kind]
         size = count * struct.calcsize(f"<{letter}")
-        offset = self.take(size, description)
+        offset = self.advance(size, description)
         values = list(struct.unpack_from(f"<{count}{letter}", self._piece, offset))
         if kind is not ValueType.BOOL:
             return values
@@ -351,7 +351,7 @@ def _resolve_offsets(
     return tensors
 
 
-def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
+def _read_split(metadata: Mapping[str, Any], path: Path) -> Split | None:
     """Read from the metadata which part of a model a file is; None if the keys are absent."""
     values: list[Any] = [metadata.get(key) for key in SPLIT_KEYS]
     if all(value is None for value in values):

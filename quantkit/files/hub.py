@@ -34,7 +34,7 @@ from quantkit.files.hub_answers import (
     validate_hub_answers,
 )
 from quantkit.files.hub_cache import CachedModel
-from quantkit.files.hub_failures import read_failure
+from quantkit.files.hub_failures import translate_read_error
 from quantkit.files.hub_threads import result_in_time, run_in_threads
 
 PREFIX = "hf:"
@@ -87,7 +87,7 @@ class HubModel:
         return f"{PREFIX}{self.name}{file}{revision}"
 
 
-def hub_model(path: str) -> HubModel | None:
+def parse_hub_name(path: str) -> HubModel | None:
     """Parse the name of a model on the hub; None for a path.
 
     Raises:
@@ -105,7 +105,7 @@ def hub_model(path: str) -> HubModel | None:
     return HubModel(match[1], match[2], match[3])
 
 
-def origin(path: Path) -> dict[str, str] | None:
+def read_origin(path: Path) -> dict[str, str] | None:
     """Read name and commit of a model from its path in the hub's cache; None for any other path."""
     # Not resolved: files of a snapshot are links to blobs, whose paths have no commit.
     match = _SNAPSHOT.search(path.absolute().as_posix())
@@ -131,7 +131,7 @@ def download(model: HubModel) -> Path:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    with quietly():
+    with silence_library():
         try:
             request = partial(
                 HfApi().model_info, model.name, revision=model.revision, files_metadata=True
@@ -141,7 +141,7 @@ def download(model: HubModel) -> Path:
             # A hub that answers decides: an unknown model or revision is an error, cached or not.
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
                 raise
-            complete = CachedModel(model.name, model.file).complete(model.revision)
+            complete = CachedModel(model.name, model.file).find_complete(model.revision)
             if complete is None:
                 raise
             folder, names = complete
@@ -235,7 +235,7 @@ def call_in_time(request: Callable[[], _Answer], path: str, repository_kind: str
         return result_in_time(request, SECONDS)
     # Of the hub's library, its HTTP client, or Python, if an answer has an unexpected structure.
     except Exception as error:
-        raise read_failure(error, path, repository_kind) from error
+        raise translate_read_error(error, path, repository_kind) from error
 
 
 def _fetch(
@@ -261,7 +261,7 @@ def _fetch(
         raise
     # Of the hub's library or the HTTP client.
     except Exception as error:
-        raise read_failure(error, str(model), "model") from error
+        raise translate_read_error(error, str(model), "model") from error
 
 
 def _choose_model_path(folder: Path, model: HubModel, file_names: Sequence[str]) -> Path:
@@ -297,7 +297,7 @@ def _require_space(size: int, model: HubModel) -> None:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence_library() -> Iterator[None]:
     """Silence the hub's library for a while, except for progress bars on a terminal."""
     import huggingface_hub.utils
 

@@ -39,7 +39,7 @@ class CachedModel:
     def snapshot(self, commit: str) -> Path:
         return self.folder / "snapshots" / commit
 
-    def _record(self, commit: str) -> Path:
+    def _record_path(self, commit: str) -> Path:
         if self.file is None:
             suffix = ""
         else:
@@ -49,7 +49,7 @@ class CachedModel:
 
     def record(self, commit: str, files: Iterable[HubFile]) -> None:
         """Record the files that are complete and checked."""
-        path = self._record(commit)
+        path = self._record_path(commit)
         content: dict[str, dict[str, int | str]] = {}
         for file in files:
             content[file.name] = {"size": file.size, "digest": file.digest}
@@ -64,7 +64,7 @@ class CachedModel:
     def read_record(self, commit: str) -> set[HubFile]:
         """Read the recorded files; none if there is no record, or a damaged one."""
         try:
-            content = json.loads(self._record(commit).read_bytes())
+            content = json.loads(self._record_path(commit).read_bytes())
             files: set[HubFile] = set()
             for name, entry in content.items():
                 files.add(HubFile(name, int(entry["size"]), str(entry["digest"])))
@@ -72,7 +72,7 @@ class CachedModel:
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return set()
 
-    def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
+    def find_complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
         """Find the snapshot of a revision and its files, if all recorded files, or all of the
         repository, are there.
         """
@@ -99,12 +99,12 @@ class CachedModel:
         if sizes and all(sizes.values()):
             names = set(sizes)
         else:
-            names = self._whole(folder, revision)
+            names = self._list_complete_snapshot(folder, revision)
         if names:
             return (folder, names)
         return None
 
-    def _whole(self, folder: Path, revision: str | None) -> set[str]:
+    def _list_complete_snapshot(self, folder: Path, revision: str | None) -> set[str]:
         """List the files of a snapshot that the hub's library knows to be complete; none of any
         other snapshot.
         """

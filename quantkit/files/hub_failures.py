@@ -25,7 +25,7 @@ def short(error: Exception) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
-def read_failure(
+def translate_read_error(
     error: Exception,
     path: str,
     repository_kind: str = "model",
@@ -85,7 +85,7 @@ def read_failure(
     return RequestError(problem, path=path, hint=hint)
 
 
-def write_failure(error: Exception, path: str, doing: str) -> Exception:
+def translate_write_error(error: Exception, path: str, doing: str) -> Exception:
     """Translate an error of a request that writes into one of quantkit's.
 
     Args:
@@ -102,7 +102,7 @@ def write_failure(error: Exception, path: str, doing: str) -> Exception:
         return error
     status = _status(error)
     if isinstance(error, errors.OfflineModeIsEnabled) or status == 401:
-        return read_failure(error, path)
+        return translate_read_error(error, path)
     if status is None:
         malformed = isinstance(
             error, ValueError | LookupError | TypeError | AttributeError | RecursionError

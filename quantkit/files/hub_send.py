@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.base.progress import Progress
 from quantkit.errors import RequestError
-from quantkit.files.hub import PREFIX, quietly
-from quantkit.files.hub_failures import short, write_failure
+from quantkit.files.hub import PREFIX, silence_library
+from quantkit.files.hub_failures import short, translate_write_error
 from quantkit.files.hub_threads import Stall, run_in_threads
 from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
 
@@ -28,7 +28,7 @@ _LARGE = MEGABYTE
 """Files of this size and more, and those that are not text, are probably stored apart from git."""
 
 
-class Sent:
+class UploadProgress:
     """Counts the bytes of each file that were sent.
 
     Attributes:
@@ -78,7 +78,7 @@ class _CountedFile(io.FileIO):
         return data or b""
 
 
-def addition(file: LocalFile, sent: Sent) -> CommitOperationAdd:
+def prepare_addition(file: LocalFile, sent: UploadProgress) -> CommitOperationAdd:
     """Prepare a file for the library: its hash is known, and its reads are counted while it is
     sent.
     """
@@ -118,7 +118,7 @@ def send(
     operations: Mapping[str, CommitOperationAdd],
     name: str,
     branch: str | None,
-    sent: Sent,
+    sent: UploadProgress,
 ) -> None:
     """Send the content of files that the hub stores apart from git to a repository, and wait until
     it has them.
@@ -165,13 +165,13 @@ def send(
         # A changed file is the better explanation of whatever the hub answered.
         for file in files:
             file.require_unchanged()
-        raise write_failure(error, PREFIX + name, "write to the repository") from error
+        raise translate_write_error(error, PREFIX + name, "write to the repository") from error
     finally:
         sent.ended.set()
 
 
 @contextmanager
-def reporting_library(sent: Sent) -> Iterator[None]:
+def reporting_library(sent: UploadProgress) -> Iterator[None]:
     """Silence the library, and replace its display of uploads to Xet storage, which the library
     uses if hf_xet is installed, by the progress of all files.
     """
@@ -192,7 +192,7 @@ def reporting_library(sent: Sent) -> Iterator[None]:
         def close(self) -> None:
             pass
 
-    with quietly(), warnings.catch_warnings():
+    with silence_library(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         were_disabled = utils.are_progress_bars_disabled()
         if reporting is not None:

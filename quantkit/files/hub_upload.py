@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.hub import PREFIX, SECONDS, quietly
+from quantkit.files.hub import PREFIX, SECONDS, silence_library
 from quantkit.files.hub_answers import HubFile, files_by_name, parse_hub_file, validate_commit
-from quantkit.files.hub_failures import read_failure, short, write_failure
-from quantkit.files.hub_send import Sent, addition, reporting_library, send
+from quantkit.files.hub_failures import short, translate_read_error, translate_write_error
+from quantkit.files.hub_send import UploadProgress, prepare_addition, reporting_library, send
 from quantkit.files.hub_threads import result_in_time
 from quantkit.files.local_files import LocalFile
 
@@ -191,8 +191,8 @@ def commit_files(
 
     name = repository.name
     branch = repository.branch
-    sent = Sent({file.name: file.size for file in files}, progress)
-    operations = {file.name: addition(file, sent) for file in files}
+    sent = UploadProgress({file.name: file.size for file in files}, progress)
+    operations = {file.name: prepare_addition(file, sent) for file in files}
     with reporting_library(sent):
         send(files, operations, name, branch, sent)
         # The commit reads small files again.
@@ -273,7 +273,7 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
     errors: Any = huggingface_hub.utils
     path = PREFIX + name
     try:
-        with quietly():
+        with silence_library():
             request = partial(HfApi().model_info, name, revision=revision, files_metadata=True)
             info = result_in_time(request, SECONDS)
     except Exception as error:
@@ -281,7 +281,7 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
         # `GatedRepoError` is a subclass of `RepositoryNotFoundError`, but such a repository exists.
         if missing and not isinstance(error, errors.GatedRepoError):
             raise
-        raise read_failure(error, path, hint="repeat the command") from error
+        raise translate_read_error(error, path, hint="repeat the command") from error
     # The hub redirects requests for the old name of a renamed repository.
     if isinstance(info.id, str) and info.id != name:
         raise RequestError(
@@ -300,7 +300,7 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
 
 def _write(request: Callable[[], _Answer], name: str, doing: str, seconds: float) -> _Answer:
     try:
-        with quietly():
+        with silence_library():
             return result_in_time(request, seconds)
     except Exception as error:
-        raise write_failure(error, PREFIX + name, doing) from error
+        raise translate_write_error(error, PREFIX + name, doing) from error

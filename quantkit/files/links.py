@@ -20,7 +20,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
-def outside_target(path: Path, folder: Path) -> Path | None:
+def find_outside_target(path: Path, folder: Path) -> Path | None:
     """Resolve a path, and return its target if it is outside a folder and not in the hub library's
     cache; else None.
 
@@ -53,8 +53,8 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Raise `CheckpointError` if a path leads out of a folder; see `outside_target`."""
-    target = outside_target(path, folder)
+    """Raise `CheckpointError` if a path leads out of a folder; see `find_outside_target`."""
+    target = find_outside_target(path, folder)
     if target is not None:
         raise CheckpointError(
             "is a link that leads out of the folder",

@@ -15,7 +15,7 @@ from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
 from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
-from quantkit.files.hub import PREFIX, HubModel, download, hub_model
+from quantkit.files.hub import PREFIX, HubModel, download, parse_hub_name
 from quantkit.files.source import make_damaged_file_error
 
 PARTIAL = ".partial"
@@ -38,7 +38,7 @@ def locate_model(path: str | Path) -> Path:
     Raises:
         RequestError, NoSpaceError, CheckpointError: see `download`.
     """
-    model = hub_model(str(path))
+    model = parse_hub_name(str(path))
     if model is None:
         file = Path(path)
         if file.suffix != GGUF or file.exists():
@@ -54,7 +54,7 @@ def locate_model(path: str | Path) -> Path:
     return _downloaded[model]
 
 
-def require_there(path: str | Path) -> Path:
+def locate_existing_model(path: str | Path) -> Path:
     """Locate a model as `locate_model` does, with its errors, and raise a `RequestError` if the
     path does not exist.
     """
@@ -68,7 +68,7 @@ def require_there(path: str | Path) -> Path:
     # Addresses copied from a browser. `Path` joins the two slashes after "https:".
     name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
     try:
-        model = hub_model(f"{PREFIX}{name}")
+        model = parse_hub_name(f"{PREFIX}{name}")
     except RequestError:
         model = None
     partial = f"{model_path}{PARTIAL}"
@@ -82,13 +82,13 @@ def require_there(path: str | Path) -> Path:
             )
         ]
     else:
-        hints = [f"did you mean {similar_path}?" for similar_path in _similar(model_path)]
+        hints = [f"did you mean {similar_path}?" for similar_path in _find_similar(model_path)]
     if model is not None:
         hints.append(f"if it is a model of the Hugging Face hub: {model}")
     raise RequestError("does not exist", path=path, hint=join_messages("; ", hints) or None)
 
 
-def _similar(path: Path) -> list[Path]:
+def _find_similar(path: Path) -> list[Path]:
     """Find a file or folder next to a path with a similar name; at most one."""
     try:
         names = [name for name in os.listdir(path.parent) if name != path.name]
@@ -188,7 +188,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
     return parts
 
 
-def text_of(path: Path) -> tuple[str, str]:
+def read_utf8_text(path: Path) -> tuple[str, str]:
     """Read a file's text, and compute its sha256.
 
     Raises:

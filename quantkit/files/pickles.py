@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from quantkit.errors import CheckpointError
 from quantkit.files.source import make_damaged_file_error
-from quantkit.files.tensor_file import extent, size_number, sizes
+from quantkit.files.tensor_file import check_size, check_sizes, compute_extent
 from quantkit.tensors.dtypes import DType
 
 MAX_BYTES = 1 << 23
@@ -226,7 +226,7 @@ class Unpickler:
             raise TypeError("a persistent id that is not a storage")
         if any(part is not None for part in view):
             raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
-        storage = Storage(str(key), dtype, size_number(count))
+        storage = Storage(str(key), dtype, check_size(count))
         if self.storages.setdefault(storage.key, storage) != storage:
             raise ValueError(f"storage {storage.key!r:.80} comes in two sizes or types")
         self._push(storage)
@@ -272,10 +272,10 @@ def _rebuild_typed_tensor(
         return Other("a conjugate or negated view")
     if not isinstance(storage, Storage) or not isinstance(dtype, DType):
         raise TypeError("a tensor without a storage or a dtype")
-    tensor = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
+    tensor = Reference(storage, dtype, check_size(offset), check_sizes(shape), check_sizes(stride))
     if len(tensor.shape) != len(tensor.stride):
         raise ValueError("a tensor's shape and strides differ in length")
-    end = (tensor.offset + extent(tensor.shape, tensor.stride)) * dtype.itemsize
+    end = (tensor.offset + compute_extent(tensor.shape, tensor.stride)) * dtype.itemsize
     # A tensor without elements may begin anywhere.
     if end > storage.nbytes and 0 not in tensor.shape:
         raise ValueError(f"a tensor ends at byte {end} of a storage of {storage.nbytes}")

@@ -105,7 +105,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
     # torch names the folder of all records after the file to which it saved them.
     top = next(iter(records.records), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
-    _check_notes(records, top, path)
+    _check_small_records(records, top, path)
     unpickler = Unpickler(io.BytesIO(raw), path)
     tensors = _extract_tensors(unpickler.load(), path)
     starts = {}
@@ -115,7 +115,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
             problem = f"record '{record.name}' has the wrong size"
             raise make_damaged_file_error(problem, path, f"{record.size} bytes", storage.nbytes)
         starts[key] = record.start
-    views = _views(tensors, starts)
+    views = _make_views(tensors, starts)
     if records.checksums is None:
         unchecked = (
             f"{path}: was written without checksums, so damage to its weights cannot be detected"
@@ -125,7 +125,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
     return TensorFile(source, views)
 
 
-def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
+def _check_small_records(records: ZipRecords, top: str, path: Path) -> None:
     """Check the small records besides the pickle and the storages, some of which say how the
     file was written.
     """
@@ -183,7 +183,7 @@ def _open_legacy(source: SourceFile) -> TensorFile:
             )
         starts[key] = position + 8
         position = end
-    return TensorFile(source, _views(tensors, starts))
+    return TensorFile(source, _make_views(tensors, starts))
 
 
 def _require_little_endian(holds: bool, path: Path) -> None:
@@ -220,7 +220,7 @@ def _extract_tensors(value: Any, path: Path) -> dict[str, Reference]:
     return value
 
 
-def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[str, View]:
+def _make_views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[str, View]:
     views: dict[str, View] = {}
     for name, tensor in tensors.items():
         start = starts[tensor.storage.key] + tensor.offset * tensor.dtype.itemsize
@@ -251,7 +251,9 @@ def _estimate_full_size(source: SourceFile) -> int:
             with contextlib.suppress(CheckpointError):
                 unpickler.load()
             size = max(size, sum(storage.nbytes for storage in unpickler.storages.values()))
-        length, _ = _wide(length, length, source.read(start - extra_length, extra_length))
+        length, _ = _read_wide_sizes(
+            length, length, source.read(start - extra_length, extra_length)
+        )
         position = start + length
     return max(position + TAIL.size, size + 1)
 
@@ -411,7 +413,7 @@ class ZipRecords:
             raise UnsupportedError(f"record '{name}' is encrypted or a patch", path=self._file.path)
         if data + info.compress_size > directory:
             raise self._contradiction(name, "reaches past the directory")
-        size, packed = _wide(size, packed, head[name_length:])
+        size, packed = _read_wide_sizes(size, packed, head[name_length:])
         content = (crc, size, packed)
         listed_content = (info.CRC, info.file_size, info.compress_size)
         # torch writes a record's header before it knows these; then they follow the data.
@@ -427,7 +429,7 @@ class ZipRecords:
         return make_damaged_file_error(f"record '{name}' {problem}", self._file.path)
 
 
-def _wide(size: int, packed: int, extra: bytes) -> tuple[int, int]:
+def _read_wide_sizes(size: int, packed: int, extra: bytes) -> tuple[int, int]:
     """Read the sizes of a local header; 64-bit sizes are in its extra fields."""
     if FULL not in (size, packed):
         return size, packed

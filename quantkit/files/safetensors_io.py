@@ -22,9 +22,9 @@ from quantkit.files.tensor_file import (
     StoredTensor,
     TensorFile,
     View,
+    check_size,
+    check_sizes,
     contiguous_strides,
-    size_number,
-    sizes,
 )
 from quantkit.tensors.dtypes import DType
 
@@ -77,7 +77,9 @@ def open_file(path: Path) -> TensorFile:
             f"at most {_MAX_HEADER}",
         )
     try:
-        header = json.loads(source.read(8, length).decode(), object_pairs_hook=_distinct)
+        header = json.loads(
+            source.read(8, length).decode(), object_pairs_hook=_refuse_duplicate_keys
+        )
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ holds other values than strings")
@@ -138,11 +140,11 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, 
     """
     # Half of a surrogate pair raises here; a message with it could not be printed.
     name.encode()
-    begin, end = map(size_number, entry["data_offsets"])
-    return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
+    begin, end = map(check_size, entry["data_offsets"])
+    return begin, end, name, str(entry["dtype"]), check_sizes(entry["shape"])
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object, and refuse duplicate keys, of which Python's parser keeps the last."""
     values: dict[str, Any] = {}
     for key, value in pairs:

@@ -70,7 +70,7 @@ class View:
         """Reverse the order of the axes."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
-    def of(self, part: TensorSlice | None) -> list[View]:
+    def split_by_ranges(self, part: TensorSlice | None) -> list[View]:
         """Make a view for each range of a part."""
         if part is None:
             return [self]
@@ -154,7 +154,7 @@ class TensorFile:
         """Read the elements of a tensor, or of a part of it, in order; without torch if they are
         contiguous in the file.
         """
-        view, *further_views = self._views[name].of(part)
+        view, *further_views = self._views[name].split_by_ranges(part)
         if not further_views and view.stride == contiguous_strides(view.shape):
             return self.source.read(view.start, view.nbytes)
         return bytes(_bytes(self.read(name, part)))
@@ -171,7 +171,7 @@ class TensorFile:
 
     def _read_into(self, target: torch.Tensor, view: View, part: TensorSlice | None) -> None:
         start = 0
-        for piece in view.of(part):
+        for piece in view.split_by_ranges(part):
             if part is None:
                 self._fill(target, piece)
             else:
@@ -183,7 +183,7 @@ class TensorFile:
     def _fill(self, target: torch.Tensor, view: View) -> None:
         if target.numel() == 0:
             return
-        span = extent(view.shape, view.stride)
+        span = compute_extent(view.shape, view.stride)
         # Equal layouts: read the bytes directly into the tensor.
         if target.is_contiguous() and view.stride == target.stride():
             self.source.read_into(view.start, _bytes(target))
@@ -221,16 +221,16 @@ def same_tensor(file: TensorFile, name: str, other: TensorFile, other_name: str)
     return True
 
 
-def sizes(value: object) -> tuple[int, ...]:
+def check_sizes(value: object) -> tuple[int, ...]:
     """Check a shape or strides from a file; a `ValueError` unless it is a list of at most 64
     sizes.
     """
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
         raise ValueError("a shape is not a short list")
-    return tuple(size_number(size) for size in value)
+    return tuple(check_size(size) for size in value)
 
 
-def size_number(value: object) -> int:
+def check_size(value: object) -> int:
     """Check a size or an offset from a file; a `ValueError` if it is of another type, negative, or
     past 63 bits.
     """
@@ -251,7 +251,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def compute_extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Compute the number of elements from a tensor's first to its last in the file."""
     if 0 in shape:
         return 0

@@ -134,7 +134,7 @@ def read_authorship(path: Path) -> dict[str, Any]:
     """
     if (path / CARD).is_file():
         return _select_carried_keys(read_front_matter(path / CARD))
-    return _card_of_gguf(_read_general(path))
+    return _translate_to_card(_read_general(path))
 
 
 def read_model_name(path: Path) -> str | None:
@@ -159,7 +159,7 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
         source_metadata = {}
     else:
         source_metadata = _read_general(source)
-    source_card = _card_of_gguf(source_metadata)
+    source_card = _translate_to_card(source_metadata)
     # A GGUF file states more than a card can, such as base models without a page on the hub. So
     # its keys are copied as they are, and only those that the output changes are translated.
     changed_keys = set()
@@ -172,7 +172,7 @@ def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
             carried[key] = value
     # Sorted, because a set has another order in every process and files must be reproducible.
     changed_card = {key: card[key] for key in sorted(changed_keys) if key in card}
-    return carried | _gguf_of_card(changed_card)
+    return carried | _translate_to_gguf(changed_card)
 
 
 def _is_carried(key: str, value: object) -> bool:
@@ -227,7 +227,7 @@ def _select_carried_keys(front_matter: Mapping[str, Any]) -> dict[str, Any]:
     return carried_card
 
 
-def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_to_card(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Translate GGUF's keys to a card's.
 
     Base models and data sets without an address on the hub are left out.
@@ -254,7 +254,7 @@ def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return _select_carried_keys(card)
 
 
-def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_to_gguf(card: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a card's keys to GGUF's, as llama.cpp's converter writes them."""
     metadata: dict[str, Any] = {}
     for key, names in _TEXTS.items():

@@ -288,7 +288,7 @@ class Container(Protocol):
         Raises:
             UnsupportedError: if the container has no such model.
         """
-        raise _not_written(self.title)
+        raise _make_not_written_error(self.title)
 
     def encoder(self, output: Output) -> Encoder:
         """Make the encoder of an output.
@@ -297,7 +297,7 @@ class Container(Protocol):
             UnsupportedError: if the format cannot hold a tensor exactly.
             RequestError: if the options do not go with the model.
         """
-        raise _not_written(self.title)
+        raise _make_not_written_error(self.title)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         """Build the files that go with the weights: name to content, or to a file to copy.
@@ -306,7 +306,7 @@ class Container(Protocol):
             UnsupportedError: if the config cannot describe the model.
             CheckpointError: if the source's own files contradict each other.
         """
-        raise _not_written(self.title)
+        raise _make_not_written_error(self.title)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         """List the names of a source's side files that are copied to an output `dst`, or whose
@@ -319,7 +319,7 @@ class Container(Protocol):
         return []
 
 
-def _not_written(title: str) -> RequestError:
+def _make_not_written_error(title: str) -> RequestError:
     return RequestError(
         f"{title}'s files are read, not written", expected=Message("another ", Option("to"))
     )

@@ -31,7 +31,7 @@ class DequantizedCheckpoint(CheckpointView):
         is_quantized = spec.scheme is not None or spec.stored_as is not None
         # Other tensors keep their own float type, which may be wider than the model's.
         dtype = spec.dtype
-        if is_quantized or of_blocks(self._source, spec):
+        if is_quantized or may_be_in_blocks(self._source, spec):
             dtype = DType(self.config.dtype)
         return TensorSpec(name, spec.shape, dtype)
 
@@ -44,7 +44,7 @@ class DequantizedCheckpoint(CheckpointView):
         return value.to(dtype)
 
 
-def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:
+def may_be_in_blocks(source: Checkpoint, spec: TensorSpec) -> bool:
     """Return whether a tensor may be stored in GGUF's blocks, which are read as float32 where that
     is exact.
     """

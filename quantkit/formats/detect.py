@@ -9,7 +9,7 @@ from typing import Literal
 from quantkit.base.arguments import as_path, as_string
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.files.located import gguf_models, locate_model, require_there
+from quantkit.files.located import gguf_models, locate_existing_model, locate_model
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import make_lora_adapter_error
@@ -103,14 +103,14 @@ def open_unfinished(
     floats_as: DType | None = None,
 ) -> StoredCheckpoint:
     """Open a checkpoint as `open_checkpoint` does, also a folder that is being written."""
-    folder = require_there(path)
+    folder = locate_existing_model(path)
     descriptions: dict[str, str] = {}
     for known_container in CONTAINERS.values():
         descriptions.update(known_container.weights)
     if weights is not None and as_string("weights", weights) not in descriptions:
         expected = ", ".join(descriptions)
         raise RequestError("unknown kind of weights", found=weights, expected=expected)
-    candidates = _present(folder)
+    candidates = _find_candidates(folder)
     containers_by_kind = dict(candidates)
     if not candidates and not folder.is_dir():
         # Raises if it is not a regular file.
@@ -180,7 +180,7 @@ def is_model_folder(folder: Path) -> bool:
     return any((folder / container.config_file).is_file() for container in CONTAINERS.values())
 
 
-def _present(folder: Path) -> list[Found]:
+def _find_candidates(folder: Path) -> list[Found]:
     candidates: list[Found] = []
     for container in CONTAINERS.values():
         for kind in container.present(folder):
@@ -190,7 +190,7 @@ def _present(folder: Path) -> list[Found]:
 
 def _choose(folder: Path, candidates: list[Found]) -> Found:
     if not candidates:
-        raise _no_weights(folder)
+        raise _make_no_weights_error(folder)
     first: dict[str, Found] = {}
     for kind, container in candidates:
         # As transformers chooses, whichever has an index.
@@ -220,7 +220,7 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
     return (indexed or eligible)[0]
 
 
-def _no_weights(folder: Path) -> Exception:
+def _make_no_weights_error(folder: Path) -> Exception:
     if (folder / "adapter_config.json").is_file():
         return make_lora_adapter_error(folder, "adapter_config.json")
     gguf_files = gguf_models(folder)
@@ -236,7 +236,7 @@ def _no_weights(folder: Path) -> Exception:
         hint = f"name one of the models in it: {', '.join(map(str, results))}"
         return CheckpointError(problem, path=folder, hint=hint)
     # Meta's repositories on the hub have its own format in this folder.
-    originals = _present(folder / "original")
+    originals = _find_candidates(folder / "original")
     if originals:
         _, container = originals[0]
         hint = f"there is a {container.title} checkpoint in {folder / 'original'}"

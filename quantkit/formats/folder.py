@@ -11,7 +11,7 @@ from quantkit.base.arguments import as_string
 from quantkit.base.json_values import MAX_BYTES, format_value, read_json
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.links import outside_target
+from quantkit.files.links import find_outside_target
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.table import SETTINGS_FILES
@@ -24,7 +24,7 @@ from quantkit.text.chat_template import (
     read_named_template,
     template_paths,
 )
-from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
@@ -69,7 +69,7 @@ def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[s
     if not source.config.measurable:
         # Its files are copied without being read.
         return None, []
-    folder = text_folder(source.path)
+    folder = find_text_folder(source.path)
     if not present(folder, TOKENIZER_FILES[:2]):
         require_no_unread_tokenizer(folder)
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
@@ -151,7 +151,7 @@ def is_private_license(path: Path) -> bool:
     Jobs refuse such links in place of files that a model needs. A model works without its licence,
     and folders in a repository of several models link to one for all of them.
     """
-    return path.name in LICENSES and outside_target(path, path.parent) is not None
+    return path.name in LICENSES and find_outside_target(path, path.parent) is not None
 
 
 def select_templates(

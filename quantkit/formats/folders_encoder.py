@@ -122,7 +122,7 @@ def in_folder(folder: str, name: str) -> str:
     return name
 
 
-def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+def select_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Select the values of a folder, by the names in the folder, from those by the names in the
     output.
     """

@@ -171,7 +171,9 @@ class KvCache:
             file = self.tensors[name]
             tensor = self.tensors[name].tensors[name]
             description = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
-            count = misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)
+            count = find_expected_count(
+                entry, tensor, self.scheme, self.num_heads, self.num_kv_heads
+            )
             if count is not None:
                 raise CheckpointError(
                     f"{description} does not fit the scheme",
@@ -192,7 +194,7 @@ class KvCache:
                 )
         if not needs_zero_points(self.scheme):
             return
-        lacking = without_zero_points(self.tensors, self.layers)
+        lacking = find_missing_zero_points(self.tensors, self.layers)
         if lacking:
             layer, part = lacking[0]
             raise CheckpointError(
@@ -230,7 +232,7 @@ class KvCache:
 
     def difference(self, other: KvCache) -> str | None:
         """Describe the difference between two folders, in words; None if they say the same."""
-        if _said(self.scheme) != _said(other.scheme):
+        if _drop_unset_keys(self.scheme) != _drop_unset_keys(other.scheme):
             return (
                 f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and"
                 f" {scheme_text(other.scheme)}"
@@ -267,7 +269,7 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.double().equal(second.double())
 
 
-def _said(scheme: Scheme | None) -> dict[str, Any]:
+def _drop_unset_keys(scheme: Scheme | None) -> dict[str, Any]:
     """Select the keys of a scheme that say something."""
     return {key: value for key, value in (scheme or {}).items() if value is not None}
 
@@ -282,7 +284,7 @@ def layers_without_scales(names: Iterable[str], layers: int) -> list[int]:
     return lacking
 
 
-def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
+def find_missing_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, str]]:
     """Find the layers and parts that have a scale and no zero point; if there are no scales, all
     keys and values.
     """
@@ -309,7 +311,7 @@ def _places(names: Iterable[str]) -> set[Place]:
     return places
 
 
-def misfit(
+def find_expected_count(
     entry: CacheTensor,
     tensor: StoredTensor,
     scheme: Scheme | None,
@@ -339,7 +341,7 @@ def misfit(
     return count
 
 
-def take_kv_cache(
+def extract_kv_cache(
     stored: MutableMapping[str, StoredTensor],
     files: MutableMapping[str, TensorFile],
     settings: Settings | None,

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from quantkit.base.json_values import format_value, within
+from quantkit.base.json_values import collect_values, format_value
 from quantkit.errors import RequestError
 from quantkit.grammar.one_of import are_disjoint
 
@@ -330,7 +330,7 @@ def _type(value: Any, place: str) -> Any:
 
 
 def _values(value: Any, place: str) -> list[Any]:
-    for element in within(_list(value, place, 1)):
+    for element in collect_values(_list(value, place, 1)):
         if isinstance(element, int | float) and abs(element) > _MAX_NUMBER:
             raise RequestError(
                 "a number is too large", found=place, expected=f"at most {_MAX_NUMBER}"

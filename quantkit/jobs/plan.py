@@ -32,7 +32,7 @@ from quantkit.jobs.output.existing import is_finished
 from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import prepare, size_fit
+from quantkit.jobs.quantize.prepare import prepare, set_up_size_fit
 from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import BATCH, RefineOptions, mesh_shape
@@ -81,7 +81,7 @@ def quantize(options: QuantizeOptions) -> Estimate:
     if options.refine:
         estimate = estimate_refined_quantization(prepared)
     else:
-        estimate = estimate_quantization(formats, size_fit(prepared))
+        estimate = estimate_quantization(formats, set_up_size_fit(prepared))
     _require_room(formats.dst, formats.encoder, estimate, options)
     if prepared.settings is not None:
         # A calibration text that is missing or too short is an error of the real run too.

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def column_kernels(device: torch.device) -> ColumnKernels:
+def select_column_kernels(device: torch.device) -> ColumnKernels:
     """Load and test the kernels of a device; if torch replaces them, a warning is logged. An
     unknown variant of the CPU kernels is a `RequestError`.
     """
@@ -47,10 +47,10 @@ def column_kernels(device: torch.device) -> ColumnKernels:
     if problem is None:
         try:
             if on_cpu:
-                kernels = cpu_kernels()
+                kernels = make_cpu_kernels()
             else:
-                kernels = gpu_kernels()
-            problem = _what_is_wrong(kernels, device)
+                kernels = make_gpu_kernels()
+            problem = _describe_mismatch(kernels, device)
         except RequestError:
             raise
         except Exception as error:
@@ -71,14 +71,14 @@ def column_kernels(device: torch.device) -> ColumnKernels:
 
 def kernels_name(device: torch.device) -> str:
     """Name the kernels of a device: ``torch``, ``triton`` or the name of the CPU kernels."""
-    if column_kernels(device) is TORCH:
+    if select_column_kernels(device) is TORCH:
         return "torch"
     if device.type == "cpu":
         return load_kernels().name
     return "triton"
 
 
-def cpu_kernels() -> ColumnKernels:
+def make_cpu_kernels() -> ColumnKernels:
     """Return the C++ kernels, which are compiled when they are first called."""
 
     def search(
@@ -98,7 +98,7 @@ def cpu_kernels() -> ColumnKernels:
     return ColumnKernels(search, cpu_gptq.round_in_turn, cpu_gptq.improve_in_turn, _CPU_COLUMNS)
 
 
-def gpu_kernels() -> ColumnKernels:
+def make_gpu_kernels() -> ColumnKernels:
     """Return the Triton kernels; scales are searched by torch."""
     from quantkit.kernels import triton_gptq
 
@@ -107,7 +107,7 @@ def gpu_kernels() -> ColumnKernels:
     )
 
 
-def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
+def _describe_mismatch(kernels: ColumnKernels, device: torch.device) -> str | None:
     """Compare the kernels with torch on a small layer and describe an error, if any."""
     generator = torch.Generator().manual_seed(0)
     # The cumulative sum correlates neighbouring columns, so errors carried between them matter.

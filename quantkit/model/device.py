@@ -13,7 +13,7 @@ from quantkit.errors import RequestError
 from quantkit.tensors.dtypes import FloatName, float_name
 
 
-def usable_device(name: str | torch.device | None) -> torch.device:
+def check_device(name: str | torch.device | None) -> torch.device:
     """Check a device, by torch's name for it, by writing and reading a number; for None choose a
     GPU if there is one.
 
@@ -55,7 +55,7 @@ def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
     return name.torch
 
 
-def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+def copy_integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Copy integers to a device, without waiting for a GPU."""
     on_host = torch.tensor(values, dtype=torch.long)
     if device.type == "cuda":

@@ -173,13 +173,13 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
     """
     for experts in module.modules():
         if isinstance(experts, Experts):
-            experts.bank = _bank(experts, config)
+            experts.bank = _make_bank(experts, config)
 
 
-def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
+def _make_bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide = _same_kind([mlp.gate_up_proj for mlp in mlps])
-    narrow = _same_kind([mlp.down_proj for mlp in mlps])
+    wide = _require_same_kind([mlp.gate_up_proj for mlp in mlps])
+    narrow = _require_same_kind([mlp.down_proj for mlp in mlps])
     if not wide or not narrow:
         return None
     if wide[0].backend != narrow[0].backend:
@@ -194,7 +194,7 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 
 
-def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
+def _require_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     """Return all linears if they are quantized in the same way, otherwise none."""
     quantized: list[QuantLinear] = []
     kinds = set()

@@ -124,7 +124,7 @@ def fuse_blocks(
         if block.self_attn.as_cached is not None:
             return None
         kernel = kernels[0]
-        blocks.append((_weights(block, linears), _settings(config, layer)))
+        blocks.append((_collect_weights(block, linears), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     dtype = kernel.dtype or model.dtype
@@ -149,7 +149,7 @@ def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
     return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
-def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
+def _collect_weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
     prepared: list[PreparedLinear] = []
     for linear in linears:
         bias = None if linear.bias is None else linear.bias.detach()

@@ -71,7 +71,7 @@ def install_kernels(model: Decoder) -> None:
     if offered.cached_attention is None:
         attention = None
     else:
-        attention = _by_kernel(offered.cached_attention, max_tokens)
+        attention = _wrap_kernel(offered.cached_attention, max_tokens)
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
     if offered.block is None:
@@ -106,7 +106,7 @@ def install_kernels(model: Decoder) -> None:
     model.ops = replace(model.ops, blocks=blocks)
 
 
-def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
+def _wrap_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
     """Wrap a kernel as `CachedAttention`. Steps with more than `max_tokens` tokens use torch; None
     sets no limit.
     """
@@ -286,7 +286,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     rounding = _FLOATS + 4 * max(steps_of_activations)
     x = _draw_normal(model, 1, stops[-1], config.hidden_size)
     if not wide:
-        x = _small(model, block, x, far, windows).to(blocks.dtype).float()
+        x = _shrink_states(model, block, x, far, windows).to(blocks.dtype).float()
     for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
         kernel_cache = KVCache(config, 1, stops[-1], cached, model.device)
         rough_cache = KVCache(config, 1, stops[-1], cached, model.device)
@@ -315,7 +315,9 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                 modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()
                 # Avoids a division by zero if a block adds nothing.
                 tiny = torch.finfo(torch.float64).tiny
-                off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
+                off = float(
+                    ((modules - added).abs() / _measure_error_scale(added).clamp_min(tiny)).max()
+                )
                 share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
             out = blocks(
                 # A copy, because kernels may write to the hidden states.
@@ -326,14 +328,16 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                 first=start == 0,
             )
             kernel_added = out.float() - states
-            close = _close_choices(block, states, steps[0], share)
+            close = _find_close_choices(block, states, steps[0], share)
             for row in range(stop - start):
                 if not close[row] and not _is_close(kernel_added[:, row], added[:, row], share):
                     return False
     return True
 
 
-def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]) -> Tensor:
+def _shrink_states(
+    model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]
+) -> Tensor:
     """Scale hidden states [1, T, D] to at most half the size of what the block adds to them, so
     that their rounding does not hide it. Because of the norms, the block's output hardly depends on
     their size.
@@ -369,7 +373,7 @@ def _use_dequantized_weights(block: Block) -> Iterator[None]:
             del linear.forward
 
 
-def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
+def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
     """Mark the rows [1, T, D] that a router may send to other experts if its logits have an error
     of this share. For these rows, a correct kernel may give other results.
     """
@@ -386,10 +390,10 @@ def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> li
 
 def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
     """Return whether the error of each number is at most a share of its `_size`."""
-    return is_within(result, right, share * _size(right))
+    return is_within(result, right, share * _measure_error_scale(right))
 
 
-def _size(right: Tensor) -> Tensor:
+def _measure_error_scale(right: Tensor) -> Tensor:
     """Add each number's absolute value and the root mean square of its vector, [..., N]."""
     return right.square().mean(-1, keepdim=True).sqrt() + right.abs()
 

@@ -23,7 +23,7 @@ from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_em
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.rope import Rotary
-from quantkit.model.rounded_inputs import as_multiplied
+from quantkit.model.rounded_inputs import round_inputs
 from quantkit.model.tensor_parallel import TensorParallel
 
 TOKENS_THROUGH_A_BLOCK = 2048
@@ -150,7 +150,7 @@ def layerwise_hidden(
             elif maxima is not None:
                 block.self_attn.as_cached = maxima[layer]
             tp.connect(block, BLOCK_PREFIX.format(layer))
-            states[index] = _through(block, states[index], pack.step)
+            states[index] = _run_block(block, states[index], pack.step)
     norm = rms_norm(config)
     norm.weight = _float32(checkpoint, "model.norm.weight")
     progress("layers", config.num_layers, config.num_layers, "layers")
@@ -162,7 +162,7 @@ def layerwise_hidden(
     return batch_states
 
 
-def _through(block: Block, states: Tensor, step: Step) -> Tensor:
+def _run_block(block: Block, states: Tensor, step: Step) -> Tensor:
     """Run a block on hidden states [1, N, D]. The feed-forward, whose inner width is several times
     D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
@@ -184,7 +184,7 @@ def head_logits(
     """
     tp = TensorParallel(checkpoint, group)
     head = tp.checkpoint.load(resolve_stored_name(tp.checkpoint, "lm_head.weight"))
-    inputs = [as_multiplied(checkpoint, "lm_head", states) for states in hidden]
+    inputs = [round_inputs(checkpoint, "lm_head", states) for states in hidden]
     logits = float32_linears(inputs, head)
     # Often the largest weight. A caller that compares two models would otherwise have two of them
     # in memory.
@@ -235,7 +235,7 @@ class OffloadedLinear(nn.Module):
         """Multiply [1, N, I] or [N, I] float32 to as many rows of O."""
         if self._observe is not None:
             self._observe(self._name, x)
-        x = as_multiplied(self._checkpoint, self._name, x)
+        x = round_inputs(self._checkpoint, self._name, x)
         weight = self._checkpoint.load(self._name + ".weight")
         parts: Sequence[Tensor] = [x]
         if x.dim() == 3 and x.shape[1] == sum(self._lengths):

@@ -29,7 +29,7 @@ from quantkit.kernels.backend import Backend
 from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.model.decoder import Block, Decoder
-from quantkit.model.device import usable_device
+from quantkit.model.device import check_device
 from quantkit.model.feed_forward import stack_experts
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantEmbedding, QuantLinear
@@ -67,7 +67,7 @@ def load_model(
         progress: called for each tensor.
 
     Raises:
-        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and
+        CheckpointError, UnsupportedError, RequestError: as opening, `check_device` and
             `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
@@ -79,7 +79,7 @@ def load_model(
     if isinstance(source, (str, Path)):
         source = open_checkpoint(source, text_part=True, floats_as=floats_as)
     checkpoint: Checkpoint = source
-    device = usable_device(group.device if device is None else device)
+    device = check_device(group.device if device is None else device)
     dtype = dtype or choose_default_dtype(checkpoint)
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
@@ -191,7 +191,7 @@ def fill(
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
             if isinstance(module.get_submodule(parent), nn.Embedding):
-                _embed(module, parent, value, device, dtype, allowed)
+                _install_embedding(module, parent, value, device, dtype, allowed)
             else:
                 weight = _stack_quantized_rows(checkpoint, value, sources)
                 # Linears with different schemes cannot be fused.
@@ -203,7 +203,7 @@ def fill(
                 biases: list[Tensor] = []
                 for bias_name in bias_names:
                     if bias_name in parameters:
-                        biases.append(floats_of(checkpoint.load(bias_name)))
+                        biases.append(require_floats(checkpoint.load(bias_name)))
                 bias = torch.cat(biases) if biases else None
                 linear = QuantLinear(weight, bias, device, dtype, allowed)
                 _replace(module, prefix, sources, fused, linear)
@@ -234,7 +234,7 @@ def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
     return all(checkpoint.info(f"{module}.weight").scheme is None for module in modules)
 
 
-def _embed(
+def _install_embedding(
     model: nn.Module,
     name: str,
     weight: QuantTensor,
@@ -285,7 +285,7 @@ def float_parameter(
     info = checkpoint.info(name)
     # The loaded tensor is already the parameter: no copy.
     if info.dtype.torch == dtype and device.type == "cpu":
-        return nn.Parameter(floats_of(checkpoint.load(name)), requires_grad=False)
+        return nn.Parameter(require_floats(checkpoint.load(name)), requires_grad=False)
     return _stack_float_rows(checkpoint, [name], device, dtype)
 
 
@@ -306,11 +306,11 @@ def _stack_float_rows(
                 part = TensorSlice(0, ((start, min(start + step, len(copy))),))
             else:
                 part = None
-            copy[start : start + step] = floats_of(checkpoint.load(name, part))
+            copy[start : start + step] = require_floats(checkpoint.load(name, part))
     return nn.Parameter(stacked, requires_grad=False)
 
 
-def floats_of(value: Tensor | QuantTensor) -> Tensor:
+def require_floats(value: Tensor | QuantTensor) -> Tensor:
     """Narrow the type of a tensor that the checkpoint stores as floats."""
     assert isinstance(value, Tensor)
     return value

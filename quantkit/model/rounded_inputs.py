@@ -21,7 +21,7 @@ class RoundedInputs(CheckpointView):
         self.inputs = inputs
 
 
-def as_multiplied(checkpoint: Checkpoint, linear: str, x: Tensor) -> Tensor:
+def round_inputs(checkpoint: Checkpoint, linear: str, x: Tensor) -> Tensor:
     """Round the inputs [..., I] of a linear, float32, if the checkpoint has a rounding for it."""
     if not isinstance(checkpoint, RoundedInputs):
         return x

@@ -207,7 +207,9 @@ def _step_error(value: QuantTensor) -> float:
     # Even errors in a step s have the mean square s^2 / 12. Steps of small floats grow with the
     # code, steps of integers are those of the group.
     if value.scheme.of_small_floats:
-        gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
+        gaps = float_codes.compute_gaps(value.codes, value.scheme.codes).view(
+            *value.scale.shape, -1
+        )
         squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
     else:
         squares = (
@@ -285,7 +287,7 @@ def build_gate_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
     each time, with their own hash.
     """
     length = window_length(checkpoint)
-    count = _count(checkpoint)
+    count = _count_windows(checkpoint)
     tokenizer, _ = load_checked_tokenizer(checkpoint)
     if tokenizer is not None:
         result = {}
@@ -307,10 +309,10 @@ def window_length(checkpoint: Checkpoint) -> int:
 
 def count_gate_tokens(checkpoint: Checkpoint) -> int:
     """Count the most tokens that a model is measured on."""
-    return len(gate_texts()) * _count(checkpoint) * window_length(checkpoint)
+    return len(gate_texts()) * _count_windows(checkpoint) * window_length(checkpoint)
 
 
-def _count(checkpoint: Checkpoint) -> int:
+def _count_windows(checkpoint: Checkpoint) -> int:
     """Choose the number of windows of each text."""
     if parameter_count(checkpoint) > _LARGE_PARAMETERS:
         return 1

@@ -48,7 +48,7 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
     return digest.hexdigest()
 
 
-def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
+def find_changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
     """Hash the tensors of these names in two models, and return those that differ."""
     result: dict[str, Change] = {}
     for name in names:

@@ -19,7 +19,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.model.shared_scales import SharedScales
 from quantkit.quality.bounds import (
@@ -327,7 +327,7 @@ def require_passed(
         )
     errors: list[tuple[float, str]] = []
     for module in schemes(result):
-        errors.append((relative_error(*_pair(source, result, module)), module))
+        errors.append((relative_error(*_load_pair(source, result, module)), module))
     errors.sort(reverse=True)
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in errors[:_NUM_WORST])
     raise QualityError(
@@ -360,7 +360,7 @@ def _find_distorted_layers(
         record = records.get(module + ".weight") or {}
         solver = record.get("solver")
         if module == EMBEDDING:
-            error, bound = worst_row(*_pair(source, result, module))
+            error, bound = worst_row(*_load_pair(source, result, module))
         elif solver == Solver.CARRIED or (solver in _TRAINED and "relative_error" not in record):
             # Carried codes have no error. A trained model without a recorded one has other channels
             # than the float model, so that there is nothing to compare.
@@ -375,14 +375,14 @@ def _find_distorted_layers(
                     compensated = scheme
                 else:
                     compensated = worst
-                bound = weight_bound(*_pair(source, result, module), compensated)
+                bound = weight_bound(*_load_pair(source, result, module), compensated)
         if not error <= bound:
             distorted[module] = (round_figure(error), round_figure(bound))
     progress("weights", len(assigned), len(assigned), "linears")
     return distorted
 
 
-def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
+def _load_pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
     """Load the weight of a module in the result, and in the source."""
     quantized = result.load(module + ".weight")
     weight = source.load(module + ".weight")
@@ -456,7 +456,7 @@ class RtnBaseline(CheckpointView):
             else:
                 weights = self._importance.get(module)
                 value, _ = round_to_nearest(
-                    value, scheme, scale_dtype, column_kernels, weights, outer
+                    value, scheme, scale_dtype, select_column_kernels, weights, outer
                 )
         if part is None or by_rows:
             return value

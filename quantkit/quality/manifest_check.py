@@ -171,8 +171,8 @@ def verify_model(
 
     Raises:
         CheckpointError: if there is no manifest, a file is missing or changed, or a file of
-            weights, of the config or of the tokenizer was added; see also `recheck`.
-        QualityError: see `recheck`.
+            weights, of the config or of the tokenizer was added; see also `measure_again`.
+        QualityError: see `measure_again`.
     """
     model = Path(model)
     require_finished(model, manifest.NAME)
@@ -212,7 +212,7 @@ def verify_model(
                 except (RequestError, CheckpointError, UnsupportedError) as error:
                     not_run = why_not_run(error)
         if weights is None:
-            texts = recheck(readable, model_manifest, checkpoint, progress=progress)
+            texts = measure_again(readable, model_manifest, checkpoint, progress=progress)
     return FolderReport(
         model,
         len(model_manifest["files"]) - len(edited),
@@ -225,7 +225,7 @@ def verify_model(
     )
 
 
-def recheck(
+def measure_again(
     model: Path,
     model_manifest: Mapping[str, Any],
     checkpoint: Checkpoint,
@@ -278,7 +278,7 @@ def recheck(
                 expected=f"{expected:.4g}",
                 hint="make it again",
             )
-    gate_failure = _failure(recorded, "gate", quality, model)
+    gate_failure = _build_failure(recorded, "gate", quality, model)
     certificate_failure = _find_certificate_failure(model_manifest, model)
     if gate_failure is not None:
         raise gate_failure
@@ -330,10 +330,10 @@ def _find_certificate_failure(
     if positions is None:
         return None
     certificate = PositionCertificate.from_json(positions, manifest_path(model))
-    return _failure(certificate, "certificate for long contexts", positions, model)
+    return _build_failure(certificate, "certificate for long contexts", positions, model)
 
 
-def _failure(
+def _build_failure(
     recorded: Gate | PositionCertificate, name: str, value: Any, model: Path
 ) -> QualityError | None:
     """Build the error if the model did not pass when it was made; `value` is the manifest's form

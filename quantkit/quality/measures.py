@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.architectures.topology import head_layers
+from quantkit.architectures.topology import count_head_layers
 from quantkit.base.progress import Progress, Stretches, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch
 from quantkit.quality.figures import Estimate, mean_estimate
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import require_finite_logits
 from quantkit.via_transformers.forward import final_hidden, final_logits
 
 STATES_BYTES = 256 << 20
@@ -213,9 +213,9 @@ def collect_tallies(
     width = reference.config.hidden_size
     for other in candidates:
         width = max(width, other.config.hidden_size)
-    parts = _parts(texts, width)
+    parts = _split_into_parts(texts, width)
     layers = reference.config.num_layers
-    head = head_layers(reference.config)
+    head = count_head_layers(reference.config)
     stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head))
     for part in parts:
         batches: list[Batch] = []
@@ -270,7 +270,9 @@ def log_loss(
     """Sum minus the log probabilities, in nats, of all scored targets. Raises `NonFiniteError` if
     the model's logits are NaN or Inf.
     """
-    return sum(losses.sum().item() for _, losses in _losses(checkpoint, windows, group, progress))
+    return sum(
+        losses.sum().item() for _, losses in _iter_losses(checkpoint, windows, group, progress)
+    )
 
 
 @torch.inference_mode()
@@ -302,7 +304,7 @@ def token_losses(
     """
     scored = [Windows.of(windows) for windows in texts]
     text_pieces: list[list[Tensor]] = [[] for _ in scored]
-    for text, losses in _losses(checkpoint, scored, group, progress):
+    for text, losses in _iter_losses(checkpoint, scored, group, progress):
         text_pieces[text].append(losses)
     result: list[Tensor] = []
     for pieces, windows in zip(text_pieces, texts, strict=True):
@@ -405,15 +407,15 @@ class Tally:
         )
 
 
-def _losses(
+def _iter_losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield minus the log probabilities [N] of some scored targets at a time, with the index of
     their text.
     """
-    parts = _parts(texts, checkpoint.config.hidden_size)
+    parts = _split_into_parts(texts, checkpoint.config.hidden_size)
     layers = checkpoint.config.num_layers
-    head = head_layers(checkpoint.config)
+    head = count_head_layers(checkpoint.config)
     stretches = Stretches(progress, len(parts) * (layers + head))
     for part in parts:
         batches = [windows.batch() for _, windows in part]
@@ -453,7 +455,7 @@ def _logits(
     row_states = [states[batch].flatten(0, 1)[batch_rows] for batch, batch_rows in rows]
     result = final_logits(checkpoint, row_states, group=group)
     if finite:
-        return [finite_logits(logits, checkpoint.path) for logits in result]
+        return [require_finite_logits(logits, checkpoint.path) for logits in result]
     return result
 
 
@@ -471,7 +473,9 @@ def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[i
         yield row_pieces[group]
 
 
-def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, Windows]]]:
+def _split_into_parts(
+    texts: Sequence[Windows], hidden_size: int
+) -> list[list[tuple[int, Windows]]]:
     """Divide texts into parts whose hidden states fit the budget: of each the batches, with the
     index of their text.
     """

@@ -243,8 +243,8 @@ def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
 
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
     """Return whether rows with groups that are multiples of `size` have equal numbers."""
-    scale_a, zero_a = _of_groups(a, size)
-    scale_b, zero_b = _of_groups(b, size)
+    scale_a, zero_a = _repeat_in_groups(a, size)
+    scale_b, zero_b = _repeat_in_groups(b, size)
     same_codes = a.scheme.bits == b.scheme.bits and torch.equal(a.codes, b.codes)
     if same_codes and torch.equal(zero_a, zero_b) and _equal(scale_a, scale_b):
         return True
@@ -252,7 +252,7 @@ def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
     return _equal(_products(a, scale_a, zero_a), _products(b, scale_b, zero_b))
 
 
-def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
+def _repeat_in_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
     """Repeat scales in float64 and zero points [O, I / size] within longer groups."""
     scale = value.scale.double()
     columns = value.shape[1]

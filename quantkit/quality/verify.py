@@ -432,7 +432,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             norm_offset=offset_of(reference.config, name),
             dtypes=[DType(reference.config.dtype), DType(other.config.dtype)],
         )
-        problems += _not_as_refined(name, first, second, refined)
+        problems += _find_refining_problems(name, first, second, refined)
         if tensor is None:
             continue
         if _is_refined(name, first, second, refined):
@@ -585,7 +585,7 @@ def _find_compensated_schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     return result
 
 
-def _not_as_refined(
+def _find_refining_problems(
     name: str,
     first: Tensor | QuantTensor,
     second: Tensor | QuantTensor,
@@ -628,7 +628,7 @@ def _probe_logits(
     texts: dict[str, Batch] = {}
     for name, (_, windows) in build_gate_windows(reference).items():
         texts[name] = Batch.from_start(windows)
-    batches = {**texts, **_other_tokens(reference)}
+    batches = {**texts, **_build_probe_batches(reference)}
     # All batches in one pass, so that each weight is read once.
     qualities = compare_batches(
         reference, other, list(batches.values()), progress=in_phase(progress, "logits")
@@ -648,7 +648,7 @@ def _probe_logits(
     return probes
 
 
-def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
+def _build_probe_batches(checkpoint: Checkpoint) -> dict[str, Batch]:
     """Choose the tokens other than texts on which logits are compared; fixed, so that reports are
     repeatable. Transformers runs tokens at the first positions only.
     """

@@ -18,7 +18,7 @@ from quantkit.runtime.generation_config import end_tokens
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_request, prompt_ids
 from quantkit.runtime.sampling import Sampler
 from quantkit.runtime.sampling_params import SamplingOptions
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import require_finite_logits
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.linears import quiet
 from quantkit.via_transformers.passage import convert_model_errors
@@ -91,7 +91,7 @@ class TransformersModel:
                 # This backend has no KV cache: each new token recomputes the whole text.
                 output = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False)
                 last_logits = output.logits[:, -1]
-                token = int(draw(finite_logits(last_logits, self._path)))
+                token = int(draw(require_finite_logits(last_logits, self._path)))
             if token in self.config.eos_token_ids:
                 return
             tokens.append(token)

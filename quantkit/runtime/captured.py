@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import host_copy, numbers
+from quantkit.model.device import copy_integers, host_copy
 
 DECODE_SETTING = "QUANTKIT_DECODE"
 """Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from
@@ -222,7 +222,7 @@ class CapturedDecode:
         # The step itself advanced the positions on the device, so steady decoding copies nothing.
         if (current_slots, current_positions) != expected:
             places = [*current_slots[:rows], *[self._idle] * (len(slots) - rows)]
-            state_rows = numbers([*current_slots, *current_positions, *places], state.device)
+            state_rows = copy_integers([*current_slots, *current_positions, *places], state.device)
             state.copy_(state_rows.view(3, -1))
         replay()
         # The same clamp as in `greedy_step`.
@@ -245,7 +245,9 @@ class CapturedDecode:
         padding_slots = [0] * count
         padding_positions = [self._cache.length - 1] * count
         padding_places = [self._idle] * count
-        rows = numbers([*padding_slots, *padding_positions, *padding_places], device).view(3, -1)
+        rows = copy_integers([*padding_slots, *padding_positions, *padding_places], device).view(
+            3, -1
+        )
         drawn = torch.zeros(count, dtype=torch.long, device=device)
         step = partial(
             self._step, self._model, rows, self._last, drawn, self._cache, len(self._last) == 2

@@ -46,9 +46,9 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._spelled = spelled
         token_bytes = tokenizer.token_bytes
-        self._texts: _Whole | _Bytes
+        self._texts: _ContextDecoder | _Bytes
         if token_bytes is None:
-            self._texts = _Whole(tokenizer, prompt)
+            self._texts = _ContextDecoder(tokenizer, prompt)
         else:
             self._texts = _Bytes(tokenizer, token_bytes, prompt)
         # Withheld text, which may begin a stop string.
@@ -205,7 +205,7 @@ class _Characters:
         return character + self._decoder.decode(remaining, final)
 
 
-class _Whole:
+class _ContextDecoder:
     """The text of tokens whose bytes are unknown: they are decoded with the tokens before them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

@@ -93,7 +93,9 @@ class StepTimes:
         return seconds, max(assumed_slope / 10, slope)
 
 
-def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTimes) -> dict[K, int]:
+def choose_lengths(
+    chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTimes
+) -> dict[K, int]:
     """Choose how many tokens to propose for each sequence, to maximize tokens per second.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import numbers
+from quantkit.model.device import copy_integers
 from quantkit.runtime.generation import Generation
 
 # Models of one family pad the same vocabulary to different sizes, at most this far apart.
@@ -95,7 +95,7 @@ class DraftModel:
         guesses: dict[Generation, Callable[[torch.Tensor], int]] = {}
         for generation in ready:
             drawn[generation] = []
-            guesses[generation] = generation.sampler.guesses()
+            guesses[generation] = generation.sampler.create_draft_sampler()
         while ready:
             extended = {
                 generation: [*text, *drawn[generation]] for generation, text in ready.items()
@@ -122,7 +122,7 @@ class DraftModel:
         """Record the texts of all slots, and read one chunk of the first long one."""
         long_generation = None
         for generation, text in texts.items():
-            self._take(generation, text)
+            self._record_text(generation, text)
             is_long = self._count_unread(generation, text) > self._engine.chunk
             if long_generation is None and is_long:
                 long_generation = generation
@@ -131,7 +131,7 @@ class DraftModel:
             end = self._slot_contents[long_generation.slot].stored + self._engine.chunk
             self._read({long_generation: texts[long_generation][:end]})
 
-    def _take(self, generation: Generation, text: list[int]) -> None:
+    def _record_text(self, generation: Generation, text: list[int]) -> None:
         """Record the text of a generation for its slot, and keep the stored prefix that it has."""
         contents = self._slot_contents[generation.slot]
         # The last token is always read: its logits draw the first proposal.
@@ -168,7 +168,7 @@ class DraftModel:
             contents.text = text
             contents.stored = len(text)
         logits = self._engine.step(
-            numbers(tokens, self._engine.model.device), slots, positions, last_rows
+            copy_integers(tokens, self._engine.model.device), slots, positions, last_rows
         )
         # Samplers expect the large model's vocabulary: missing tokens are never proposed, and a
         # negative padding cuts off those that only the draft has.

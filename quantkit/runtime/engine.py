@@ -20,7 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import float_type, free_bytes, numbers
+from quantkit.model.device import copy_integers, float_type, free_bytes
 from quantkit.model.linear import QuantLinear
 from quantkit.runtime.captured import (
     CapturedDecode,
@@ -405,7 +405,7 @@ class Engine:
         return [*slots, *[slots[-1]] * num_padding], [*positions, *following]
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        return numbers(values, self.model.device)
+        return copy_integers(values, self.model.device)
 
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Raise `RequestError` if there is no such slot or position.

@@ -13,7 +13,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.runtime.lookup import Lookup
 from quantkit.runtime.request import FinishReason, Logprobs, Request
 from quantkit.runtime.sampling import Sampler, TokenLogprobs, token_logprobs
-from quantkit.tensors.finite import finite_logits
+from quantkit.tensors.finite import require_finite_logits
 
 
 class Continuation:
@@ -178,7 +178,7 @@ class Generation(Continuation):
         if start == 0:
             self.logprobs.add([None], [{}])
         if tokens:
-            logits = finite_logits(logits[: len(tokens)])
+            logits = require_finite_logits(logits[: len(tokens)])
             token_tensor = torch.tensor(tokens, device=logits.device)
             logprobs = token_logprobs(logits, token_tensor, self.request.logprobs)
             self.logprobs.add(*logprobs.to_lists())

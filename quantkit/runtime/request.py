@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.base.arguments import as_integer, as_strings, require_instance, token_rows
+from quantkit.base.arguments import as_integer, as_strings, as_token_rows, require_instance
 from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
@@ -198,7 +198,7 @@ def prompt_ids(
             hint=_SHOW_HOW,
         )
     try:
-        rows = token_rows(prompt)
+        rows = as_token_rows(prompt)
     except TypeError as error:
         raise RequestError(
             "the prompt is not a list of token ids",
@@ -315,7 +315,7 @@ def create_promptless_request(
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
     beam_options = unknown & BEAM_SEARCH
     if beam_options:
-        raise no_beam_search(min(beam_options))
+        raise create_beam_search_error(min(beam_options))
     # As Python does for an unknown argument; the name is chosen in a fixed order.
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
@@ -376,13 +376,13 @@ def with_prompt(
     return replace(request, prompt=ids)
 
 
-def no_beam_search(name: str) -> RequestError:
+def create_beam_search_error(name: str) -> RequestError:
     """Create the error for an option of beam search."""
     hint = Message("draw several samples with ", Option("n"))
     return RequestError("beam search is not supported", found=name, hint=hint, argument=name)
 
 
-def no_prompt_logprobs(name: str) -> RequestError:
+def create_prompt_logprobs_error(name: str) -> RequestError:
     """Create the error for log-probabilities of prompts if XLA runs the model; `name` is the
     argument to leave out.
     """

@@ -94,7 +94,7 @@ class Sampler:
             self._counts[0, token] += 1
         return token
 
-    def guesses(self) -> Callable[[Tensor], int]:
+    def create_draft_sampler(self) -> Callable[[Tensor], int]:
         """Return a function that draws from a draft model's logits [1, V].
 
         It uses the random numbers that `draw` will use, and records nothing for the penalties.

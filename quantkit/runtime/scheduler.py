@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.model.device import numbers
+from quantkit.model.device import copy_integers
 from quantkit.runtime.captured import PendingTokens
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Share, Siblings
@@ -20,7 +20,7 @@ from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
 from quantkit.runtime.speculative import Speculation
-from quantkit.tensors.finite import finite_logits, nonfinite_logits
+from quantkit.tensors.finite import nonfinite_logits, require_finite_logits
 
 READ_LAG = 2
 """Steps that a GPU may be ahead of the tokens that the host reads, so that it always has work.
@@ -359,9 +359,9 @@ class Scheduler:
         parts: list[Tensor] = []
         # The host may not have read these tokens yet.
         if rows.decoding:
-            parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
+            parts.append(self.engine.last[copy_integers(rows.slots[: rows.decoding], device)])
         if rows.texts:
-            parts.append(numbers(rows.texts, device))
+            parts.append(copy_integers(rows.texts, device))
         return torch.cat(parts)
 
     def _finish_chunks(self, rows: _Rows, logits: Tensor) -> list[Generation]:
@@ -387,7 +387,7 @@ class Scheduler:
                     siblings.echoed = generation.logprobs.cut(len(generation.text))
             if not generation.request.max_new_tokens:
                 # No token is drawn whose logits would be checked.
-                finite_logits(logits)
+                require_finite_logits(logits)
                 self.end(generation, "length")
                 ended.append(generation)
         return ended
@@ -425,7 +425,7 @@ class Scheduler:
                     self.speculation.record_verification(generation, proposed, count - 1)
             # Usually each row has drawn a token: then the logits need not be copied.
             if rows != list(range(len(logits))):
-                logits = logits[numbers(rows, logits.device)]
+                logits = logits[copy_integers(rows, logits.device)]
             slots = [generation.slot for generation in sequences]
             pending = self.engine.set_last(slots, torch.cat(tokens), logits)
         self._pending.append(_Drawn(sequences, pending, logprobs))

@@ -13,7 +13,7 @@ order.
 """
 
 
-class Held(NamedTuple):
+class SlotContents(NamedTuple):
     """The tokens whose keys and values are in a slot, in the order of their positions.
 
     They begin with the prompt that the slot has read, or with a part of it; `prompt_length` is the
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     prompt_length: int = 0
 
 
-def common_prefix(prompt: Sequence[int], slot_content: Held) -> int:
+def common_prefix(prompt: Sequence[int], slot_content: SlotContents) -> int:
     """Compute the length of the common prefix, without the prompt's last token."""
     # The last token is always computed, because its logits are needed.
     end = min(len(prompt) - 1, len(slot_content.tokens))
@@ -35,7 +35,7 @@ def common_prefix(prompt: Sequence[int], slot_content: Held) -> int:
 
 
 def bitwise_reusable_prefix(
-    prompt: Sequence[int], slot_content: Held, chunk: int, *, windows: bool
+    prompt: Sequence[int], slot_content: SlotContents, chunk: int, *, windows: bool
 ) -> int:
     """Compute the length of the common prefix whose keys and values have the same bits as if the
     prompt were computed.
@@ -82,7 +82,7 @@ class SlotTable:
         """
         # In the order of release: the slot that was released first is taken first.
         self._free = deque(range(slots))
-        self._contents = [Held() for _ in range(slots)]
+        self._contents = [SlotContents() for _ in range(slots)]
         self._chunk = chunk
         self._any_prefix = any_prefix
         self._windows = windows
@@ -128,12 +128,14 @@ class SlotTable:
         # Keys and values of decoded tokens may have other bits than those of a prompt.
         if self._any_prefix and new_tokens:
             content = self._contents[slot]
-            self._contents[slot] = Held([*content.tokens, *new_tokens], content.prompt_length)
+            self._contents[slot] = SlotContents(
+                [*content.tokens, *new_tokens], content.prompt_length
+            )
         self._free.append(slot)
 
     def hold(self, slot: int, prompt: Sequence[int], count: int) -> None:
         """Record that a slot contains the first tokens of a prompt, and nothing else to reuse."""
-        self._contents[slot] = Held(prompt[:count], len(prompt))
+        self._contents[slot] = SlotContents(prompt[:count], len(prompt))
 
     def find_whole_prompt(self, prompt: Sequence[int]) -> int | None:
         """Find a slot that contains a whole prompt, and not as the beginning of a longer one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
+from quantkit.runtime.draft_lengths import Chance, StepTimes, choose_lengths
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.lookup import Acceptance, Lookup
@@ -133,7 +133,7 @@ class Speculation:
         """Choose how many tokens to propose for each sequence, by measured times if possible."""
         if not self._adaptive:
             return {generation: chance.limit for generation, chance in chances.items()}
-        return lengths(chances, rows, tokens, self._times)
+        return choose_lengths(chances, rows, tokens, self._times)
 
     def _cut_at_end_token(self, generation: Generation, tokens: Sequence[int]) -> list[int]:
         """Remove an end token and the tokens after it: nothing is drawn after one."""

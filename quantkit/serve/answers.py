@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.answers.pieces import Parser
-from quantkit.base.json_values import printable
+from quantkit.base.json_values import spell_control_characters
 from quantkit.errors import QuantkitError
 from quantkit.jobs.inference.openai_batch import (
     BatchRequest,
+    build_choices,
     chat_logprobs,
-    choices_of,
+    count_usage,
     text_logprobs,
     tool_call,
-    usage_of,
 )
 from quantkit.jobs.inference.prompt_lines import (
     TokenTexts,
@@ -69,11 +69,11 @@ class Answer:
         """Count the continuations of all prompts."""
         return sum(prompt.request.samples for prompt in self.prompts)
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def build_complete(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Build the answer with all continuations, for a client that does not stream."""
         lines = self._lines(completions)
-        choices = choices_of(lines, chat=self._is_chat)
-        return {**self._head(), "choices": choices, "usage": usage_of(lines)}
+        choices = build_choices(lines, chat=self._is_chat)
+        return {**self._head(), "choices": choices, "usage": count_usage(lines)}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the pieces before the first token."""
@@ -165,7 +165,7 @@ class Answer:
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         """Yield the pieces after all continuations."""
         if self.usage:
-            usage = usage_of(self._lines(completions))
+            usage = count_usage(self._lines(completions))
             yield _data({**self._head(stream=True), "choices": [], "usage": usage})
         yield DONE
 
@@ -229,7 +229,7 @@ class Answer:
         }
 
 
-def error_of(
+def error_to_json(
     error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
 ) -> dict[str, Any]:
     """Convert an error to JSON: on one short line, whatever the request contains, with the field
@@ -240,7 +240,7 @@ def error_of(
         field_name = error.argument
         # Clients need not know where the model is.
         error = error.restate(path=None)
-    message = printable(str(error))
+    message = spell_control_characters(str(error))
     if len(message) > _MAX_MESSAGE:
         message = f"{message[:_MAX_MESSAGE]} ..."
     return {"error": {"message": message, "type": kind, "param": field_name, "code": code}}
@@ -248,7 +248,7 @@ def error_of(
 
 def encode_error_event(error: QuantkitError) -> bytes:
     """Encode an error as the last piece of a stream."""
-    return _data(error_of(error, kind="server_error"))
+    return _data(error_to_json(error, kind="server_error"))
 
 
 def now() -> int:

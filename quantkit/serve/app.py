@@ -23,12 +23,12 @@ from quantkit.base.arguments import as_string, require_flags
 from quantkit.base.json_values import format_value
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.inference.json_lines import strict_object
+from quantkit.jobs.inference.json_lines import parse_strict_object
 from quantkit.jobs.inference.prompt_lines import TokenTexts
 from quantkit.jobs.inference.prompts_file import Prompt, PromptReader
 from quantkit.runtime.request import Completion, PromptLengthError
 from quantkit.runtime.request import Request as GenerationRequest
-from quantkit.serve.answers import Answer, encode_error_event, error_of, now
+from quantkit.serve.answers import Answer, encode_error_event, error_to_json, now
 from quantkit.serve.guard import RETRY, Guard
 from quantkit.serve.log import CLIENT_GONE, RequestLog, record_answer
 from quantkit.serve.metrics import Metrics
@@ -98,7 +98,7 @@ def application(
         max_requests: at the same time, also before they are read.
         log, log_prompts: see `RequestLog`.
     """
-    paths = _Paths(served, Metrics(served.worker))
+    paths = _Handlers(served, Metrics(served.worker))
     routes = [
         Route("/health", lambda request: _health(served)),
         Route(CHAT, paths.convert_errors(paths.generate), methods=["POST"]),
@@ -131,7 +131,7 @@ class _UnknownModelError(RequestError):
     """A request names a model that is not served."""
 
 
-class _Paths:
+class _Handlers:
     """The handlers of all paths."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
@@ -151,17 +151,17 @@ class _Paths:
             try:
                 return await path(request)
             except _UnknownModelError as error:
-                return _error(404, error_of(error, code="model_not_found"))
+                return _error(404, error_to_json(error, code="model_not_found"))
             except TimeLimitError as error:
-                return _error(504, error_of(error, kind="server_error", code="timeout"))
+                return _error(504, error_to_json(error, kind="server_error", code="timeout"))
             except PromptLengthError as error:
-                return _error(400, error_of(error, code="context_length_exceeded"))
+                return _error(400, error_to_json(error, code="context_length_exceeded"))
             except RequestError as error:
-                return _error(400, error_of(error))
+                return _error(400, error_to_json(error))
             except QuantkitError as error:
                 # A worker that is stopping ends its requests with an error.
                 status = 500 if self._served.worker.alive else 503
-                return _error(status, error_of(error, kind="server_error"))
+                return _error(status, error_to_json(error, kind="server_error"))
             # Nobody reads this response, but the log has its status.
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
@@ -169,7 +169,7 @@ class _Paths:
                 raise
             except Exception:
                 _log.exception("a request failed")
-                return _error(500, error_of("internal error", kind="server_error"))
+                return _error(500, error_to_json("internal error", kind="server_error"))
 
         return answer
 
@@ -209,7 +209,7 @@ class _Paths:
         job = self._served.worker.submit(requests, prompts[0].stop, deliver)
         if job is None:
             self._metrics.refused.inc()
-            busy = error_of(
+            busy = error_to_json(
                 "too many requests at once; try again",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
@@ -230,7 +230,7 @@ class _Paths:
             # The second header keeps nginx from buffering the stream.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        return await self._whole(request, answer, job, events, counted)
+        return await self._respond_complete(request, answer, job, events, counted)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -308,7 +308,7 @@ class _Paths:
         finally:
             self._served.worker.cancel(job)
 
-    async def _whole(
+    async def _respond_complete(
         self,
         request: Request,
         answer: Answer,
@@ -336,7 +336,7 @@ class _Paths:
         finally:
             disconnect.cancel()
             self._served.worker.cancel(job)
-        return JSONResponse(answer.whole(completions))
+        return JSONResponse(answer.build_complete(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read the JSON object in the body of a request.
@@ -372,8 +372,8 @@ class _Paths:
             raise RequestError("the body is empty", expected="a JSON object")
         # Other requests continue while a thread parses a long body.
         if len(text) > _SHORT:
-            return await asyncio.to_thread(strict_object, text, None)
-        return strict_object(text, None)
+            return await asyncio.to_thread(parse_strict_object, text, None)
+        return parse_strict_object(text, None)
 
     def _model(self) -> dict[str, Any]:
         """Describe the model as OpenAI's API does, with keys of vLLM and quantkit."""
@@ -427,7 +427,7 @@ def _require_few(prompts: Sequence[Prompt]) -> None:
 
 def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
     """Compile the formats of prompts, and return their requests with constraints."""
-    return [prompt.bound(grammars) for prompt in prompts]
+    return [prompt.bind_grammar(grammars) for prompt in prompts]
 
 
 def _is_token_list(value: object) -> TypeGuard[list[int]]:
@@ -487,7 +487,7 @@ def _health(served: Served) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer starlette's own errors, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, error_of(error.detail), error.headers)
+    return _error(error.status_code, error_to_json(error.detail), error.headers)
 
 
 def _error(

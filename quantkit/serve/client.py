@@ -19,7 +19,13 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnreachableError
 from quantkit.serve import is_loopback
-from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
+from quantkit.serve.client_errors import (
+    create_lost_error,
+    create_other_api_error,
+    create_refusal_error,
+    create_unreachable_error,
+    server_message,
+)
 
 _CONNECT_SECONDS = 10.0
 # A request may wait for others, and a long prompt takes its time.
@@ -104,15 +110,15 @@ class Server:
                 answer = value
         models = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(models, list):
-            raise other_api(self.url, answer)
+            raise create_other_api_error(self.url, answer)
         names: list[str] = []
         for model in models:
             name = model.get("id") if isinstance(model, dict) else None
             if not isinstance(name, str):
-                raise other_api(self.url, answer)
+                raise create_other_api_error(self.url, answer)
             names.append(name)
         if not names:
-            raise other_api(self.url, answer)
+            raise create_other_api_error(self.url, answer)
         return names
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
@@ -144,7 +150,7 @@ class Server:
             try:
                 connection.connect()
             except (OSError, UnicodeError) as error:
-                raise unreachable(self.url, error) from error
+                raise create_unreachable_error(self.url, error) from error
             # The time limit above is for connecting only.
             connection.sock.settimeout(_SILENT_SECONDS)
             opened(connection.sock)
@@ -157,19 +163,21 @@ class Server:
                 connection.request(method, self._path + path, body, headers)
                 with closing(connection.getresponse()) as response:
                     if response.status != 200:
-                        raise refusal(self.url, response, with_key=self._key is not None)
+                        raise create_refusal_error(
+                            self.url, response, with_key=self._key is not None
+                        )
                     if body is None:
                         yield self._parse_json(response.read(_BODY_BYTES))
                     else:
                         yield from self._events(response)
             except (OSError, http.client.HTTPException) as error:
-                raise lost(self.url, error) from error
+                raise create_lost_error(self.url, error) from error
 
     def _events(self, response: HTTPResponse) -> Iterator[Any]:
         """Yield the data of server-sent events, up to ``[DONE]`` or the end of the response."""
         content_type = response.headers.get_content_type()
         if content_type != "text/event-stream":
-            raise other_api(self.url, f"{content_type}, no stream")
+            raise create_other_api_error(self.url, f"{content_type}, no stream")
         while line := response.readline(_LINE_BYTES):
             name, _, value = line.rstrip(b"\r\n").partition(b":")
             if name != b"data":
@@ -178,8 +186,8 @@ class Server:
             # `readline` stops at a line end, at the end of the response, or at the limit.
             if not line.endswith(b"\n"):
                 if len(line) < _LINE_BYTES:
-                    raise lost(self.url)
-                raise other_api(self.url, "a line without end")
+                    raise create_lost_error(self.url)
+                raise create_other_api_error(self.url, "a line without end")
             if value.strip() == b"[DONE]":
                 return
             event = self._parse_json(value)
@@ -194,7 +202,7 @@ class Server:
         try:
             return json.loads(content.decode())
         except (ValueError, RecursionError):
-            raise other_api(self.url, content) from None
+            raise create_other_api_error(self.url, content) from None
 
 
 def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, None, None]:

@@ -10,7 +10,7 @@ import ssl
 import textwrap
 from http.client import HTTPResponse
 
-from quantkit.base.json_values import format_value, printable
+from quantkit.base.json_values import format_value, spell_control_characters
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnreachableError
 
@@ -24,7 +24,7 @@ class ContextLengthError(RequestError):
     """A conversation is too long for the server's context."""
 
 
-def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError:
+def create_refusal_error(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError:
     """Create the error for a response whose status is not 200.
 
     Args:
@@ -33,7 +33,7 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     """
     status = response.status
     message, code = server_message(response.read(_BODY_BYTES))
-    answered = message or f"status {status} {printable(response.reason)}".rstrip()
+    answered = message or f"status {status} {spell_control_characters(response.reason)}".rstrip()
     # A redirect could lead the API key to another host.
     if 300 <= status < 400:
         location = response.headers.get("Location", "")
@@ -79,7 +79,7 @@ def refusal(url: str, response: HTTPResponse, *, with_key: bool) -> RequestError
     return kind(f"{url} refuses the request: {answered}")
 
 
-def other_api(url: str, answer: object) -> RequestError:
+def create_other_api_error(url: str, answer: object) -> RequestError:
     """Create the error for an answer that is not of OpenAI's API."""
     hint = "check the address, which often ends in /v1"
     return RequestError(
@@ -87,7 +87,7 @@ def other_api(url: str, answer: object) -> RequestError:
     )
 
 
-def unreachable(url: str, error: Exception) -> UnreachableError:
+def create_unreachable_error(url: str, error: Exception) -> UnreachableError:
     """Create the error for a connection that cannot be opened."""
     # The text of this error names OpenSSL's source file; the attribute is the reason alone.
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -99,7 +99,7 @@ def unreachable(url: str, error: Exception) -> UnreachableError:
     )
 
 
-def lost(url: str, error: Exception | None = None) -> RequestError:
+def create_lost_error(url: str, error: Exception | None = None) -> RequestError:
     """Create the error for a connection that ended before the answer did."""
     is_incomplete = isinstance(error, http.client.IncompleteRead)
     # `RemoteDisconnected` is both an HTTPException and an OSError.
@@ -107,7 +107,7 @@ def lost(url: str, error: Exception | None = None) -> RequestError:
         error, OSError
     )
     if is_protocol_error and not is_incomplete:
-        return other_api(url, "no HTTP")
+        return create_other_api_error(url, "no HTTP")
     if error is None or is_incomplete:
         reason = "it was closed"
     else:
@@ -145,6 +145,6 @@ def _reason(error: Exception | None) -> str:
 
 def _short(text: str) -> str:
     """Shorten a server's text to one line without control characters."""
-    line = printable(textwrap.shorten(text, _MESSAGE, placeholder=" ..."))
+    line = spell_control_characters(textwrap.shorten(text, _MESSAGE, placeholder=" ..."))
     # Backquotes mark arguments in quantkit's own messages.
     return line.replace("`", "'")

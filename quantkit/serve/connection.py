@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quantkit.serve.answers import error_of
+from quantkit.serve.answers import error_to_json
 
 DELIVERED = "quantkit.delivered"
 """In the state of a request's scope: a function that waits until the client has taken the whole
@@ -246,7 +246,7 @@ class Connection(H11Protocol):
 def _refuse_connection() -> bytes:
     """Encode the response to a connection of an address that has too many."""
     # No request is read from such a connection, so uvicorn does not answer it.
-    error = error_of(
+    error = error_to_json(
         "too many connections from this address",
         kind="rate_limit_error",
         code="rate_limit_exceeded",

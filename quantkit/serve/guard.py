@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from quantkit.serve import without_port
-from quantkit.serve.answers import error_of
+from quantkit.serve.answers import error_to_json
 from quantkit.serve.connection import MAKE_ROOM, MakeRoom
 
 Scope = MutableMapping[str, Any]
@@ -63,18 +63,20 @@ class Guard:
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy that uses the other header than this server would see another request after
             # this one.
-            error = error_of("the request has both Content-Length and Transfer-Encoding")
+            error = error_to_json("the request has both Content-Length and Transfer-Encoding")
             refusal = JSONResponse(error, 400, {"Connection": "close"})
         elif not self._has_known_host(headers):
-            error = error_of("this server is not known by that name; whoever runs it can allow it")
+            error = error_to_json(
+                "this server is not known by that name; whoever runs it can allow it"
+            )
             refusal = JSONResponse(error, 421)
         elif not is_open and not self._has_key(headers):
-            error = error_of("the API key is missing or wrong", code="invalid_api_key")
+            error = error_to_json("the API key is missing or wrong", code="invalid_api_key")
             refusal = JSONResponse(error, 401, {"WWW-Authenticate": "Bearer"})
         is_full = self._running >= self._max_requests
         # Refused requests must not make another one give way.
         if refusal is None and not is_open and is_full and not _make_room(scope):
-            error = error_of(
+            error = error_to_json(
                 "too many requests at once; try again",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",

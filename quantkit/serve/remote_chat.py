@@ -14,7 +14,11 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.serve.client import Server
-from quantkit.serve.client_errors import ContextLengthError, lost, other_api
+from quantkit.serve.client_errors import (
+    ContextLengthError,
+    create_lost_error,
+    create_other_api_error,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +209,7 @@ class RemoteChat:
                 try:
                     piece, reason, counts = _delta(event)
                 except (LookupError, TypeError, AttributeError, ValueError):
-                    raise other_api(self._server.url, event) from None
+                    raise create_other_api_error(self._server.url, event) from None
                 # The first event of OpenAI's API has a role, but no text.
                 if piece or reason:
                     last_seconds = time.perf_counter() - start_time
@@ -218,7 +222,7 @@ class RemoteChat:
                     yield piece
         # A complete answer has a reason, also if the connection ends in an orderly way.
         if self.finish_reason is None:
-            raise lost(self._server.url)
+            raise create_lost_error(self._server.url)
 
 
 def _delta(event: Any) -> tuple[str, str | None, tuple[int, int] | None]:

@@ -165,18 +165,18 @@ def _fit_scales(
     """
     spanning = spanning_scales(grouped, scheme, scale.dtype)
     scale = torch.where(spanning.isfinite(), scale, spanning)
-    steps, loss = _nearest(grouped, weights, scale, offset, scheme)
+    steps, loss = _round_to_grid(grouped, weights, scale, offset, scheme)
     # Least squares of one unknown for each group.
     weighted = steps * weights
     fitted = ((weighted * grouped).sum(-1) / weighted.mul_(steps).sum(-1)).to(scale.dtype)
-    fitted_steps, fitted_loss = _nearest(grouped, weights, fitted, offset, scheme)
+    fitted_steps, fitted_loss = _round_to_grid(grouped, weights, fitted, offset, scheme)
     # Never true of NaN, which a scale of zero gives.
     better = fitted_loss < loss
     chosen_steps = torch.where(better.unsqueeze(-1), fitted_steps, steps)
     return torch.where(better, fitted, scale), chosen_steps
 
 
-def _nearest(
+def _round_to_grid(
     grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
     """Round to codes less zero points [O, G, S]; return them, and their weighted squared errors

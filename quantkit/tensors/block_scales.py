@@ -55,14 +55,16 @@ class BlockScales:
             # The largest scale becomes the integer `-limit`: in the other direction integers end at
             # `limit - 1`.
             outer = (largest / -limit).half()
-            return cls(_integers(steps, outer, -limit, limit - 1), None, outer, None)
+            return cls(_round_to_integers(steps, outer, -limit, limit - 1), None, outer, None)
         outer = (_by_block(steps, count).amax(-1) / _MINIMA).half()
         outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / _MINIMA).half()
-        scale = _integers(steps, outer, 0, _MINIMA)
+        scale = _round_to_integers(steps, outer, 0, _MINIMA)
         # A scale of 0 would turn all weights of the group into one value.
         has_step = (steps > 0) & (outer.repeat_interleave(count, 1) > 0)
         scale = torch.where(has_step, scale.clamp(min=1), scale)
-        return cls(scale, _integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum)
+        return cls(
+            scale, _round_to_integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
         """Apply a change to all tensors, which are [O, G] or [O, S]."""
@@ -80,14 +82,14 @@ class BlockScales:
     @property
     def steps(self) -> Tensor:
         """Compute the difference of the values of neighbouring codes, [O, G] float32."""
-        return _product(self.scale, self.outer)
+        return _multiply_scales(self.scale, self.outer)
 
     @property
     def offsets(self) -> Tensor | None:
         """Compute minus the value of code 0, [O, G] float32; None for symmetric schemes."""
         if self.minimum is None:
             return None
-        return _product(self.minimum, self.outer_minimum)
+        return _multiply_scales(self.minimum, self.outer_minimum)
 
 
 def _by_block(values: Tensor, count: int) -> Tensor:
@@ -95,7 +97,7 @@ def _by_block(values: Tensor, count: int) -> Tensor:
     return values.reshape(len(values), -1, count)
 
 
-def _product(inner: Tensor, outer: Tensor | None) -> Tensor:
+def _multiply_scales(inner: Tensor, outer: Tensor | None) -> Tensor:
     """Multiply an integer of 8 bits by a float16, exactly."""
     # 8 bits and the 11 of a float16 fit into the 24 of a float32.
     if outer is None:
@@ -103,7 +105,7 @@ def _product(inner: Tensor, outer: Tensor | None) -> Tensor:
     return inner.float() * outer.float().repeat_interleave(inner.shape[1] // outer.shape[1], 1)
 
 
-def _integers(values: Tensor, outer: Tensor, lowest: int, highest: int) -> Tensor:
+def _round_to_integers(values: Tensor, outer: Tensor, lowest: int, highest: int) -> Tensor:
     """Round values [O, G] to multiples of a float16, and return the integers; 0 if it is zero."""
     wide = outer.float().repeat_interleave(values.shape[1] // outer.shape[1], 1)
     # float16 represents all integers up to 2048.

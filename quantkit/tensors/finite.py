@@ -109,7 +109,7 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
+def require_finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
     """Check a model's logits and return them.
 
     Raises:
@@ -123,7 +123,7 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
 def nonfinite_logits(
     path: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> NonFiniteError:
-    """Build the error that `finite_logits` raises for logits of a float type."""
+    """Build the error that `require_finite_logits` raises for logits of a float type."""
     hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
         hint = Message(

@@ -32,7 +32,7 @@ _E2M1_EXPONENT = 2
 _MAX_OUTER = 2.0**126
 
 
-def values(codes: Tensor, kind: Codes) -> Tensor:
+def decode_values(codes: Tensor, kind: Codes) -> Tensor:
     """Decode codes to float32 numbers."""
     if kind is Codes.E4M3:
         return codes.view(torch.float8_e4m3fn).float()
@@ -69,11 +69,11 @@ def nearest(weight: Tensor, steps: Tensor, kind: Codes) -> Tensor:
     return encode_values(round_to_code_values(scaled, kind), kind)
 
 
-def gaps(codes: Tensor, kind: Codes) -> Tensor:
+def compute_gaps(codes: Tensor, kind: Codes) -> Tensor:
     """Compute how far the value of a code is from that of a neighbour, float32, so that an error
     is at most half of it.
     """
-    size = values(codes, kind).abs()
+    size = decode_values(codes, kind).abs()
     if kind is Codes.E2M1:
         return torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     # `frexp` returns mantissas from 0.5 on; e4m3 has three more bits, so its step is
@@ -96,7 +96,7 @@ def spanning_scales(
     rows, columns = weight.shape
     largest = weight.view(rows, scheme.groups(columns), -1).abs().amax(-1).float()
     if scheme.scales is Scales.POWERS:
-        return _powers(largest), None
+        return _compute_powers(largest), None
     if scheme.scales is Scales.NESTED:
         if outer is None:
             outer = outer_scale(largest)
@@ -147,7 +147,7 @@ def _float8(steps: Tensor, zero: Tensor) -> Tensor:
     return torch.where(zero, 1.0, _of_bits(bits)).half()
 
 
-def _powers(largest: Tensor) -> Tensor:
+def _compute_powers(largest: Tensor) -> Tensor:
     """Compute MXFP4's scales, float32: the exponent of the largest weight less that of 6."""
     # `frexp` returns mantissas from 0.5 on, so its exponents are larger by one.
     _, exponent = torch.frexp(largest)

@@ -56,7 +56,7 @@ MIXES = {mix.name: mix for mix in _ALL}
 _SHORT = {"q3_k": MIXES["q3_k_m"], "q4_k": MIXES["q4_k_m"], "q5_k": MIXES["q5_k_m"]}
 
 
-def mix_named(scheme: object) -> Mix | None:
+def find_mix(scheme: object) -> Mix | None:
     """Find the mix of a name, in whatever case; ``q4_k`` is ``q4_k_m``, as for llama.cpp.
 
     None for anything else.

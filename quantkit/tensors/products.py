@@ -46,13 +46,13 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     if not (of_float32 and large and _is_faster_through_onednn()):
         return a @ b
     rows, inner = a.shape
-    padding = _missing(inner)
+    padding = _compute_padding(inner)
     if padding:
         a = F.pad(a, (0, padding))
         b = F.pad(b, (0, 0, 0, padding))
     # The operator of torch's compiler: `F.linear` leaves float32 to MKL.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(
-        _dense(_pad_rows(a)), _dense(b).t(), None, "none", [], ""
+        _make_dense(_pad_rows(a)), _make_dense(b).t(), None, "none", [], ""
     )
     return product[:rows]
 
@@ -61,7 +61,7 @@ def add_square_(total: Tensor, columns: Tensor) -> None:
     """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; below the
     diagonal, only parts are added.
     """
-    step = _strip(len(columns))
+    step = _choose_strip(len(columns))
     width = max(step, PRODUCT_ELEMENTS // step)
     for start in range(0, len(columns), step):
         for first in range(start, len(columns), width):
@@ -72,13 +72,13 @@ def add_square_(total: Tensor, columns: Tensor) -> None:
 
 def fill_lower_(total: Tensor) -> None:
     """Complete the symmetric matrix [I, I] that `add_square_` added to."""
-    step = _strip(len(total))
+    step = _choose_strip(len(total))
     for start in range(0, total.shape[0], step):
         stop = start + step
         total[stop:, start:stop] = total[start:stop, stop:].t()
 
 
-def _strip(width: int) -> int:
+def _choose_strip(width: int) -> int:
     """Choose the number of rows of a symmetric sum that are added to together."""
     return -(-width // (_STRIPS * _STEP)) * _STEP
 
@@ -162,13 +162,13 @@ def _onednn_is_built_in() -> bool:
 
 def _pad_rows(rows: Tensor) -> Tensor:
     """Append rows of zeros to rows [N, I], if their number is to be padded."""
-    padding = _missing(len(rows))
+    padding = _compute_padding(len(rows))
     if padding:
         return F.pad(rows, (0, 0, 0, padding))
     return rows
 
 
-def _missing(size: int) -> int:
+def _compute_padding(size: int) -> int:
     """Compute by how much a size is padded: oneDNN keeps a kernel for every shape that it gets, and
     experts are sent any number of tokens. The block sizes of the solver are not padded.
     """
@@ -177,7 +177,7 @@ def _missing(size: int) -> int:
     return 0
 
 
-def _dense(matrix: Tensor) -> Tensor:
+def _make_dense(matrix: Tensor) -> Tensor:
     """Copy a matrix with gaps between its rows: oneDNN's linear is fast only without them."""
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix

@@ -213,7 +213,7 @@ class QuantTensor:
         rows, columns = self.shape
         groups = self.scale.shape[1]
         if self.scheme.of_small_floats:
-            values = float_codes.values(self.codes, self.scheme.codes).view(rows, groups, -1)
+            values = float_codes.decode_values(self.codes, self.scheme.codes).view(rows, groups, -1)
             return values.mul_(self.steps.unsqueeze(-1)).view(rows, columns)
         values = self.codes.view(rows, groups, -1).float()
         blocks = self.block_scales

@@ -123,7 +123,9 @@ class CanonicalVocabulary:
         return Token(content, self.kinds.get(number, Kind.TEXT))
 
 
-def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
+def describe_tiktoken(
+    ranks: Mapping[bytes, int], specials: Mapping[str, int]
+) -> CanonicalVocabulary:
     """Describe the vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is
     merged first.
     """
@@ -158,7 +160,7 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
     )
 
 
-def of_sentencepiece(
+def describe_sentencepiece(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]]
 ) -> CanonicalVocabulary:
     """Describe the vocabulary of a sentencepiece model, with the tokens that files next to it add,
@@ -211,7 +213,7 @@ def of_sentencepiece(
     )
 
 
-def of_json(
+def describe_json(
     raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
 ) -> CanonicalVocabulary:
     """Describe the vocabulary of a tokenizer.json that its library has loaded.
@@ -236,9 +238,9 @@ def of_json(
         ids = listed
     letters = _has_byte_letters(parts)
     if letters:
-        contents = _by_id(ids, _letters(ids))
+        contents = _index_contents(ids, _decode_letters(ids))
     else:
-        contents = _by_id(ids, _encode_spellings(ids))
+        contents = _index_contents(ids, _encode_spellings(ids))
     kinds: dict[int, Kind] = {}
     for piece, number in ids.items():
         # The first letters are compared on their own, to build no filler for every token.
@@ -376,7 +378,7 @@ def _find_merged_unused_pieces(model: SentencePieceFile) -> list[str]:
     return sorted(merged)
 
 
-def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
+def _index_contents(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
     contents_by_id: dict[int, bytes] = {}
     for number, content in zip(ids.values(), contents, strict=True):
         # Two tokens with the same id, of which the library uses either.
@@ -395,7 +397,7 @@ def _encode_spelling(spelling: str) -> bytes:
     return spelling.replace(SPACE, " ").encode()
 
 
-def _letters(spellings: Collection[str]) -> list[bytes]:
+def _decode_letters(spellings: Collection[str]) -> list[bytes]:
     """Decode spellings in GPT-2's letters into bytes; encode a spelling with other letters in
     UTF-8.
     """

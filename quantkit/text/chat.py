@@ -23,7 +23,7 @@ from quantkit.text.chat_template import (
     read_named_template,
 )
 from quantkit.text.end_tokens import find_answer_end
-from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder
 from quantkit.text.message_trace import Conversation, require_traces
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.template_process import Budget
@@ -133,7 +133,7 @@ class TemplateChat:
 
         A ``developer`` message is a ``system`` message for a template that does not have that role.
         If the template refuses a conversation or drops something of it, it gets other spellings of
-        the same conversation; see `_spellings`.
+        the same conversation; see `_respell_conversation`.
 
         Args:
             messages: in order; the last one is to be answered.
@@ -187,7 +187,7 @@ class TemplateChat:
         failure: RequestError | None = None
         loss: RequestError | None = None
         # The first spelling that the template accepts and prints completely is the prompt.
-        for chat in _spellings(messages, keep_parts=template.reads_parts):
+        for chat in _respell_conversation(messages, keep_parts=template.reads_parts):
             try:
                 text = template.render(chat, tools=tools, budget=budget, **variables)
             except RequestError as error:
@@ -379,7 +379,7 @@ def template_chat(
     model_path: Path, tokenizer: Tokenizer, template: str | None = None
 ) -> TemplateChat:
     """Do the work of `chat_format` for a template in Jinja."""
-    folder = text_folder(model_path)
+    folder = find_text_folder(model_path)
     specials = tokenizer.special_tokens or {}
     spellings = {number: spelling for spelling, number in specials.items()}
     bos_eos_ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
@@ -391,7 +391,7 @@ def template_chat(
     tokens |= special_tokens(folder, specials)
     if template is not None and template.endswith(".jinja"):
         chosen = ChatTemplate(read_named_template(template), tokens=tokens, path=Path(template))
-        return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder), tokens)
+        return TemplateChat(lambda with_tools: chosen, _require_specials(tokenizer, folder), tokens)
     templates = ChatTemplates(model_path, tokens)
     if not templates:
         raise RequestError(
@@ -407,10 +407,12 @@ def template_chat(
         False: templates.choose(template, with_tools=False),
         True: templates.choose(template, with_tools=True),
     }
-    return TemplateChat(templates_by_tools.__getitem__, _with_specials(tokenizer, folder), tokens)
+    return TemplateChat(
+        templates_by_tools.__getitem__, _require_specials(tokenizer, folder), tokens
+    )
 
 
-def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+def _require_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """Require a tokenizer that reads special tokens from text, as templates spell them."""
     if tokenizer.special_tokens is None:
         raise RequestError(
@@ -486,7 +488,9 @@ def _with_system_role(message: ChatMessage) -> ChatMessage:
     return message
 
 
-def _spellings(messages: Sequence[ChatMessage], *, keep_parts: bool) -> Iterator[list[ChatMessage]]:
+def _respell_conversation(
+    messages: Sequence[ChatMessage], *, keep_parts: bool
+) -> Iterator[list[ChatMessage]]:
     """Yield a conversation as the template should have it, and then as other templates need it.
 
     - A message that only calls tools has no content, as in transformers, or the empty string, as in

@@ -22,7 +22,7 @@ from quantkit.base.arguments import wrong_type
 from quantkit.base.json_values import format_value, read_json, require_plain_file
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder
 from quantkit.text.template_process import Budget, check_template, render
 
 ChatMessage = Mapping[str, Any]
@@ -215,7 +215,7 @@ class ChatTemplates:
         """
         # The path as the caller gave it, which errors name.
         self.folder = Path(folder)
-        self._sources = _sources(text_folder(folder))
+        self._sources = _read_sources(find_text_folder(folder))
         self._tokens = dict(tokens or {})
 
     def __bool__(self) -> bool:
@@ -290,7 +290,7 @@ def read_named_template(template: str) -> str:
     return source
 
 
-def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
+def _read_sources(folder: Path) -> dict[str, tuple[Path, str]]:
     """Read the path and the source of each template by name: separate files win over the
     tokenizer's config, as in transformers.
     """
@@ -330,11 +330,11 @@ def _parse_listed_templates(value: object, path: Path) -> dict[str, tuple[Path, 
             source = entry.get("template")
         if not isinstance(name, str) or not isinstance(source, str):
             raise CheckpointError("lists a chat template without a name or source", path=path)
-        sources[name] = path, _lines(source, path)
+        sources[name] = path, _normalize_newlines(source, path)
     return sources
 
 
-def _lines(source: str, path: Path) -> str:
+def _normalize_newlines(source: str, path: Path) -> str:
     """Convert the newlines of a template from JSON to those of a text file, as Jinja expects
     them.
     """

@@ -52,7 +52,7 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
     first_vocabulary = first.canonical()
     second_vocabulary = second.canonical()
     both_stated = _states_ends(first_vocabulary) and _states_ends(second_vocabulary)
-    probes = _probes(first_vocabulary, second_vocabulary)
+    probes = _make_order_probes(first_vocabulary, second_vocabulary)
     # The texts come last: encoding takes longest, and a difference in the vocabulary says more.
     return (
         _find_token_difference(first_vocabulary, second_vocabulary)
@@ -300,7 +300,7 @@ def _find_text_difference(
     return None
 
 
-def _probes(first: CanonicalVocabulary, second: CanonicalVocabulary) -> Iterator[str]:
+def _make_order_probes(first: CanonicalVocabulary, second: CanonicalVocabulary) -> Iterator[str]:
     if first.merges is not None and second.merges is not None:
         # Lists in another order have very many probes.
         for pieces in itertools.islice(order_probes(first.merges, second.merges), _MAX_PROBES):

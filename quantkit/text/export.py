@@ -30,8 +30,8 @@ from quantkit.text.folder_vocabulary import (
 from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
 from quantkit.text.gguf_tokenizer import (
     SAMPLING,
+    find_text_folder,
     run_merges,
-    text_folder,
     tokenizer_json,
     write_folder,
 )
@@ -42,8 +42,8 @@ from quantkit.text.tokenizer import (
     JsonTokenizer,
     Tokenizer,
     ids_around_text,
+    load_original_tokenizer,
     load_tokenizer,
-    original_tokenizer,
 )
 
 _NUM_TRIED_SPECIALS = 64
@@ -68,12 +68,12 @@ def tokenizer_metadata(
         UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
     """
     model = folder
-    folder = text_folder(folder)
+    folder = find_text_folder(folder)
     tokenizer = load_tokenizer(folder)
     folder_vocabulary = read_folder_vocabulary(folder)
     vocabulary = _fill_vocabulary(folder_vocabulary.vocabulary, rows, folder)
     ids = _special_ids(folder, tokenizer, folder_vocabulary)
-    adds = _adds(tokenizer, ids, folder)
+    adds = _find_added_ends(tokenizer, ids, folder)
     ends = list(dict.fromkeys([*list_end_tokens(folder), *tokenizer.eos_ids]))
     names_eos = "eos_token" in ids
     if ends and not names_eos:
@@ -113,7 +113,7 @@ def tokenizer_metadata(
         metadata[keys.PIPELINE] = json.dumps(unexpressed, ensure_ascii=False)
     notes = [
         *folder_vocabulary.notes,
-        *_require_equal(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
+        *_compare_written(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
     ]
     lost = list_unapplied(read_other_settings(folder))
     if lost:
@@ -169,7 +169,7 @@ def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, b
     """
     from tokenizers import Tokenizer as Engine
 
-    original = original_tokenizer(path, alone=alone)
+    original = load_original_tokenizer(path, alone=alone)
     exportable = exportable_vocabulary(path)
     if exportable is None:
         return None
@@ -255,7 +255,7 @@ def _special_ids(
     return ids
 
 
-def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
+def _find_added_ends(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
     """Find out whether BOS is added before text, and EOS after it.
 
     The tokenizer's BOS replaces that of files in `ids`.
@@ -355,7 +355,7 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     return sampling
 
 
-def _require_equal(
+def _compare_written(
     original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path
 ) -> list[str]:
     """Compare the metadata with the folder's tokenizer.

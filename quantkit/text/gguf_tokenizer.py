@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.base.json_values import Settings, format_value, parse_object, shortest
+from quantkit.base.json_values import Settings, format_value, parse_object, shorten_float32
 from quantkit.errors import CheckpointError, name_as
 from quantkit.files.located import gguf_file, locate_model, read_parts
 from quantkit.text import gguf_vocabulary as keys
@@ -59,7 +59,7 @@ _folders: dict[tuple[Path, int, int], Path] = {}
 _unstated: dict[Path, GgufUnstated] = {}
 
 
-def text_folder(path: str | Path) -> Path:
+def find_text_folder(path: str | Path) -> Path:
     """Find the folder with a model's tokenizer, chat templates and generation settings. For a GGUF
     file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
     until the process ends.
@@ -87,8 +87,10 @@ def text_folder(path: str | Path) -> Path:
 
 
 def write_folder(metadata: Mapping[str, Any], path: Path) -> Path:
-    """Write `folder_files` to a temporary folder, which exists at most until the process ends."""
-    files = folder_files(metadata, path)
+    """Write `build_folder_files` to a temporary folder, which exists at most until the process
+    ends.
+    """
+    files = build_folder_files(metadata, path)
     unstated = gguf_unstated(metadata, path)
     folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -106,7 +108,7 @@ def find_unstated(folder: Path) -> GgufUnstated | None:
     return _unstated.get(folder)
 
 
-def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
+def build_folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     """Build the files of a folder with the tokenizer, chat templates and generation settings of a
     GGUF file.
 
@@ -123,7 +125,7 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         return {}
     settings = Settings(metadata, path)
     ids = keys.read_ids(settings, vocabulary)
-    adds = keys.begins_and_ends(settings, vocabulary, ids)
+    adds = keys.read_added_ends(settings, vocabulary, ids)
     pipeline_settings = _read_pipeline_settings(settings)
     files: dict[str, bytes] = {}
     # A tokenizer.json needs a list of merges; other scores are only written as a tokenizer.model.
@@ -167,7 +169,7 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     spellings = {name: token for name, token in names.items() if token is not None}
     files["special_tokens_map.json"] = _json(spellings)
     files["generation_config.json"] = _json(
-        _generation(settings, vocabulary, ids, names, templates.get("default"))
+        _build_generation_config(settings, vocabulary, ids, names, templates.get("default"))
     )
     return files
 
@@ -287,7 +289,7 @@ def tokenizer_json(
         "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
-        "post_processor": _around(vocabulary, ids, adds),
+        "post_processor": _build_post_processor(vocabulary, ids, adds),
         "decoder": decoder,
         "model": model,
     }
@@ -340,7 +342,7 @@ def _templates(settings: Settings) -> dict[str, str]:
     return sources
 
 
-def _around(
+def _build_post_processor(
     vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]
 ) -> dict[str, Any] | None:
     """Build the post-processor that adds BOS and EOS."""
@@ -481,7 +483,7 @@ def _read_pipeline_settings(settings: Settings) -> Settings:
     return Settings(parts, path)
 
 
-def _generation(
+def _build_generation_config(
     settings: Settings,
     vocabulary: Vocabulary,
     ids: Mapping[str, int],
@@ -512,7 +514,7 @@ def _generation(
     sampling: dict[str, float] = {}
     for name, key in SAMPLING.items():
         if settings.has(key):
-            sampling[name] = shortest(settings.number(key, *_RANGES[name]))
+            sampling[name] = shorten_float32(settings.number(key, *_RANGES[name]))
     # llama.cpp keeps all tokens if it is not positive, transformers if it is 0.
     if sampling.get("top_k", 1) <= 0:
         sampling["top_k"] = 0

@@ -266,12 +266,12 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             found=f"'{format_value(model)[1:-1]}' ({kind})",
             expected=f"'{SPM}' (sentencepiece's merges) or '{BPE}' (byte-level merges)",
         )
-    tokens = _tokens(settings)
+    tokens = _read_tokens(settings)
     types = [PieceType.NORMAL] * len(tokens)
     if settings.has(TYPES):
         types_by_code = {int(kind): kind for kind in PieceType}
         expected = f"numbers from {min(types_by_code)} to {max(types_by_code)}"
-        codes = _values(settings, TYPES, (int,), expected, types_by_code)
+        codes = _read_values(settings, TYPES, (int,), expected, types_by_code)
         types = [types_by_code[code] for code in codes]
     # Fillers at the end only give the embedding's last rows a token.
     while tokens and types[-1] is PieceType.UNUSED and tokens[-1] == filler(len(tokens) - 1):
@@ -310,7 +310,9 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         raise UnsupportedError(
             f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path
         )
-    return Vocabulary(BPE, tokens, types, [], _merges(settings, tokens=set(tokens)), pre, False)
+    return Vocabulary(
+        BPE, tokens, types, [], _read_merges(settings, tokens=set(tokens)), pre, False
+    )
 
 
 def _require_byte_tokens(tokens: Collection[str], path: Path) -> None:
@@ -328,7 +330,7 @@ def _require_byte_tokens(tokens: Collection[str], path: Path) -> None:
 
 def _read_scores(settings: Settings, path: Path) -> list[float]:
     scores: list[float] = []
-    for number, score in enumerate(_values(settings, SCORES, (int, float), "numbers")):
+    for number, score in enumerate(_read_values(settings, SCORES, (int, float), "numbers")):
         if not math.isfinite(score):
             raise CheckpointError(
                 f"{SCORES} holds a number that is not finite",
@@ -345,7 +347,7 @@ def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
     """
     ids: dict[str, int] = {}
     for name, key in ID_KEYS.items():
-        number = _id(settings, key, vocabulary)
+        number = _read_id(settings, key, vocabulary)
         if number is not None:
             ids[name] = number
         # llama.cpp's ids for files that do not state them.
@@ -366,8 +368,8 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
     """
     ids_by_key = (
         ids.get("eos_token"),
-        _id(settings, EOT, vocabulary),
-        _id(settings, EOM, vocabulary),
+        _read_id(settings, EOT, vocabulary),
+        _read_id(settings, EOM, vocabulary),
     )
     ends: list[int] = []
     for number in ids_by_key:
@@ -386,7 +388,7 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
     return ends
 
 
-def begins_and_ends(
+def read_added_ends(
     settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
 ) -> tuple[bool, bool]:
     """Read whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is
@@ -423,7 +425,7 @@ def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
     return special | (ends & added)
 
 
-def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
+def _read_id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
     """Read a token's id; None if there is none, or it is that of a filler token."""
     if not settings.has(key):
         return None
@@ -433,7 +435,7 @@ def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
     return None
 
 
-def _tokens(settings: Settings) -> list[str]:
+def _read_tokens(settings: Settings) -> list[str]:
     tokens: list[str] = []
     spellings: set[str] = set()
     longest = 0
@@ -457,7 +459,7 @@ def _tokens(settings: Settings) -> list[str]:
     return tokens
 
 
-def _values(
+def _read_values(
     settings: Settings,
     key: str,
     kinds: tuple[type, ...],
@@ -479,7 +481,7 @@ def _values(
     return values
 
 
-def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]]:
+def _read_merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]]:
     """Read the pairs; of equal ones the first counts."""
     # A dict keeps the order, and each pair once.
     pairs: dict[tuple[str, str], None] = {}

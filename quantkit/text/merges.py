@@ -129,7 +129,7 @@ def merge_difference(
         return None
     # The order of a piece's pairs rarely matters; `order_probes` finds where it may.
     for (piece, pairs), (other, other_pairs) in itertools.zip_longest(
-        _groups(first, ignored), _groups(second, ignored), fillvalue=("", [])
+        _group_pairs(first, ignored), _group_pairs(second, ignored), fillvalue=("", [])
     ):
         if piece != other or {*pairs} != {*other_pairs}:
             return f"merges: {_format_pairs(pairs)} against {_format_pairs(other_pairs)}"
@@ -143,7 +143,7 @@ def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tupl
     if first == second:
         return
     ranks = {pair: rank for rank, pair in enumerate(second)}
-    for _, pairs in _groups(first, ()):
+    for _, pairs in _group_pairs(first, ()):
         for pair, later in itertools.combinations(pairs, 2):
             if ranks.get(pair, 0) > ranks.get(later, 0):
                 # The end of one pair is the beginning of the other: in the three tokens, the
@@ -179,7 +179,7 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
     return None
 
 
-def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str, list[Pair]]]:
+def _group_pairs(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str, list[Pair]]]:
     """Group consecutive pairs that make up the same piece, with the piece."""
     compared = merges
     if ignored:

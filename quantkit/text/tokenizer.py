@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.base.arguments import as_string, require_flags, token_rows, wrong_type
+from quantkit.base.arguments import as_string, as_token_rows, require_flags, wrong_type
 from quantkit.base.json_values import Settings, require_plain_file
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.located import require_there
+from quantkit.files.located import locate_existing_model
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import convert_library_errors, is_panic, quiet_on_failure
-from quantkit.text.gguf_tokenizer import find_unstated, text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder, find_unstated
 from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import (
@@ -154,7 +154,7 @@ class _LibraryTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         require_flags(specials=specials)
         try:
-            (row,) = token_rows(ids)
+            (row,) = as_token_rows(ids)
         except (TypeError, ValueError) as error:
             raise wrong_type("ids", ids, "integers in a list, or a tensor [T] or [1, T]") from error
         if row and min(row) < 0:
@@ -292,7 +292,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             added = []
         else:
             added = read_added_tokens(self._path.parent)
-        return canonical_vocabulary.of_sentencepiece(read_sentencepiece(self._path), added)
+        return canonical_vocabulary.describe_sentencepiece(read_sentencepiece(self._path), added)
 
 
 class TiktokenTokenizer(_LibraryTokenizer):
@@ -346,7 +346,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
         return self._encoding.decode([number for number in ids if number not in skipped])
 
     def _canonical(self) -> CanonicalVocabulary:
-        return canonical_vocabulary.of_tiktoken(self._ranks, self._specials)
+        return canonical_vocabulary.describe_tiktoken(self._ranks, self._specials)
 
 
 class JsonTokenizer(_LibraryTokenizer):
@@ -431,7 +431,7 @@ class JsonTokenizer(_LibraryTokenizer):
             for name in ("normalizer", "pre_tokenizer", "decoder"):
                 parts[name] = self._part(name)
             added = self._engine.get_added_tokens_decoder()
-            return canonical_vocabulary.of_json(
+            return canonical_vocabulary.describe_json(
                 raw, added, parts, type(self._engine.model).__name__
             )
 
@@ -495,7 +495,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         CheckpointError: if there is none, or the file is of no known kind.
         UnsupportedError: if it is in files that are not read, such as vocab.json.
     """
-    folder = text_folder(require_there(folder))
+    folder = find_text_folder(locate_existing_model(folder))
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"
@@ -504,10 +504,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise CheckpointError(
             "has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model"
         )
-    return original_tokenizer(path, alone=False)
+    return load_original_tokenizer(path, alone=False)
 
 
-def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
+def load_original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
     """Load the tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as
     for `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged.
     """

@@ -214,14 +214,14 @@ class DeltaCheckpoint(CheckpointView):
         # All of the tensor, because hashes and differences of codes are of complete tensors.
         value = self._source.load(name)
         try:
-            result = self._apply_delta(name, value)
+            tensor = self._apply_delta(name, value)
         except (KeyError, RuntimeError, ValueError, zlib.error) as error:
             raise self._make_damage_error(name) from error
-        if tensor_hash(result) != change.after:
+        if tensor_hash(tensor) != change.after:
             raise self._make_damage_error(name)
         if part is None:
-            return result
-        return part.of_weight(result)
+            return tensor
+        return part.of_weight(tensor)
 
     def _apply_delta(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
         """Apply the delta to a tensor.
@@ -230,10 +230,10 @@ class DeltaCheckpoint(CheckpointView):
         """
         tensors = self._delta.tensors
         if not isinstance(value, QuantTensor):
-            result: Tensor = tensors[name]
-            if (result.shape, result.dtype) != (value.shape, value.dtype):
+            norm: Tensor = tensors[name]
+            if (norm.shape, norm.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
-            return result
+            return norm
         scale = tensors[name + SCALE]
         if value.minimum is None:
             minimum = None

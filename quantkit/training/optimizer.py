@@ -134,7 +134,6 @@ class Optimizer:
         first = self.moments[name + FIRST]
         second = self.moments[name + SECOND]
         new_first, new_second, change = adam(first, second, gradient, corrections(step))
-        # In place, because other objects refer to the same tensors.
         first.copy_(new_first)
         second.copy_(new_second)
         self._model.factors[name].sub_(change, alpha=rate)

@@ -101,8 +101,8 @@ class Passes:
         norm.weight.requires_grad_("model.norm.weight" in trained[-1])
         last = torch.cat(states).requires_grad_()
         normed = norm(last)
-        # `_divergence` computes the gradient by hand, for some rows at a time: the logits of all
-        # tokens would need more memory than the blocks.
+        # `_divergence` computes the gradient itself, for some rows at a time, because the logits of
+        # all tokens would need much memory.
         gradient = torch.empty_like(normed).flatten(0, 1)
         total = self._divergence(normed.detach().flatten(0, 1), targets.flatten(0, 1), gradient)
         normed.backward(gradient.view_as(normed).div_(count))
@@ -186,7 +186,7 @@ class Passes:
             log_q = logits.log_softmax(-1)
             log_p = expected.log_softmax(-1)
             p = log_p.exp()
-            # The KL of an accurate model is tiny, so terms of many tokens are added in float64.
+            # Added in float64: the KL of an accurate model is tiny, and its terms have both signs.
             total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
             if gradient is not None:
                 # The gradient of KL(p || q) by the logits of q is q - p.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from quantkit.formats.output.destination import not_ours
+from quantkit.formats.output.destination import build_not_ours_error
 from quantkit.formats.output.staging import Staging
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.training.optimizer import FIRST, SECOND
@@ -52,7 +52,7 @@ class SavedTraining:
         try:
             self._training.state = _state(entry["state"])
         except (LookupError, TypeError, ValueError) as error:
-            raise not_ours(self._staging.path) from error
+            raise build_not_ours_error(self._staging.path) from error
 
     def restore_best(self) -> None:
         """Restore the values with the lowest KL into the model."""
@@ -114,18 +114,17 @@ class SavedTraining:
                 content = opened.read()
             # The journal is complete, but the file may have been changed or truncated since.
             if sha256(content).hexdigest() != expected:
-                raise not_ours(self._staging.path / file)
+                raise build_not_ours_error(self._staging.path / file)
             try:
                 self._set(load(content))
             except (KeyError, RuntimeError, SafetensorError) as error:
-                raise not_ours(self._staging.path / file) from error
+                raise build_not_ours_error(self._staging.path / file) from error
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
         model = self._training.model
         moments = self._training.engine.moments
         for key, value in values.items():
             name, _, kind = key.rpartition(".")
-            # In place, because engines refer to the same tensors.
             if f".{kind}" == _FACTOR:
                 model.factors[name].copy_(value)
             elif f".{kind}" == _OFFSETS:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantkit.architectures.families import is_known_family
+from quantkit.architectures.families import may_be_known_family
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
@@ -263,7 +263,7 @@ def open_to_run(
         if by_tensors is None:
             raise
         # In a known family, the error of quantkit's decoder says more than a missing package.
-        if not is_known_family(by_tensors.extra_config):
+        if not may_be_known_family(by_tensors.extra_config):
             _require_installed_for(by_tensors)
         if not _runs(by_tensors):
             raise

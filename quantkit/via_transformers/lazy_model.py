@@ -97,7 +97,7 @@ class LazyModel:
 
     @property
     def parts(self) -> list[str]:
-        """Return the names of all parts."""
+        """List the names of all parts."""
         return list(self._tensors)
 
     def is_listed(self, part: str) -> bool:

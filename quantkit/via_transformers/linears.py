@@ -29,7 +29,7 @@ from quantkit.architectures.families.opaque import (
     recurrent_modules,
     with_roles,
 )
-from quantkit.base.json_values import format_value, within
+from quantkit.base.json_values import collect_values, format_value
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.own_code import iter_architecture_classes, load_code_classes
 
@@ -178,7 +178,7 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
     if code is not None:
         _require_sane(raw)
         cls, config_class = load_code_classes(raw, code)
-        # The code may load other files of its folder.
+        # As in a config that transformers loads itself, `_name_or_path` is the folder.
         return cls, _config(config_class, {**raw, "_name_or_path": str(code)}, _SETTINGS)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise NotKnown(f"transformers does not know {format_value(kind)}")
@@ -198,7 +198,7 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
 def _config(config_class: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
     """Build a config of a class in float32, from a config.json without some of its keys."""
     fields = {key: value for key, value in raw.items() if key not in skipped}
-    # transformers spells infinities in its files in a way of its own.
+    # transformers writes infinities as ``{"__float__": "Infinity"}``, which JSON can express.
     decoded = config_class._decode_special_floats(copy.deepcopy(fields))
     config = config_class.from_dict(decoded)
     _set_float32(config)
@@ -218,7 +218,7 @@ def _set_float32(config: Any) -> None:
 
 def _require_sane(raw: Mapping[str, Any]) -> None:
     """Refuse numbers of layers and experts for which modules would fill the memory."""
-    for part in within(dict(raw)):
+    for part in collect_values(dict(raw)):
         if not isinstance(part, dict):
             continue
         for key, value in part.items():

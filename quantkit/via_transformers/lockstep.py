@@ -195,7 +195,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storages
 
     def take_written_storages(self) -> set[int]:
-        """Return the storages that were written to since the last call, and forget them."""
+        """Take the storages that were written to since the last call, and start a new set."""
         written = self._written
         self._written = set()
         return written

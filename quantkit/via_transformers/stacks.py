@@ -111,7 +111,7 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
         if match is not None:
             for leaf in _LINEARS:
                 stack_names[f"{match[1]}.{leaf}"] = None
-    result: dict[str, list[OpaqueTensor]] = {}
+    linears_of_name: dict[str, list[OpaqueTensor]] = {}
     for target, _ in targets(model, stack_names).values():
         if not _holds_experts(model, target):
             continue
@@ -128,8 +128,8 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
         # All linears must be on disk. A name that the model has by itself is not stacked.
         if linears and len(linears) == len(parts) and not targets(model, [linears[0].name]):
             for linear in linears:
-                result[linear.name] = [linear]
-    return result
+                linears_of_name[linear.name] = [linear]
+    return linears_of_name
 
 
 def _holds_experts(model: Any, target: str) -> bool:

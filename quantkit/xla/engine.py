@@ -34,8 +34,8 @@ from quantkit.runtime.request import (
     Request,
     TokenIds,
     check_total_length,
+    create_prompt_logprobs_error,
     create_request,
-    no_prompt_logprobs,
     prompt_ids,
 )
 from quantkit.runtime.sampling import TokenLogprobs
@@ -126,7 +126,7 @@ class XlaModel:
         return new_tokens(runner, request)
 
 
-def model_on_devices(
+def load_on_devices(
     checkpoint: Checkpoint,
     *,
     devices: int | None = None,
@@ -274,7 +274,7 @@ class XlaBatch:
                 than have the same angles in all texts.
         """
         if request.scores_prompt:
-            raise no_prompt_logprobs("echo")
+            raise create_prompt_logprobs_error("echo")
         config = self._model.config
         check_total_length(
             config, request.prompt, request.max_new_tokens, config.max_unscaled_context
@@ -359,7 +359,7 @@ def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int
         if text.request.logprobs is not None:
             requested_logprobs.append(text.request.logprobs)
     # Beyond `max_unscaled_context`, some rotary scalings change.
-    padded = min(bucket(int(lengths.max())), model.config.max_unscaled_context)
+    padded = min(round_up_to_bucket(int(lengths.max())), model.config.max_unscaled_context)
     tokens = np.zeros((rows, padded), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text.request.prompt)] = text.request.prompt
@@ -377,7 +377,7 @@ def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int
         tokens,
         lengths,
         counts,
-        bucket(max(padded, int((lengths + counts).max()))),
+        round_up_to_bucket(max(padded, int((lengths + counts).max()))),
         sampling=sampling,
         penalized=penalized,
         counted=counted,
@@ -385,7 +385,7 @@ def start_cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int
     )
 
 
-def bucket(length: int) -> int:
+def round_up_to_bucket(length: int) -> int:
     """Round a length up to its bucket, at most twice as long, so that one compiled program serves
     many lengths.
     """

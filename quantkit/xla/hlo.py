@@ -62,7 +62,7 @@ class Collective:
         return count * _width(self.dtype)
 
 
-def exchanges(program: str) -> Counter[Collective]:
+def count_exchanges(program: str) -> Counter[Collective]:
     """Count how often a program runs each collective, including every round of its loops."""
     computations = _computations(program)
     counts: Counter[Collective] = Counter()
@@ -70,7 +70,7 @@ def exchanges(program: str) -> Counter[Collective]:
     if entry is None:
         return counts
     by_channel: dict[tuple[str, Collective], int] = {}
-    for collective, times, channel in _run(computations, entry[1], 1, fused=False):
+    for collective, times, channel in _iterate_collectives(computations, entry[1], 1, fused=False):
         if channel is None:
             counts[collective] += times
         else:
@@ -96,7 +96,7 @@ def _computations(program: str) -> dict[str, list[str]]:
     return computations
 
 
-def _run(
+def _iterate_collectives(
     computations: dict[str, list[str]], name: str, times: int, *, fused: bool
 ) -> Iterator[tuple[Collective, int, str | None]]:
     """Yield the collectives of a computation and how often they run, if the computation runs so
@@ -113,7 +113,7 @@ def _run(
                 yield collective, times, channel_id
             # The computation that a collective applies is an addition, without collectives.
             continue
-        rounds = _rounds(computations, line)
+        rounds = _count_rounds(computations, line)
         called = [call[1] for call in _CALLED.finditer(line)]
         branches = _BRANCHES.search(line)
         if branches is not None:
@@ -121,10 +121,12 @@ def _run(
                 called.append(branch.strip().lstrip("%"))
         in_fusion = fused or " fusion(" in line
         for called_name in called:
-            yield from _run(computations, called_name, times * rounds, fused=in_fusion)
+            yield from _iterate_collectives(
+                computations, called_name, times * rounds, fused=in_fusion
+            )
 
 
-def _rounds(computations: dict[str, list[str]], line: str) -> int:
+def _count_rounds(computations: dict[str, list[str]], line: str) -> int:
     """Find how often an instruction runs the computations that it calls: the limit of a loop's
     counter, which starts at zero.
     """

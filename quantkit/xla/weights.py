@@ -33,7 +33,7 @@ from quantkit.xla.split import DeviceSplit, Leaf
 SHARDED = PartitionSpec(AXIS)
 
 
-def found_devices(*, multi_host: bool = False) -> list[Any]:
+def find_devices(*, multi_host: bool = False) -> list[Any]:
     """Find the devices of JAX; see `device_mesh`. Compiled programs are cached for later runs.
 
     Raises:
@@ -76,7 +76,7 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
     Raises:
         RequestError: if there are fewer devices, or a host's devices would not be used.
     """
-    devices = found_devices(multi_host=multi_host)
+    devices = find_devices(multi_host=multi_host)
     count = len(devices) if count is None else count
     if count < 1:
         raise RequestError("devices must be at least 1", found=count)

@@ -30,7 +30,7 @@ from typing import Any
 import gpu_setup as gpu
 import torch
 
-from quantkit.evals.timing import bandwidth, weight_bytes
+from quantkit.evals.timing import measure_bandwidth, weight_bytes
 from quantkit.kernels.triton_backend import BLOCKS_SETTING
 from quantkit.model.load import load_model
 from quantkit.runtime.captured import DECODE_SETTING
@@ -189,7 +189,7 @@ def main() -> None:
         )
     ]
     results = gpu.Results(given.out)
-    copied = 1e9 if gpu.DRY else bandwidth(gpu.DEVICE)
+    copied = 1e9 if gpu.DRY else measure_bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
     shapes, schemes = given.shapes.split(","), given.schemes.split(",")
     if gpu.DRY:

@@ -21,7 +21,7 @@ from synthetic_checkpoint import shard
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.model.column_kernels import column_kernels, gpu_kernels
+from quantkit.model.column_kernels import make_gpu_kernels, select_column_kernels
 from quantkit.solver import gptq
 from quantkit.solver.columns import TORCH
 from quantkit.tensors.scheme import QuantScheme
@@ -39,9 +39,12 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: gpu.Results) ->
     )
     hessian = (inputs.to(gpu.DEVICE).T @ inputs.to(gpu.DEVICE)).cpu()
     scheme = QuantScheme.parse("int4-g128" if shape[1] % 128 == 0 else "int4-g32")
-    kernels, cpu = gpu_kernels() if gpu.DRY else column_kernels(gpu.DEVICE), torch.device("cpu")
+    kernels, cpu = (
+        make_gpu_kernels() if gpu.DRY else select_column_kernels(gpu.DEVICE),
+        torch.device("cpu"),
+    )
     cases = {
-        "cpu": (cpu, weight[:rows], column_kernels(cpu)),
+        "cpu": (cpu, weight[:rows], select_column_kernels(cpu)),
         "GPU": (gpu.DEVICE, weight[:rows], kernels),
         "whole": (gpu.DEVICE, weight, kernels),
         "whole_without_kernels": (gpu.DEVICE, weight, TORCH),

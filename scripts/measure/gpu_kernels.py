@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.evals.timing import bandwidth
+from quantkit.evals.timing import measure_bandwidth
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import TileConfig, count_staged_bytes, gemm_warps, max_split
 from quantkit.kernels.triton_tune import copies_beyond_cache, multiply, seconds_each
@@ -249,7 +249,7 @@ def _attended(
 def main() -> None:
     given = gpu.options(__doc__.splitlines()[0], what="few,gemv,attention,many")
     results = gpu.Results(given.out)
-    copied = 1e9 if gpu.DRY else bandwidth(gpu.DEVICE)
+    copied = 1e9 if gpu.DRY else measure_bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
     products = Products(results, copied, given.seconds)
     for what in given.what.split(","):

@@ -64,15 +64,15 @@ def serve(shape: str, scheme: str, head: str | None, mode: str) -> None:
     import torch
 
     from quantkit.evals.synthetic import synthetic
-    from quantkit.evals.timing import Decoding, prefill_once, seconds, weight_bytes
+    from quantkit.evals.timing import Decoding, measure_seconds, prefill_once, weight_bytes
     from quantkit.model.load import load_model
 
     model = load_model(synthetic(shape, scheme, head), device="cpu", backend=f"cpu-{mode}")
     measures: dict[str, Callable[[], float]] = {
         "decode": lambda: 48 / Decoding(model, 1, 48, None).run(),
         "decode batch 8": lambda: 64 / Decoding(model, 8, 8, None).run(),
-        "prefill 128": lambda: 128 / seconds(partial(prefill_once, model, 128, None)),
-        "prefill 512": lambda: 512 / seconds(partial(prefill_once, model, 512, None)),
+        "prefill 128": lambda: 128 / measure_seconds(partial(prefill_once, model, 128, None)),
+        "prefill 512": lambda: 512 / measure_seconds(partial(prefill_once, model, 512, None)),
     }
     with torch.inference_mode():
         print(weight_bytes(model), flush=True)
@@ -115,9 +115,9 @@ def measure(
     """The candidates by label; and what each of ours did in each round, by the measure."""
     import torch
 
-    from quantkit.evals.timing import bandwidth
+    from quantkit.evals.timing import measure_bandwidth
 
-    read = partial(bandwidth, torch.device("cpu"))
+    read = partial(measure_bandwidth, torch.device("cpu"))
     script = str(Path(__file__).resolve().parents[1] / "peers" / "peer_llamacpp.py")
     candidates = {
         kind: Candidate(

@@ -26,7 +26,7 @@ from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
-from quantkit.evals.timing import Decoding, prefill_once, seconds, weight_bytes
+from quantkit.evals.timing import Decoding, measure_seconds, prefill_once, weight_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
@@ -113,7 +113,7 @@ def loaded(name: str, config: ModelConfig, scheme: str) -> Decoder:
 def turns(model: Decoder, prompt: int) -> dict[str, tuple[int, Callable[[], float]]]:
     """By the measure its tokens, and what gives the seconds that they take."""
     decoding = Decoding(model, 1, TOKENS, None, prompt=prompt)
-    prefill = partial(seconds, partial(prefill_once, model, PREFILL, None))
+    prefill = partial(measure_seconds, partial(prefill_once, model, PREFILL, None))
     return {"decode": (TOKENS, decoding.run), f"prefill {PREFILL}": (PREFILL, prefill)}
 
 

@@ -19,7 +19,7 @@ from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.gguf.config import config_of, metadata_of, notes_of, shortest
+from quantkit.formats.gguf.config import build_config, build_metadata, notes_of, shorten_float32
 from quantkit.formats.gguf.names import ROPE_FREQS, get_norm_offset, gguf_tensors, keeps_float32
 from quantkit.formats.gguf.rope import rope_tensors
 
@@ -53,12 +53,14 @@ def _stored(value: Any) -> Any:
 
 def _read(config: ModelConfig, **changes: Any) -> ModelConfig:
     """A config as it is read from what is written of it, with other metadata."""
-    metadata: dict[str, Any] = {key: _stored(value) for key, value in metadata_of(config).items()}
+    metadata: dict[str, Any] = {
+        key: _stored(value) for key, value in build_metadata(config).items()
+    }
     metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"] = 1, 2
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(config)}
     factors = {name: tuple(map(_stored, values)) for name, values in rope_tensors(config).items()}
     stated = {key.replace("__", "."): value for key, value in changes.items()}
-    return config_of(
+    return build_config(
         metadata | stated,
         shapes,
         factors,
@@ -103,16 +105,16 @@ def test_llama3_settings_are_found_by_their_factors(stated: int | None) -> None:
 
 def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
     config = _config("llama", rope_parameters={"rope_theta": 5e5, **ROPES["llama3"]}, head_dim=8)
-    metadata = metadata_of(config)
+    metadata = build_metadata(config)
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(config)}
-    found = config_of(
+    found = build_config(
         metadata, shapes, {ROPE_FREQS: (1.0, 3.0, 2.0, 5.0)}, "a.gguf", tied=False, dtype="float32"
     )
     assert found.rope.type == "longrope"
     assert found.rope.short_factor == found.rope.long_factor == (1.0, 3.0, 2.0, 5.0)
     assert found.rope.attention_factor == 1
     assert found.rope_switch is None
-    ones = config_of(
+    ones = build_config(
         metadata, shapes, {ROPE_FREQS: (1.0,) * 4}, "a.gguf", tied=False, dtype="float32"
     )
     assert ones.rope.type == "default"
@@ -216,7 +218,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str) -> None:
     kind, changes, match = _REFUSED[case]
     with pytest.raises(UnsupportedError, match=match):
-        metadata_of(_config(kind, **changes))
+        build_metadata(_config(kind, **changes))
 
 
 def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
@@ -286,10 +288,10 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
 def test_metadata_that_makes_no_sense_is_refused(
     changes: Mapping[str, Any], error: type[QuantkitError], match: str
 ) -> None:
-    metadata = {**metadata_of(_config("llama")), **changes}
+    metadata = {**build_metadata(_config("llama")), **changes}
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(_config("llama"))}
     with pytest.raises(error, match=match):
-        config_of(metadata, shapes, {}, "a.gguf", tied=False, dtype="float32")
+        build_config(metadata, shapes, {}, "a.gguf", tied=False, dtype="float32")
 
 
 def test_what_says_nothing_is_no_setting() -> None:
@@ -333,8 +335,8 @@ def test_what_llama_cpp_does_not_look_at_is_refused() -> None:
 def test_factors_fit_the_heads(factors: tuple[float, ...]) -> None:
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(_config("llama"))}
     with pytest.raises(CheckpointError, match="does not fit the heads"):
-        config_of(
-            metadata_of(_config("llama")),
+        build_config(
+            build_metadata(_config("llama")),
             shapes,
             {ROPE_FREQS: factors},
             "a.gguf",
@@ -345,13 +347,13 @@ def test_factors_fit_the_heads(factors: tuple[float, ...]) -> None:
 
 def test_numbers_are_the_decimals_that_they_were() -> None:
     for value in (1e-5, 1e-6, 0.22, 500000.0, 10000.0, 0.0078125):
-        assert json.dumps(shortest(_stored(value))) == json.dumps(value)
-    assert _stored(shortest(_stored(1 / 3))) == _stored(1 / 3)
-    assert shortest(0.1 + 1e-12) == 0.1 + 1e-12
+        assert json.dumps(shorten_float32(_stored(value))) == json.dumps(value)
+    assert _stored(shorten_float32(_stored(1 / 3))) == _stored(1 / 3)
+    assert shorten_float32(0.1 + 1e-12) == 0.1 + 1e-12
     for largest in (3.4028234663852886e38, -3.4028234663852886e38):
-        assert shortest(largest) == float(f"{largest:.8g}")
-    assert shortest([_stored(0.1), 3, "a", True]) == [0.1, 3, "a", True]
-    assert shortest(1e300) == 1e300
+        assert shorten_float32(largest) == float(f"{largest:.8g}")
+    assert shorten_float32([_stored(0.1), 3, "a", True]) == [0.1, 3, "a", True]
+    assert shorten_float32(1e300) == 1e300
 
 
 def test_a_rope_without_factors_needs_no_tensor() -> None:

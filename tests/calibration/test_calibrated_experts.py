@@ -32,7 +32,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.attention import make_causal_attention
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.decoder import Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.layerwise import Batch
@@ -260,7 +260,7 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     weight = open_checkpoint(model).load(_expert(0, 0, "up_proj.weight"))
     assert isinstance(weight, Tensor)
     found = codes(made.path)[_expert(0, 0, "up_proj")]
-    expected, _ = round_to_nearest(weight, found.scheme, found.scale.dtype, column_kernels)
+    expected, _ = round_to_nearest(weight, found.scheme, found.scale.dtype, select_column_kernels)
     assert torch.equal(found.codes, expected.codes)
     (line,) = [note for note in made.notes if "calibration tokens" in note]
     assert line.endswith(

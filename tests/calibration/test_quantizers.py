@@ -31,7 +31,7 @@ from quantkit.formats.container import Output, Written
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF, target
-from quantkit.jobs.output.writer import Work, writing
+from quantkit.jobs.output.writer import Work, open_writer
 from quantkit.jobs.quantize.prepare import tensor_blocks
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -152,7 +152,7 @@ def test_the_writer_takes_tensors_in_the_encoders_order_only(
     problem = "'model.norm.weight' was put, but 'model.embed_tokens.weight' is the next"
     with (
         pytest.raises(RuntimeError, match=problem),
-        writing(
+        open_writer(
             work, tmp_path / "out", resume=False, source_check=False, progress=silent
         ) as writer,
     ):

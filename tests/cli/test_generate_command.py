@@ -105,7 +105,7 @@ def test_too_long_a_prompt_is_cut_where_that_is_requested(demo_model: Path, capf
 def test_stats_report_times_and_the_share_of_bandwidth(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.evals.timing.bandwidth", lambda device: 1e12)
+    monkeypatch.setattr("quantkit.evals.timing.measure_bandwidth", lambda device: 1e12)
     code, _, err = run(
         capfd, "generate", demo_model, "The people", "--max-new-tokens", "4", "--stats"
     )

@@ -346,7 +346,7 @@ def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quantkit.jobs.convert.convert._value", stop)
+    monkeypatch.setattr("quantkit.jobs.convert.convert._load_output_value", stop)
     with pytest.raises(KeyboardInterrupt):
         quantkit.convert(demo_model, dst, resume=True)
     assert contents(partial(dst)).keys() >= before.keys()
@@ -367,14 +367,14 @@ def test_nothing_is_said_to_be_kept_that_is_not(
 def test_another_error_says_what_is_kept(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value, calls = convert._value, iter(range(99))
+    value, calls = convert._load_output_value, iter(range(99))
 
     def fail(*arguments: Any) -> Any:
         if next(calls) == 2:
             raise MemoryError
         return value(*arguments)
 
-    monkeypatch.setattr(convert, "_value", fail)
+    monkeypatch.setattr(convert, "_load_output_value", fail)
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert code == 1
     assert (

@@ -14,7 +14,7 @@ from command import Capture, run
 
 import quantkit
 from quantkit.cli.main import quantkit as root
-from quantkit.cli.options import file_size, memory
+from quantkit.cli.options import parse_file_size, parse_memory
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.evals.bench import bench
@@ -150,11 +150,11 @@ def test_another_float_type_is_refused(spelled: object) -> None:
 
 
 def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:
-    assert file_size("2GiB") == 2**31
-    assert file_size("2622336") == 2622336
+    assert parse_file_size("2GiB") == 2**31
+    assert parse_file_size("2622336") == 2622336
     for spelled in ("1.5", "2.", "GB", "-5", ""):
         with pytest.raises(RequestError, match="no size of a file"):
-            file_size(spelled)
+            parse_file_size(spelled)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:
     ],
 )
 def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Capture) -> None:
-    assert memory(spelled) == expected
+    assert parse_memory(spelled) == expected
     assert capfd.readouterr().err == ""
 
 
 def test_memory_without_a_unit_is_of_gigabytes_for_now(capfd: Capture) -> None:
-    assert memory("4") == 4 * 10**9
+    assert parse_memory("4") == 4 * 10**9
     err = capfd.readouterr().err
     assert (
         err == "quantkit: note: amounts of memory have units now: 4GB; without one it goes with the"
@@ -187,7 +187,7 @@ def test_memory_without_a_unit_is_of_gigabytes_for_now(capfd: Capture) -> None:
 @pytest.mark.parametrize("spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9"])
 def test_what_is_no_memory_is_refused(spelled: str) -> None:
     with pytest.raises(RequestError, match=r"no amount of memory \(found .*4GB, 512MB or 2GiB"):
-        memory(spelled)
+        parse_memory(spelled)
 
 
 def test_the_command_hands_on_bytes(

@@ -31,7 +31,7 @@ from quantkit.evals.bench_result import Bench
 from quantkit.evals.bench_results import BenchResult
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
-from quantkit.evals.timing import OtherProcesses, Rate, rate
+from quantkit.evals.timing import OtherProcesses, Rate, measure_rate
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
@@ -138,8 +138,8 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
 def test_one_thread_is_tried_where_the_weights_are_few(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
-    monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
+    monkeypatch.setattr("quantkit.evals.bench.measure_rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
+    monkeypatch.setattr(timing, "measure_bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -175,7 +175,7 @@ def test_a_bench_reports_its_progress_to_a_script_without_a_main_guard(
 
 def test_short_calls_are_repeated_until_a_run_is_long() -> None:
     calls = iter([9.0, *[0.03] * 4, 0.3, 0.05, 0.15])  # the first warms up
-    found = rate(6, lambda: next(calls), 3)
+    found = measure_rate(6, lambda: next(calls), 3)
     assert (found.least, found.median, found.most) == pytest.approx((6 / 0.3, 12 / 0.2, 24 / 0.12))
     assert not list(calls)
 
@@ -192,7 +192,9 @@ def test_processes_that_share_a_model_make_as_many_calls_as_the_first(
         monkeypatch.setattr(
             ProcessGroup, "broadcast_from_rank0", lambda _, value, first=first: next(first)
         )
-        assert rate(12, lambda calls=calls: next(calls), 2, group).median == pytest.approx(200)
+        assert measure_rate(12, lambda calls=calls: next(calls), 2, group).median == pytest.approx(
+            200
+        )
         counts.append(9 - len(list(calls)))
     assert counts == [5, 5]
 

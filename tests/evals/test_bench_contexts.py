@@ -82,7 +82,7 @@ def _bench(path: Path, **changes: Any) -> list[Bench]:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
-    monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
+    monkeypatch.setattr(timing, "measure_bandwidth", lambda _: 1e9)
 
 
 # What is measured

@@ -95,7 +95,7 @@ def test_an_interrupted_demo_leaves_nothing_and_the_next_reports_each_step(
         raise KeyboardInterrupt
 
     place = {
-        "tensors": "quantkit.jobs.convert.convert._value",
+        "tensors": "quantkit.jobs.convert.convert._load_output_value",
         "steps": "quantkit.evals.demo.compare",
     }[during]
     with monkeypatch.context() as patched:

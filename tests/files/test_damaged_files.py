@@ -562,6 +562,6 @@ def test_the_safetensors_library_has_a_say(
     convert(pickled, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     safetensors_io.require_readable(file)
-    monkeypatch.setattr(safetensors_io, "sizes", lambda value: (1, *value))
+    monkeypatch.setattr(safetensors_io, "check_sizes", lambda value: (1, *value))
     with pytest.raises(RuntimeError, match="reads"):
         safetensors_io.require_readable(file)

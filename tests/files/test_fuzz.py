@@ -25,7 +25,7 @@ from quantkit.files.gguf_io import build_header
 from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.codecs.compressed_tensors import PackQuantized
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.gguf.config import metadata_of
+from quantkit.formats.gguf.config import build_metadata
 from quantkit.formats.registry import HF
 from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import round_to_nearest
@@ -86,7 +86,7 @@ def test_the_independent_reading_of_gguf_is_ours(tmp_path: Path) -> None:
         "blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0,
     }
     tensors = gguf_files.tensors_of(oracle_models.load(tmp_path / "hf"))
-    metadata = metadata_of(source.config)
+    metadata = build_metadata(source.config)
     gguf_files.write(tmp_path / "model.gguf", metadata, tensors, quantized)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     values = {name: checkpoint.load(name) for name in checkpoint.names()}

@@ -18,7 +18,7 @@ from fake_hub import COMMIT, hub
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
-from quantkit.files.hub import HubModel, hub_model, origin, select_download_files
+from quantkit.files.hub import HubModel, parse_hub_name, read_origin, select_download_files
 from quantkit.files.source import SourceFile
 
 pytestmark = pytest.mark.processes
@@ -166,10 +166,10 @@ def test_the_disk_is_looked_at_before(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_an_existing_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hub_model("hf:some/model") == MODEL
-    assert hub_model("some/model") is None
+    assert parse_hub_name("hf:some/model") == MODEL
+    assert parse_hub_name("some/model") is None
     (tmp_path / "hf:some" / "model").mkdir(parents=True)
-    assert hub_model("hf:some/model") is None
+    assert parse_hub_name("hf:some/model") is None
 
 
 NO_NAMES = (
@@ -200,11 +200,11 @@ NO_NAMES = (
 )
 def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:
     if expected is not None:
-        assert hub_model(name) == expected
+        assert parse_hub_name(name) == expected
         assert str(expected) == name
         return
     with pytest.raises(RequestError, match="is not the name of a model on the hub"):
-        hub_model(name)
+        parse_hub_name(name)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_which_of_several_gguf_models_is_requested() -> None:
 
 
 def test_where_a_path_comes_from(tmp_path: Path) -> None:
-    assert origin(tmp_path) is None
-    assert origin(Path(f"/x/models--a--b-c/snapshots/{COMMIT}/model.gguf")) == {
+    assert read_origin(tmp_path) is None
+    assert read_origin(Path(f"/x/models--a--b-c/snapshots/{COMMIT}/model.gguf")) == {
         "name": "a/b-c",
         "commit": COMMIT,
     }

@@ -18,7 +18,7 @@ import quantkit
 from quantkit.calibration import packaged
 from quantkit.data.files import EXCERPT
 from quantkit.errors import RequestError
-from quantkit.formats.output.staging import partial_folder
+from quantkit.formats.output.staging import name_partial_folder
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
@@ -282,7 +282,7 @@ def test_what_is_only_for_the_model_card_does_not_prevent_resuming(
         floats,
         dst,
     )
-    assert partial_folder(dst).exists()
+    assert name_partial_folder(dst).exists()
     quantkit.quantize(
         floats, dst, "int4-g64", method="rtn", license="apache-2.0", base_model="a/b", resume=True
     )

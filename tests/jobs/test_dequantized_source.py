@@ -26,7 +26,7 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.gguf.config import metadata_of
+from quantkit.formats.gguf.config import build_metadata
 from quantkit.tensors.qtensor import float_rows
 from quantkit.text.export import tokenizer_metadata
 from quantkit.text.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def blocks(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     source = open_checkpoint(floats)
     metadata = (
-        metadata_of(source.config) | tokenizer_metadata(floats, source.config.vocab_size, {})[0]
+        build_metadata(source.config) | tokenizer_metadata(floats, source.config.vocab_size, {})[0]
     )
     types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0, "token_embd.weight": Ggml.Q5_0}
     tensors = gguf_files.tensors_of(oracle.load(floats))

@@ -21,7 +21,7 @@ from quantkit.errors import (
     RequestError,
     UnsupportedError,
 )
-from quantkit.formats.output.staging import kept
+from quantkit.formats.output.staging import find_kept_note
 from quantkit.jobs.output.writer import Writer
 
 Job = Callable[..., Any]
@@ -101,7 +101,7 @@ def test_a_check_that_raises_deletes_nothing_and_is_repeated_alone(
         patch.setattr(check, raiser(error))
         with pytest.raises(error) as caught:
             job(source, dst)
-    assert kept(caught.value) == f"{partial(dst)} is kept: add `resume=True`"
+    assert find_kept_note(caught.value) == f"{partial(dst)} is kept: add `resume=True`"
     assert not dst.exists()
     monkeypatch.setattr(Writer, "put", raiser(AssertionError))
     assert job(source, dst, resume=True).path == dst

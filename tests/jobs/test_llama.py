@@ -21,7 +21,7 @@ import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.jobs.inference.llama import REFUSED
 from quantkit.model.decoder import Decoder
-from quantkit.text.tokenizer import original_tokenizer
+from quantkit.text.tokenizer import load_original_tokenizer
 
 LENGTH = 40
 CASES = ("llama2", "llama2 int8", "llama3", "llama3 int4")
@@ -147,7 +147,7 @@ def test_end_tokens_are_the_tokenizers_wherever_it_lies(
         )
         assert (
             llama.model.config.eos_token_ids
-            == original_tokenizer(tmp_path / "tokenizer.model").eos_ids
+            == load_original_tokenizer(tmp_path / "tokenizer.model").eos_ids
             != ()
         )
         assert llama.text_completion(["the"], 0, max_gen_len=5) == _build(

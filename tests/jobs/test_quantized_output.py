@@ -24,7 +24,7 @@ from quantkit.calibration.importance import input_importance
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import TargetName
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.solver.rounding import round_to_nearest
@@ -240,7 +240,7 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
             weight = floats[f"model.layers.{layer}.{name}.weight"]
             own = importance[f"model.layers.{layer}.{name}"]
             expected, _ = round_to_nearest(
-                weight, any_scheme(scheme), torch.bfloat16, column_kernels, own
+                weight, any_scheme(scheme), torch.bfloat16, select_column_kernels, own
             )
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.links import outside_target
+from quantkit.files.links import find_outside_target
 from quantkit.runtime.generation_config import require_valid
 from quantkit.text.tokenizer_settings import require_loadable_settings
 
@@ -333,7 +333,7 @@ def test_other_files_are_not_taken_for_blobs(tmp_path: Path, target: str) -> Non
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "LICENSE").symlink_to(tmp_path / target)
-    assert outside_target(folder / "LICENSE", folder) == tmp_path / target
+    assert find_outside_target(folder / "LICENSE", folder) == tmp_path / target
 
 
 # Files that are not carried over

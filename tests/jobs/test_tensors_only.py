@@ -378,14 +378,14 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
     from quantkit.architectures.families import opaque
 
     requested = 0
-    block = opaque._block
+    block = opaque._cut_block_name
 
     def counted(name: str) -> str | None:
         nonlocal requested
         requested += 1
         return block(name)
 
-    monkeypatch.setattr(opaque, "_block", counted)
+    monkeypatch.setattr(opaque, "_cut_block_name", counted)
     names = [f"model.layers.{i % 61}.mlp.experts.{i}.up_proj.weight" for i in range(100_000)]
     config = opaque.opaque_config({"model_type": "x"}, dict.fromkeys(names, ((8, 8), "bfloat16")))
     config = opaque.with_roles(config, opaque.infer_roles_by_name({}, config.tensors or ()))

@@ -22,7 +22,7 @@ from quantkit.errors import NonFiniteError, QuantkitError, RequestError, Unsuppo
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.gptq_linear import GptqLinear
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.solver.rounding import round_to_nearest
@@ -361,12 +361,12 @@ def test_what_is_read_as_floats_is_rounded_once(
         )
         value, rounded = (
             open_checkpoint(codes.path).load(name),
-            round_to_nearest(expected, INT4, torch.bfloat16, column_kernels)[0],
+            round_to_nearest(expected, INT4, torch.bfloat16, select_column_kernels)[0],
         )
         assert isinstance(value, QuantTensor)
         assert equal_as_numbers(value, rounded)
         assert not equal_as_numbers(
-            value, round_to_nearest(before, INT4, torch.bfloat16, column_kernels)[0]
+            value, round_to_nearest(before, INT4, torch.bfloat16, select_column_kernels)[0]
         )
 
 

@@ -16,7 +16,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels import cpu_gptq
 from quantkit.kernels.library import SETTING
 from quantkit.model import column_kernels as column_kernels_module
-from quantkit.model.column_kernels import column_kernels, cpu_kernels
+from quantkit.model.column_kernels import make_cpu_kernels, select_column_kernels
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import search_scales
@@ -60,7 +60,7 @@ def test_scales_lose_no_more_than_those_that_torch_finds(
         weight.t().contiguous(),
         hessian.diagonal().contiguous(),
     )
-    found, zero = cpu_kernels().search_scales(wanted, importance, scheme, dtype)
+    found, zero = make_cpu_kernels().search_scales(wanted, importance, scheme, dtype)
     expected, others = search_scales(wanted, importance, scheme, dtype)
     assert found.dtype == dtype
     assert (zero is None) == (others is None) == scheme.symmetric
@@ -83,7 +83,7 @@ def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
     weight = torch.zeros(64, 5)
     weight[32:, 1] = 1e-42
     for scheme in ("int4-g32", "int4-g32-asym"):
-        scale, _ = cpu_kernels().search_scales(
+        scale, _ = make_cpu_kernels().search_scales(
             weight, torch.ones(64), any_scheme(scheme), torch.bfloat16
         )
         assert (scale[0] == 1).all()
@@ -100,7 +100,11 @@ def test_a_layer_loses_as_little_as_with_torch(
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = hessian.diagonal().mean()  # as the solver takes them
     quantized, report = solve(
-        weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=cpu_kernels()
+        weight,
+        Damped.of_(hessian.clone()),
+        any_scheme(name),
+        torch.bfloat16,
+        kernels=make_cpu_kernels(),
     )
     _, other = solve(
         weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH
@@ -114,22 +118,24 @@ def test_a_layer_loses_as_little_as_with_torch(
 
 
 def test_they_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    column_kernels.cache_clear()
-    assert column_kernels(CPU) is not TORCH
+    select_column_kernels.cache_clear()
+    assert select_column_kernels(CPU) is not TORCH
     right = cpu_gptq.improve_in_turn
 
     def wrong(*given: Any) -> None:
         right(*given)
         given[-2].zero_()
 
-    assert column_kernels_module._what_is_wrong(replace(cpu_kernels(), improve_in_turn=wrong), CPU)
+    assert column_kernels_module._describe_mismatch(
+        replace(make_cpu_kernels(), improve_in_turn=wrong), CPU
+    )
 
 
 def test_torch_replaces_them_without_a_compiler_and_a_warning_says_so(
     without_kernels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        assert column_kernels(CPU) is TORCH
+        assert select_column_kernels(CPU) is TORCH
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith(
@@ -140,7 +146,7 @@ def test_torch_replaces_them_without_a_compiler_and_a_warning_says_so(
 def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert column_kernels(torch.device("meta")) is TORCH
+    assert select_column_kernels(torch.device("meta")) is TORCH
     assert caplog.messages == [
         "int4 rounding and GPTQ run without kernels on meta, slower; runs on GPUs"
     ]
@@ -148,14 +154,14 @@ def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(
 
 def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "sse9")
-    column_kernels.cache_clear()
+    select_column_kernels.cache_clear()
     with pytest.raises(RequestError, match="unknown CPU kernels"):
-        column_kernels(CPU)
+        select_column_kernels(CPU)
 
 
 def test_what_the_kernels_would_read_wrongly_is_refused() -> None:
     scheme = any_scheme("int4-g32")
     with pytest.raises(ValueError, match="float32"):
-        cpu_kernels().search_scales(
+        make_cpu_kernels().search_scales(
             torch.randn(64, 3, dtype=torch.float64), torch.ones(64), scheme, torch.bfloat16
         )

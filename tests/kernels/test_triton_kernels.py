@@ -33,7 +33,7 @@ from quantkit.kernels.triton_tiles import (
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import DecoderOps
-from quantkit.model.install_kernels import _by_kernel
+from quantkit.model.install_kernels import _wrap_kernel
 from quantkit.model.load import load_model
 from quantkit.runtime.captured import greedy_step
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
@@ -233,7 +233,7 @@ def test_kernels_for_experts_compile_for_gpus_that_are_not_here(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels import triton_experts
 
-    config = triton_experts.config_for(bits, places, 128, 1536, 2048, False, SMALL)
+    config = triton_experts.choose_experts_config(bits, places, 128, 1536, 2048, False, SMALL)
     kernel = getattr(triton_experts, f"grouped_{config.path}")
     constants = {
         "GROUP": 64 if bits == 4 else 0,
@@ -261,9 +261,14 @@ def test_attention_compiles_for_gpus_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from quantkit.kernels.triton_attention import attend_and_join, attend_span, join_spans, tile_for
+    from quantkit.kernels.triton_attention import (
+        attend_and_join,
+        attend_span,
+        choose_tile,
+        join_spans,
+    )
 
-    tile = tile_for(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
+    tile = choose_tile(rows, size, torch.bfloat16, LARGE if target == "cuda" else SMALL)
     constants = {
         "SIZE": size,
         "TOKENS": 1,
@@ -588,7 +593,7 @@ def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
     )
     assert attention is not None
     model.model.layers = model.model.layers[:1]
-    model.ops = DecoderOps(cached_attention=_by_kernel(attention))
+    model.ops = DecoderOps(cached_attention=_wrap_kernel(attention))
     cache = KVCache(model.config, slots, 300, cached, "cpu")
 
     def step(rows: Tensor, last: Tensor, drawn: Tensor) -> Tensor:

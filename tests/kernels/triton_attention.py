@@ -19,7 +19,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.kernels.backend import Operations
-from quantkit.kernels.triton_attention import attend_to_cache, spans_for, tile_for
+from quantkit.kernels.triton_attention import attend_to_cache, choose_tile, count_spans
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
@@ -247,11 +247,11 @@ def test_rows_of_bytes_have_any_size(size: int) -> None:
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
     gpu = GpuSpec("large", 132, 232448)
-    tile = tile_for(4, 128, torch.bfloat16, gpu)
-    assert spans_for(8, 4, 8192, tile, gpu) == 33
-    assert spans_for(8, 4, 100, tile, gpu) == 2
-    assert spans_for(1, 4, 1 << 20, tile, gpu) == 64
-    assert spans_for(1024, 4, 8192, tile, gpu) == 1
+    tile = choose_tile(4, 128, torch.bfloat16, gpu)
+    assert count_spans(8, 4, 8192, tile, gpu) == 33
+    assert count_spans(8, 4, 100, tile, gpu) == 2
+    assert count_spans(1, 4, 1 << 20, tile, gpu) == 64
+    assert count_spans(1024, 4, 8192, tile, gpu) == 1
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_quick import quicken
 
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_experts import blocks_of, config_for
+from quantkit.kernels.triton_experts import choose_experts_config, sort_places_into_blocks
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.tensors.scheme import QuantScheme
@@ -78,17 +78,18 @@ def test_what_is_not_finite_stays_with_its_expert_and_its_token() -> None:
 
 def test_places_fill_blocks_of_one_expert_each() -> None:
     chosen = torch.tensor([[3, 1], [3, 0], [1, 3], [3, 5]])
-    places, experts = blocks_of(chosen, 6, 2)
+    places, experts = sort_places_into_blocks(chosen, 6, 2)
     assert experts.tolist() == [0, 1, 3, 3, 5] + [6] * (4 + 6 - 5)
     assert places.view(-1, 2)[:5].tolist() == [[3, 8], [1, 4], [0, 2], [5, 6], [7, 8]]
     assert (places[10:] == 8).all()
-    assert [part.tolist() for part in blocks_of(chosen[:1], 6, 1)] == [[0, 1], [3, 1]]
+    assert [part.tolist() for part in sort_places_into_blocks(chosen[:1], 6, 1)] == [[0, 1], [3, 1]]
 
 
 def test_tiles_grow_with_the_places_of_an_expert() -> None:
     gpu = GpuSpec("large", 132, 232448)
     configs = [
-        config_for(4, places, 128, 1536, 2048, False, gpu) for places in (8, 1024, 32768, 1 << 20)
+        choose_experts_config(4, places, 128, 1536, 2048, False, gpu)
+        for places in (8, 1024, 32768, 1 << 20)
     ]
     assert [(config.path, config.block_m) for config in configs] == [
         ("gemv", 1),

@@ -15,7 +15,7 @@ from triton_quick import quicken
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import column_kernels as column_kernels_module
-from quantkit.model.column_kernels import column_kernels, gpu_kernels
+from quantkit.model.column_kernels import make_gpu_kernels, select_column_kernels
 from quantkit.solver import columns as columns_module
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import Damped, GptqReport, solve
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"
 )
 
-KERNELS = gpu_kernels()
+KERNELS = make_gpu_kernels()
 
 CASES = (
     ("int4-g32", 5, 64, 32),
@@ -105,10 +105,12 @@ def test_a_layer_loses_as_little_with_kernels() -> None:
 
 
 def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert column_kernels_module._what_is_wrong(replace(KERNELS, max_columns=4), DEVICE) is None
-    assert INTERPRETED or column_kernels(DEVICE) == KERNELS  # a CPU has kernels of its own
+    assert column_kernels_module._describe_mismatch(replace(KERNELS, max_columns=4), DEVICE) is None
+    assert INTERPRETED or select_column_kernels(DEVICE) == KERNELS  # a CPU has kernels of its own
     right = triton_gptq.round_in_turn
     monkeypatch.setattr(
         triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_())
     )
-    assert "output error" in (column_kernels_module._what_is_wrong(gpu_kernels(), DEVICE) or "")
+    assert "output error" in (
+        column_kernels_module._describe_mismatch(make_gpu_kernels(), DEVICE) or ""
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.architectures.topology import head_layers
+from quantkit.architectures.topology import count_head_layers
 from quantkit.base.progress import Progress, Stretches
 from quantkit.calibration.fisher import HEAD_TOKENS, FisherPasses
 from quantkit.formats.detect import open_checkpoint
@@ -59,7 +59,7 @@ def test_the_head_is_counted_and_reported(
         "quantkit.quality.measures.LOGITS_BYTES", 1
     )  # one piece of 64 rows at a time
     source = open_checkpoint(demo_model)
-    monkeypatch.setattr("quantkit.quality.measures.head_layers", lambda config: 50)
+    monkeypatch.setattr("quantkit.quality.measures.count_head_layers", lambda config: 50)
     reports: Reports = []
     if job == "compare":
         collect_tallies(
@@ -87,7 +87,7 @@ def test_the_gradients_of_the_head_are_reported(demo_model: Path) -> None:
 
 def test_a_large_vocabulary_counts_as_many_layers(demo_model: Path) -> None:
     config = open_checkpoint(demo_model).config
-    assert head_layers(config) >= 1
-    assert head_layers(replace(config, vocab_size=100 * config.vocab_size)) > 20 * head_layers(
-        config
-    )
+    assert count_head_layers(config) >= 1
+    assert count_head_layers(
+        replace(config, vocab_size=100 * config.vocab_size)
+    ) > 20 * count_head_layers(config)

@@ -29,7 +29,7 @@ from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import numbers
+from quantkit.model.device import copy_integers
 from quantkit.model.load import load_model, meta_init
 from quantkit.runtime import captured
 from quantkit.runtime import engine as engine_module
@@ -188,9 +188,9 @@ def test_the_host_gives_positions_only_where_others_go_on(
 
     def noted(values: list[int], device: torch.device) -> Tensor:
         given.append(len(values))
-        return numbers(values, device)
+        return copy_integers(values, device)
 
-    monkeypatch.setattr(captured, "numbers", noted)
+    monkeypatch.setattr(captured, "copy_integers", noted)
     engine = Engine(_model(folders / "model-int8"), CONTEXT, slots=3)
     prompts = oracle.random_tokens(5, batch=3).tolist()
     together(engine, [Request(prompt, 30) for prompt in prompts])

@@ -22,7 +22,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Scheduler
-from quantkit.runtime.slots import Held, SlotTable, bitwise_reusable_prefix, common_prefix
+from quantkit.runtime.slots import SlotContents, SlotTable, bitwise_reusable_prefix, common_prefix
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -215,14 +215,16 @@ def test_where_positions_are_stretched_a_prompt_has_the_same_bits_next_to_others
 
 
 def test_what_two_begin_with() -> None:
-    assert common_prefix([1, 2, 3], Held()) == 0
-    assert common_prefix([1, 2, 3], Held([1, 2, 3, 4])) == 2  # the last is read for its logits
-    assert common_prefix([1, 2, 3, 4], Held([1, 2, 9])) == 2
+    assert common_prefix([1, 2, 3], SlotContents()) == 0
+    assert (
+        common_prefix([1, 2, 3], SlotContents([1, 2, 3, 4])) == 2
+    )  # the last is read for its logits
+    assert common_prefix([1, 2, 3, 4], SlotContents([1, 2, 9])) == 2
 
 
 def test_what_has_the_same_bits() -> None:
     text = list(range(200))
-    held = Held(text, 200)
+    held = SlotContents(text, 200)
     assert (
         bitwise_reusable_prefix(text[:100], held, 64, windows=False) == 83
     )  # 17 are left: many rows
@@ -230,9 +232,9 @@ def test_what_has_the_same_bits() -> None:
     assert (
         bitwise_reusable_prefix(text[:70], held, 64, windows=False) == 64
     )  # 6 rows, summed in another order
-    assert bitwise_reusable_prefix(text[:100], Held(text[:70], 70), 64, windows=False) == 64
+    assert bitwise_reusable_prefix(text[:100], SlotContents(text[:70], 70), 64, windows=False) == 64
     assert (
-        bitwise_reusable_prefix(text[:100], Held(text[:100], 30), 64, windows=False) == 30
+        bitwise_reusable_prefix(text[:100], SlotContents(text[:100], 30), 64, windows=False) == 30
     )  # not of its answer
     assert bitwise_reusable_prefix(text[:10], held, 64, windows=False) == 0
 

@@ -23,7 +23,7 @@ from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime import speculative
-from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
+from quantkit.runtime.draft_lengths import Chance, StepTimes, choose_lengths
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.generate_batch import completions
@@ -250,7 +250,7 @@ def test_no_other_lengths_give_more_tokens_a_second() -> None:
             return tokens / (0.01 + 0.002 * (3 + sum(counts)) + drafting)
 
         best = max(map(speed, itertools.product(range(5), repeat=3)))
-        found = lengths(chances, 3, 3, times)
+        found = choose_lengths(chances, 3, 3, times)
         assert speed([found[name] for name in range(3)]) == pytest.approx(best, rel=0.02)
 
 
@@ -264,7 +264,7 @@ def test_lengths_become_those_that_pay(row: float, right: float) -> None:
     tokens = seconds = 0.0
     times.add(64, 1 + 63 * row)
     for _ in range(600):
-        count = lengths({0: Chance(8, rate.rate)}, 1, 1, times)[0]
+        count = choose_lengths({0: Chance(8, rate.rate)}, 1, 1, times)[0]
         accepted = next((at for at in range(count) if random.random() >= right), count)
         if count:
             rate.add(accepted, int(accepted < count))

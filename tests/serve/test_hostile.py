@@ -223,7 +223,7 @@ def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
         threads.append(threading.current_thread() is threading.main_thread())
         raise RequestError("read")
 
-    monkeypatch.setattr("quantkit.serve.app.strict_object", read)
+    monkeypatch.setattr("quantkit.serve.app.parse_strict_object", read)
     app = _application(None)
     assert [asyncio.run(_status(app, {"user": "x" * size})) for size in (1, 1 << 17)] == [400, 400]
     assert threads == [True, False]

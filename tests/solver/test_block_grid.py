@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import Damped, solve
@@ -43,12 +43,12 @@ def output_error(value: QuantTensor, weight: Tensor, hessian: Tensor) -> float:
 def test_solved_blocks_are_closer_than_rounded_ones(name: str) -> None:
     scheme = GGUF_SCHEMES[name]
     weight, hessian = problem()
-    kernels = column_kernels(weight.device)
+    kernels = select_column_kernels(weight.device)
     found, report = solve(
         weight, Damped.of_(hessian.clone()), scheme, torch.float16, kernels=kernels
     )
     weights = hessian.diagonal() / hessian.diagonal().mean()
-    searched, _ = round_to_nearest(weight, scheme, torch.float16, column_kernels, weights)
+    searched, _ = round_to_nearest(weight, scheme, torch.float16, select_column_kernels, weights)
     spanning = quantize_rtn(weight, scheme, torch.float16)
     errors = [output_error(one, weight, hessian) for one in (found, searched, spanning)]
     assert errors[0] < 0.6 * errors[1] < 0.6 * errors[2], "solved, searched, spanning"
@@ -63,7 +63,7 @@ def test_kernels_and_torch_find_the_same(name: str) -> None:
         solve(
             weight, Damped.of_(hessian.clone()), GGUF_SCHEMES[name], torch.float16, kernels=kernels
         )[0]
-        for kernels in (TORCH, column_kernels(weight.device))
+        for kernels in (TORCH, select_column_kernels(weight.device))
     ]
     errors = [
         output_error(one, weight, hessian) for one in found

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.rounding import quantize_searched, round_to_nearest
 from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn, relative_error
 from quantkit.tensors.scheme import SCHEMES
 
 INT4 = [name for name in SCHEMES if name.startswith("int4")]
-KERNELS = {"torch": lambda: TORCH, "cpp": lambda: column_kernels(torch.device("cpu"))}
+KERNELS = {"torch": lambda: TORCH, "cpp": lambda: select_column_kernels(torch.device("cpu"))}
 
 
 def group_errors(quantized: QuantTensor, weight: Tensor) -> Tensor:

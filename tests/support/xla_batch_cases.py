@@ -26,7 +26,7 @@ from quantkit.runtime.generate_batch import completions, engine_for, generate_ba
 from quantkit.runtime.request import Completion, Request
 from quantkit.runtime.sampling import compute_probabilities
 from quantkit.runtime.sampling_params import SamplingParams
-from quantkit.xla.engine import CachedBatch, XlaModel, model_on_devices
+from quantkit.xla.engine import CachedBatch, XlaModel, load_on_devices
 from quantkit.xla.programs import Sampling, sample
 
 warnings.simplefilter("error")
@@ -64,7 +64,7 @@ def main(cases: list[str]) -> dict[str, Any]:
         folder, _, devices = case.rpartition(":")
         checkpoint = open_checkpoint(folder)
         eager = load_model(checkpoint, dtype=torch.float32, backend="reference")
-        model = model_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
+        model = load_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
         prompts = drawn_prompts(model)
         alone = [
             one.token_ids for one in generate_batch(eager, prompts, max_new_tokens=max(COUNTS))

@@ -24,7 +24,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling_params import SamplingParams
-from quantkit.xla.engine import CachedBatch, XlaModel, bucket, model_on_devices
+from quantkit.xla.engine import CachedBatch, XlaModel, load_on_devices, round_up_to_bucket
 from quantkit.xla.estimate import collectives
 from quantkit.xla.model import attention, multiply_quantized, update_cache
 from quantkit.xla.programs import CHUNK, Rows, Sampling, sample
@@ -40,7 +40,7 @@ def main(cases: list[str]) -> dict[str, Any]:
         folder, _, devices = case.rpartition(":")
         checkpoint = open_checkpoint(folder)
         eager = load_model(checkpoint, dtype=torch.float32, backend="reference")
-        model = model_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
+        model = load_on_devices(checkpoint, devices=int(devices), dtype=torch.float32)
         found[checkpoint.path.name] = compared(eager, model)
     found["sampling"] = sampled(model)
     found["nan"] = broken(model)
@@ -49,7 +49,7 @@ def main(cases: list[str]) -> dict[str, Any]:
     found["clamped"] = beyond()
     found["products"] = product_errors()
     found["attention"] = attention_error()
-    found["buckets"] = [bucket(length) for length in (1, 32, 33, 500, 513, 1024, 1025)]
+    found["buckets"] = [round_up_to_bucket(length) for length in (1, 32, 33, 500, 513, 1024, 1025)]
     return found
 
 

@@ -30,10 +30,10 @@ from quantkit.training.blockwise import Blockwise, float_states
 from quantkit.training.optimizer import Schedule, adam, corrections
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames
 from quantkit.training.training import Samples, Training
-from quantkit.xla.hlo import exchanges
+from quantkit.xla.hlo import count_exchanges
 from quantkit.xla.training import engine
 from quantkit.xla.training.arrays import load_arrays
-from quantkit.xla.training.estimate import find_collective_axes, step_of
+from quantkit.xla.training.estimate import find_collective_axes, lower_step
 from quantkit.xla.training.model import ROTARY, MeshDecoder
 from quantkit.xla.training.partitions import DeviceMesh
 from quantkit.xla.training.program import HEAD, TARGET_HEAD, divergence
@@ -93,7 +93,7 @@ def trained(case: Path, scratch: Path, meshes: dict[str, DeviceMesh]) -> dict[st
             samples.compute_targets(float_states(floats, BATCH), silent)
             made: Any = Blockwise(own, floats, samples, schedule, torch.device("cpu"))
         else:
-            samples.compute_targets(engine.float_states(floats, mesh, BATCH), silent)
+            samples.compute_targets(engine.make_hidden_function(floats, mesh, BATCH), silent)
             made = engine.OnDevices(own, int4, floats, samples, schedule, mesh)
         training = Training(own, samples, made, epochs=EPOCHS, seed=0)
         state = training.run(evaluated=lambda state: None, stepped=lambda state: None)
@@ -201,10 +201,12 @@ def of_a_layer(folder: Path, mesh: DeviceMesh) -> list[list[Any]]:
         model = open_shape_checkpoint(folder / f"{layers}", "int4-g32")
         names = TrainedNames.of(model, norms=False, codes=False)
         program = (
-            step_of(model, mesh, names, batch=8, length=16, dtype=jnp.float32).compile().as_text()
+            lower_step(model, mesh, names, batch=8, length=16, dtype=jnp.float32)
+            .compile()
+            .as_text()
         )
         found: Counter[Any] = Counter()
-        for one, times in exchanges(program).items():
+        for one, times in count_exchanges(program).items():
             shape = (
                 one.shape[1:] if one.shape[:1] == (1,) and len(one.shape) == 3 else one.shape
             )  # of a single layer
@@ -222,7 +224,9 @@ def held_bytes(folder: Path, mesh: DeviceMesh) -> dict[str, int]:
     int8 = open_checkpoint(folder)
     names = TrainedNames.of(int8, norms=False, codes=False)
     planned = (
-        step_of(int8, mesh, names, batch=4, length=7, dtype=jnp.float32).compile().memory_analysis()
+        lower_step(int8, mesh, names, batch=4, length=7, dtype=jnp.float32)
+        .compile()
+        .memory_analysis()
     )
     arrays, found = load_arrays(int8, mesh), select_trained_leaves(int8, names)
     arrays[TARGET_HEAD] = arrays[HEAD]

@@ -62,7 +62,7 @@ def test_codes_are_those_of_compressed_tensors(name: str, scale_dtype: torch.dty
     expected = quantize(x=x, scale=scale.float(), zero_point=None, args=args, global_scale=outer)[
         : len(weight)
     ]
-    assert torch.equal(float_codes.values(found.codes, found.scheme.codes), expected)
+    assert torch.equal(float_codes.decode_values(found.codes, found.scheme.codes), expected)
     assert found.dequantize().isfinite().all()
     assert not found.dequantize()[3].any()
 
@@ -70,22 +70,24 @@ def test_codes_are_those_of_compressed_tensors(name: str, scale_dtype: torch.dty
 def test_every_float8_is_its_own_code() -> None:
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
-    assert torch.equal(float_codes.values(codes, Codes.E4M3).nan_to_num(), values.nan_to_num())
+    assert torch.equal(
+        float_codes.decode_values(codes, Codes.E4M3).nan_to_num(), values.nan_to_num()
+    )
     kept = values.isfinite()
     assert torch.equal(float_codes.encode_values(values, Codes.E4M3)[kept], codes[kept])
 
 
 def test_every_e2m1_is_its_own_code_and_its_gap_that_to_a_neighbour() -> None:
     codes = torch.arange(16).to(torch.uint8)
-    values = float_codes.values(codes, Codes.E2M1)
+    values = float_codes.decode_values(codes, Codes.E2M1)
     assert values.tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
     assert torch.equal(float_codes.encode_values(values, Codes.E2M1), codes)
     positive = values[:8]
     above = torch.cat((positive.diff(), positive.new_full((1,), 2)))
-    assert torch.equal(float_codes.gaps(codes[:8], Codes.E2M1), above)
+    assert torch.equal(float_codes.compute_gaps(codes[:8], Codes.E2M1), above)
     codes = torch.arange(0x7E).to(torch.uint8)  # up to the last but one before NaN
-    steps = float_codes.values(torch.arange(0x7F).to(torch.uint8), Codes.E4M3).diff()
-    assert torch.equal(float_codes.gaps(codes, Codes.E4M3), steps)
+    steps = float_codes.decode_values(torch.arange(0x7F).to(torch.uint8), Codes.E4M3).diff()
+    assert torch.equal(float_codes.compute_gaps(codes, Codes.E4M3), steps)
 
 
 def test_powers_of_two_follow_the_specification() -> None:

@@ -14,7 +14,7 @@ from vocabularies import train, train_gemma, write_byte_level
 from quantkit.text.chat import template_chat
 from quantkit.text.end_tokens import find_answer_end, list_end_tokens, tokenizer_eos
 from quantkit.text.export import tokenizer_metadata
-from quantkit.text.gguf_tokenizer import folder_files
+from quantkit.text.gguf_tokenizer import build_folder_files
 from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
 from quantkit.text.special_tokens import read_tokenizer_config
 from quantkit.text.tokenizer import ids_around_text, load_tokenizer, prompt_start
@@ -94,7 +94,7 @@ def test_a_token_that_is_spelled_like_an_end_token_is_none(
         "quantkit.tokenizer_json",
     ):  # as other converters write the file
         metadata.pop(key, None)
-    files = folder_files(metadata, folder)
+    files = build_folder_files(metadata, folder)
     assert json.loads(files["generation_config.json"])["eos_token_id"] == list(tokenizer.eos_ids)
     (tmp_path / "written").mkdir()
     for name, content in files.items():
@@ -135,7 +135,7 @@ def test_a_conversation_ends_where_the_template_ends_an_answer(tmp_path: Path) -
     metadata["tokenizer.ggml.token_type"][end] = 3  # a control token
     written = tmp_path / "written"
     written.mkdir()
-    for name, content in folder_files(metadata, folder).items():
+    for name, content in build_folder_files(metadata, folder).items():
         (written / name).write_bytes(content)
     assert json.loads((written / "generation_config.json").read_text())["eos_token_id"] == [1, end]
     assert template_chat(written, load_tokenizer(written)).end_ids == (end,)
@@ -205,7 +205,7 @@ def test_an_added_token_with_a_role_stays_what_the_folder_says(
     settings = read_tokenizer_config(folder).values
     _write(folder / "tokenizer_config.json", {**settings, role: "<tool>"})
     metadata, _ = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
-    added = json.loads(folder_files(metadata, folder)["tokenizer.json"])["added_tokens"]
+    added = json.loads(build_folder_files(metadata, folder)["tokenizer.json"])["added_tokens"]
     assert {token["content"]: token["special"] for token in added}["<tool>"] is False
 
 
@@ -234,7 +234,7 @@ def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(
     metadata["tokenizer.ggml.eot_token_id"] = changed_turn_end
     written = tmp_path / "written"
     written.mkdir()
-    for name, content in folder_files(metadata, byte_level).items():
+    for name, content in build_folder_files(metadata, byte_level).items():
         (written / name).write_bytes(content)
     assert list_end_tokens(written) == [changed_eos, changed_turn_end]
     assert load_tokenizer(written).eos_ids == (changed_eos,)
@@ -253,7 +253,7 @@ def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(
     assert not [note for note in notes if "names no EOS" in note]
     written = tmp_path / "written"
     written.mkdir()
-    for name, content in folder_files(metadata, folder).items():
+    for name, content in build_folder_files(metadata, folder).items():
         (written / name).write_bytes(content)
     assert load_tokenizer(written).eos_ids == ()
     assert list_end_tokens(written) == [7, 8]

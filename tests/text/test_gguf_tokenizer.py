@@ -26,7 +26,7 @@ from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json, tokenizer_metadata
-from quantkit.text.gguf_tokenizer import folder_files, text_folder
+from quantkit.text.gguf_tokenizer import build_folder_files, find_text_folder
 from quantkit.text.pipeline import NAMES, patterns_by_name, patterns_of, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
@@ -136,7 +136,7 @@ def _metadata(folder: Path, more: int = 3) -> dict[str, Any]:
 
 def _folder(metadata: dict[str, Any], folder: Path) -> Path:
     folder.mkdir()
-    for name, content in folder_files(metadata, Path("model.gguf")).items():
+    for name, content in build_folder_files(metadata, Path("model.gguf")).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -309,17 +309,17 @@ def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
     )
     (folder / "config.json").write_text(json.dumps({"eos_token_id": other}))
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
-    read = json.loads(folder_files(metadata, folder)["generation_config.json"])
+    read = json.loads(build_folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other, *tokenizer.eos_ids]
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": None})
     )
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
-    read = json.loads(folder_files(metadata, folder)["generation_config.json"])
+    read = json.loads(build_folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other]
     assert len([note for note in notes if END in note]) == 1
     with pytest.raises(CheckpointError, match="is not in the vocabulary"):
-        folder_files({**metadata, "quantkit.eos_token_ids": [99999]}, folder)
+        build_folder_files({**metadata, "quantkit.eos_token_ids": [99999]}, folder)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +343,9 @@ def test_settings_of_generation_that_transformers_takes(
     }
     if read is None:
         with pytest.raises(CheckpointError, match="out of range"):
-            folder_files(metadata, folders["smollm"])
+            build_folder_files(metadata, folders["smollm"])
         return
-    made = json.loads(folder_files(metadata, folders["smollm"])["generation_config.json"])
+    made = json.loads(build_folder_files(metadata, folders["smollm"])["generation_config.json"])
     assert {key: value for key, value in made.items() if "token" not in key} == read
 
 
@@ -370,7 +370,7 @@ def test_damaged_merges_of_runs_are_refused(entry: Any, folders: dict[str, Path]
             "quantkit.tokenizer_json": json.dumps({**own, "run_merges": damaged}),
         }
         with pytest.raises(CheckpointError):
-            folder_files(changed, folders["gemma-runs"])
+            build_folder_files(changed, folders["gemma-runs"])
 
 
 def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     path = tmp_path / "model.gguf"
     path.write_bytes(build_header(metadata, []))
     tokenizer = load_tokenizer(path)
-    assert text_folder(path) == text_folder(str(path)) == text_folder(tmp_path)
+    assert find_text_folder(path) == find_text_folder(str(path)) == find_text_folder(tmp_path)
     assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode(
         "the 12 things"
     )
@@ -445,7 +445,7 @@ def test_a_sentencepiece_model_is_read_and_written(
 def test_equal_scores_leave_only_a_sentencepiece_model(folders: dict[str, Path]) -> None:
     metadata = _metadata(folders["sentencepiece"])
     scores = [-1000.0] * len(metadata["tokenizer.ggml.scores"])
-    files = folder_files({**metadata, "tokenizer.ggml.scores": scores}, Path("model.gguf"))
+    files = build_folder_files({**metadata, "tokenizer.ggml.scores": scores}, Path("model.gguf"))
     assert ("tokenizer.model" in files, "tokenizer.json" in files) == (True, False)
 
 
@@ -647,7 +647,7 @@ def test_metadata_that_contradicts_itself_is_refused(
 ) -> None:
     metadata = _metadata(folders[kind])
     with pytest.raises(QuantkitError, match=message) as raised:
-        folder_files({**metadata, key: change(metadata.get(key))}, Path("model.gguf"))
+        build_folder_files({**metadata, key: change(metadata.get(key))}, Path("model.gguf"))
     assert isinstance(raised.value, CheckpointError | UnsupportedError)
     assert "model.gguf" in str(raised.value)
 

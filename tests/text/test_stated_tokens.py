@@ -11,7 +11,7 @@ import pytest
 from vocabularies import write_byte_level
 
 from quantkit.text.export import tokenizer_metadata
-from quantkit.text.gguf_tokenizer import folder_files
+from quantkit.text.gguf_tokenizer import build_folder_files
 from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -105,7 +105,7 @@ def test_tokens_that_other_files_state(
     metadata, _ = tokenizer_metadata(folder, tokenizer.vocab_size)
     written = tmp_path / "written"
     written.mkdir()
-    for name, content in folder_files(metadata, folder).items():
+    for name, content in build_folder_files(metadata, folder).items():
         (written / name).write_bytes(content)
     assert _encode_by_transformers(written) == expected
 

@@ -289,7 +289,7 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
     quantkit.convert(
         tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False
     )
-    monkeypatch.setattr("quantkit.jobs.refine.rewritten._TRIED", 1 + 2**-22)
+    monkeypatch.setattr("quantkit.jobs.refine.rewritten._TRIAL_FACTOR", 1 + 2**-22)
     with pytest.raises(NotRepresentableError, match="cannot get other scales in mlx"):
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
 

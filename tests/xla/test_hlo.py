@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.xla.hlo import Collective, exchanges
+from quantkit.xla.hlo import Collective, count_exchanges
 
 LOOP = """HloModule jit_step
 
@@ -42,12 +42,12 @@ ENTRY %main (p: f32[4,8]) -> f32[4,8] {
 
 
 def test_loops_count_in_each_round() -> None:
-    assert exchanges(LOOP) == {
+    assert count_exchanges(LOOP) == {
         Collective("all-gather", (0, 4), "s4", (16, 8)): 32,
         Collective("reduce-scatter", (0, 1, 2, 3), "bf16", (4, 64)): 32,
         Collective("all-reduce", (0, 4), "f32", (4, 8)): 1,
     }
-    sizes = {one.kind: one.bytes for one in exchanges(LOOP)}
+    sizes = {one.kind: one.bytes for one in count_exchanges(LOOP)}
     assert sizes == {"all-gather": 64, "reduce-scatter": 512, "all-reduce": 128}
 
 
@@ -63,12 +63,12 @@ def test_a_collective_that_several_fusions_share_is_one() -> None:
         for number in range(3)
     )
     program = f"{parts}ENTRY %main (p: s4[8]) -> s4[16] {{\n  %p = s4[8] parameter(0)\n{body}}}\n"
-    assert exchanges(program) == {Collective("all-gather", (0, 1), "s4", (16,)): 1}
+    assert count_exchanges(program) == {Collective("all-gather", (0, 1), "s4", (16,)): 1}
 
 
 def test_a_loop_may_state_its_rounds() -> None:
     stated = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
-    assert max(exchanges(stated).values()) == 7
+    assert max(count_exchanges(stated).values()) == 7
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_who_exchanges(groups: str, devices: tuple[int, ...]) -> None:
         f"ENTRY %main (p: f32[2]) -> f32[4] {{\n  %all = f32[4] {kind}(%p), {groups},"
         " dimensions={0}\n}\n"
     )
-    (found,) = exchanges(program)
+    (found,) = count_exchanges(program)
     assert found.devices == devices
 
 
@@ -103,7 +103,7 @@ def test_several_arrays_together() -> None:
         " (f32[2]{0}, f32[4]{0}) all-gather-start(f32[2]{0} %p), replica_groups={{0,1}},"
         " dimensions={0}\n}\n"
     )
-    assert exchanges(program) == {
+    assert count_exchanges(program) == {
         Collective("all-reduce", (0, 1), "f32", (2,)): 1,
         Collective("all-reduce", (0, 1), "u4", (8,)): 1,
         Collective("all-gather", (0, 1), "f32", (4,)): 1,

@@ -38,7 +38,7 @@ def families() -> dict[str, Family]:
     return by_type
 
 
-def is_known_family(raw: Mapping[str, Any]) -> bool:
+def may_be_known_family(raw: Mapping[str, Any]) -> bool:
     """Return whether a Hugging Face ``config.json`` names a family that the decoder runs, or none
     at all.
     """
@@ -125,7 +125,7 @@ def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     family = families().get(str(raw.get("model_type")))
     by_layer = family is not None and "windowed_theta" in family.options
     if by_layer or not {FULL, SLIDING}.isdisjoint(new):
-        return list(_by_layer(raw, new, old))
+        return list(_list_ignored_by_layer(raw, new, old))
     # transformers 5 reads `rope_scaling` first if a file has both.
     if old:
         used = old
@@ -151,7 +151,7 @@ def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _by_layer(
+def _list_ignored_by_layer(
     raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield a line for each ignored setting of a model with settings by kind of layer."""

@@ -244,7 +244,7 @@ _OLD_NAME = "yarn"
 _FUSED = ("attention.qkv", "mlp.gate_up")
 
 
-def _with_new_names(settings: Settings) -> Settings:
+def _rename_old_types(settings: Settings) -> Settings:
     values: dict[str, Any] = dict(_PHI_DEFAULTS)
     for key, value in settings.values.items():
         if value is not None:
@@ -289,7 +289,7 @@ _PHI3 = Family(
         "partial_rotary": 1.0,
         "rope_types": ("default", "longrope"),
     },
-    prepare=_with_new_names,
+    prepare=_rename_old_types,
     fused={role: CANONICAL[role] for role in _FUSED},
     gguf=GgufArchitecture(
         "phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True

@@ -181,7 +181,7 @@ def opaque_config(
     layers: dict[str, int] = {}
     opaque_tensors = []
     for name, (shape, dtype) in tensors.items():
-        block = _block(name)
+        block = _cut_block_name(name)
         layer: int | None = None
         if block is not None:
             layer = layers.setdefault(block, len(layers))
@@ -482,7 +482,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return "unknown"
 
 
-def _block(name: str) -> str | None:
+def _cut_block_name(name: str) -> str | None:
     """Cut the name of a tensor's block out of its name: up to the first number."""
     parts = name.split(".")
     for index, part in enumerate(parts):

@@ -17,7 +17,7 @@ _MAX_WINDOW_LAYERS = 28
 
 
 # Qwen2 and Qwen2.5 (2407.10671): biases of queries, keys and values; windows in some layers.
-def _windows(settings: Settings) -> list[int | None]:
+def _read_windows(settings: Settings) -> list[int | None]:
     """Read windows, if the config enables them, in the layers that it lists, or from a layer on."""
     layers = keys.layer_count(settings)
     types = keys.layer_types(settings, layers)
@@ -47,7 +47,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {_MAX_KEY: first, "layer_types": keys.write_layer_types(config)}
 
 
-_WINDOWS = keys.make_switched_window_keys(_windows, _write)
+_WINDOWS = keys.make_switched_window_keys(_read_windows, _write)
 _QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -121,7 +121,7 @@ _QWEN3 = Family(
 
 
 # Qwen3-MoE (2505.09388): Qwen3 with many small experts, in all layers or some.
-def _every_window(settings: Settings) -> list[int | None]:
+def _read_uniform_windows(settings: Settings) -> list[int | None]:
     window = None
     if settings.flag("use_sliding_window", False):
         window = keys.sliding_window(settings)
@@ -133,7 +133,7 @@ _QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     (
         keys.ATTENTION_BIAS,
-        keys.make_switched_window_keys(_every_window, lambda config: {}),
+        keys.make_switched_window_keys(_read_uniform_windows, lambda config: {}),
         keys.experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"),
         keys.SPARSE_LAYERS,
     ),

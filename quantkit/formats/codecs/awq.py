@@ -36,7 +36,7 @@ from quantkit.formats.codecs.gptq_linear import (
     scales_dtype,
 )
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
-from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, count_words
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
@@ -60,7 +60,7 @@ _READ_SIZES = {None, 16, 32, 64, 128}
 def _shapes(
     rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
 ) -> Shapes:
-    packed = words(rows, bits)
+    packed = count_words(rows, bits)
     groups = math.ceil(columns / (group_size or columns))
     return {QWEIGHT: [(columns, packed)], QZEROS: [(groups, packed)], SCALES: [(groups, rows)]}
 

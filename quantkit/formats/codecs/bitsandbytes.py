@@ -18,7 +18,13 @@ from typing import NoReturn
 from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import make_damaged_file_error
-from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
+from quantkit.files.tensor_file import (
+    StoredTensor,
+    TensorFile,
+    View,
+    check_sizes,
+    contiguous_strides,
+)
 from quantkit.formats.codecs.codec import DAMAGED_FILE, make_unread_settings_error
 from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import DequantizedTensor
@@ -133,7 +139,7 @@ class FourBitWeight(DequantizedTensor):
         self.source = homes[weight.name].source
         state = self._state(stored[weight.name + _STATES[kind]])
         tensor = StoredTensor(weight.name, dtype, self._shape(state))
-        self._block = self._even(state, "blocksize")
+        self._block = self._read_even_size(state, "blocksize")
         self._nested_block = 0
         self._offset = 0.0
         blocks = -(-math.prod(tensor.shape) // self._block)
@@ -141,7 +147,7 @@ class FourBitWeight(DequantizedTensor):
         # For each tensor next to the codes: its types, and how many elements it must have.
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
-            self._nested_block = self._even(state, "nested_blocksize")
+            self._nested_block = self._read_even_size(state, "nested_blocksize")
             self._offset = self._read_nested_offset(state)
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
@@ -238,14 +244,14 @@ class FourBitWeight(DequantizedTensor):
 
     def _shape(self, state: Settings) -> tuple[int, ...]:
         try:
-            shape = sizes(state.need("shape"))
+            shape = check_sizes(state.need("shape"))
         except ValueError:
             state.wrong_type("shape", "a list of integers")
         if len(shape) != 2 or 0 in shape:
             self._refuse("is no matrix", list(shape), "rows and columns")
         return shape
 
-    def _even(self, state: Settings, key: str) -> int:
+    def _read_even_size(self, state: Settings, key: str) -> int:
         size = state.integer(key, 2, _MAX_BLOCK)
         # Two codes share a byte, so only even blocks begin at a byte.
         if size % 2:
@@ -359,7 +365,7 @@ class EightBitWeight(DequantizedTensor):
         return out
 
 
-def found_weight(
+def find_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
 ) -> FourBitWeight | EightBitWeight | None:
     """Find the weight whose codes a tensor of a folder has; None for floats, and for scales and

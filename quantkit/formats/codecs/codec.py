@@ -154,7 +154,7 @@ class GroupedCodec:
         if part is None or part.axis == 0:
             return self.read(raw, spec, part, (0, columns))
         start, stop = part.ranges[0]
-        unit = self.unit(raw, spec)
+        unit = self.columns_per_unit(raw, spec)
         # Words and groups cannot be cut: read all columns that they cover, and drop the margins.
         first = start // unit * unit
         last = min(-(-stop // unit) * unit, columns)
@@ -168,7 +168,7 @@ class GroupedCodec:
         # A slice of columns is a view whose rows are not adjacent in memory.
         return cast("torch.Tensor", inside).contiguous()
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         """Return how many columns are stored together: whole words, and whole groups."""
         raise NotImplementedError
 
@@ -264,7 +264,7 @@ class CodeFormat:
         return Reason("it is only read")
 
 
-def codec_of(
+def choose_codec(
     codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False
 ) -> HoldsCodes | Reason:
     """Choose the codec of a format for linears in a scheme, or for an embedding; or explain why it

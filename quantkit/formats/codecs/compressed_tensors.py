@@ -202,7 +202,7 @@ class CompressedTensors(QuantMethod):
             and not embedding
             and self.activations not in Activations.of(scheme)
         ):
-            return _not_multiplied(scheme, self.activations)
+            return _explain_activations(scheme, self.activations)
         if scheme.of_small_floats:
             if embedding:
                 return _NO_FLOAT_EMBEDDING
@@ -316,7 +316,7 @@ def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
     return any(scheme is not None and is_embedding(module) for module, scheme in schemes.items())
 
 
-def read_here_alone(
+def is_read_by_quantkit_only(
     method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool
 ) -> bool:
     """Return whether quantkit is the only reader that loads a folder of compressed-tensors, as
@@ -347,7 +347,7 @@ def _in_layers(module: str) -> str:
     return module[start:]
 
 
-def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
+def _explain_activations(scheme: QuantScheme, activations: Activations) -> Reason:
     able: list[str] = []
     for candidate in (*SCHEMES.values(), *FLOAT_SCHEMES.values()):
         if activations in Activations.of(candidate):

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, Weight
-from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes, count_words
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -46,11 +46,11 @@ def _compute_packed_shapes(
     # One scale for a whole weight is a vector or a scalar.
     one_scale: list[Shape] = [(1,), ()] if group_size is None else []
     return {
-        PACKED: [(rows, words(columns, bits))],
+        PACKED: [(rows, count_words(columns, bits))],
         SCALE: [(rows, groups), *one_scale],
         SHAPE: [(2,)],
         # Zero points are packed along the outputs; before version 0.9 they were bytes.
-        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],
+        _ZERO: [(count_words(rows, bits), groups), (rows, groups), *one_scale],
         _GROUPS: [(columns,)],
     }
 
@@ -328,7 +328,7 @@ class PackQuantized(CompressedLinear):
                 f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape)
             )
         part = self.columns_slice(
-            rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits)
+            rows, first * bits // 32, count_words(last, bits), count_words(spec.shape[1], bits)
         )
         return qtensor.unpack_int32(raw.read(PACKED, part), bits, last - first)
 

@@ -19,7 +19,7 @@ from quantkit.formats.codecs.small_floats import (
     Float8Weight,
     Mxfp4Weight,
 )
-from quantkit.formats.codecs.targets import is_head, not_skipped
+from quantkit.formats.codecs.targets import is_head, select_unskipped
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -47,7 +47,7 @@ class SmallFloats(QuantMethod):
         block = block_size(settings, "weight_block_size")
         claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
         claims: dict[str, Claim] = {}
-        for module in not_skipped(modules, settings):
+        for module in select_unskipped(modules, settings):
             if not is_head(module):
                 claims[module] = claim
         return Claims(claims, certain=True)
@@ -100,7 +100,7 @@ def replace_quantized_tensors(
     if settings is None:
         method = None
     else:
-        method = method_in(settings)
+        method = read_method(settings)
     tensors = dict(stored)
     new_homes = dict[str, TensorFile](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
@@ -112,7 +112,7 @@ def replace_quantized_tensors(
     for name, tensor in stored.items():
         weight: DequantizedTensor | None
         if method == bitsandbytes.METHOD:
-            weight = bitsandbytes.found_weight(name, stored, homes, dtype)
+            weight = bitsandbytes.find_weight(name, stored, homes, dtype)
         else:
             weight = _weight(
                 name, tensor, stored, homes, block, dtype, by_columns=method == "fbgemm_fp8"
@@ -278,7 +278,7 @@ def _weight(
     return None
 
 
-def method_in(settings: Settings) -> str | None:
+def read_method(settings: Settings) -> str | None:
     """Read the method of quantization that settings state; None if they do not."""
     if settings.has("quant_method"):
         return settings.string("quant_method")
@@ -309,7 +309,7 @@ def _rounds_activations(settings: Settings) -> bool:
     return False
 
 
-def by_small_floats(settings: Mapping[str, Any]) -> bool:
+def uses_small_floats(settings: Mapping[str, Any]) -> bool:
     """Return whether settings of a quantization say that weights are in small floats."""
     for _, weights in _groups(settings):
         if weights.get("type") == "float":

@@ -104,7 +104,7 @@ def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
 
-def _small(scheme: QuantScheme) -> BlockLayout:
+def _build_small_layout(scheme: QuantScheme) -> BlockLayout:
     """Build the layout of blocks of 32 weights."""
     has_fifth_bit = scheme.bits == 5
     size = 16
@@ -214,9 +214,9 @@ def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 LAYOUTS = {
-    GgmlType.Q4_1: _small(schemes.Q4_1),
-    GgmlType.Q5_0: _small(schemes.Q5_0),
-    GgmlType.Q5_1: _small(schemes.Q5_1),
+    GgmlType.Q4_1: _build_small_layout(schemes.Q4_1),
+    GgmlType.Q5_0: _build_small_layout(schemes.Q5_0),
+    GgmlType.Q5_1: _build_small_layout(schemes.Q5_1),
     GgmlType.Q3_K: BlockLayout(schemes.Q3_K, _pack_q3, _unpack_q3),
     GgmlType.Q4_K: BlockLayout(schemes.Q4_K, _pack_q4, _unpack_q4),
     GgmlType.Q5_K: BlockLayout(schemes.Q5_K, _pack_q5, _unpack_q5),

@@ -31,7 +31,7 @@ from quantkit.formats.codecs.codec import (
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
-from quantkit.formats.codecs.targets import BY_PATTERN, Targets, is_head, not_skipped
+from quantkit.formats.codecs.targets import BY_PATTERN, Targets, is_head, select_unskipped
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
@@ -80,7 +80,7 @@ class Gptq(QuantMethod):
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, Codec]:
         version = _read_zero_point_version(settings)
-        base = _linear(
+        base = _read_claim(
             Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size")
         )
         overrides = Overrides(settings, base)
@@ -88,7 +88,7 @@ class Gptq(QuantMethod):
         for override_claim, override_settings in overrides.claims:
             # Overrides that no module matches are checked too.
             if override_claim is not None:
-                override_claim = _linear(override_claim, override_settings)
+                override_claim = _read_claim(override_claim, override_settings)
             override_claims.append(override_claim)
         module_settings: dict[str, Stated] = {}
         for module in find_quantized_modules(modules, stored, settings):
@@ -230,7 +230,7 @@ def claims_by_rows(
     head = bool(settings.values.get("lm_head"))
     overrides = Overrides(settings, base)
     claims: dict[str, Claim] = {}
-    for module in not_skipped(modules, settings):
+    for module in select_unskipped(modules, settings):
         if is_head(module) and not head and module not in coded:
             continue
         claim = overrides.claim(module, base)
@@ -284,7 +284,7 @@ def _read_zero_point_version(settings: Settings) -> int | None:
     return None
 
 
-def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
+def _read_claim(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
     """Read what settings, or an override in them, state of modules, if quantkit reads it; `claim`
     is the default.
     """

@@ -23,10 +23,10 @@ from quantkit.formats.codecs.gptq_zeros import (
     SCALES,
     Packed,
     Version,
-    ones,
+    make_word_of_ones,
     unpack_zero_points,
 )
-from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes, count_words
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -42,8 +42,8 @@ def _shapes(
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     return {
-        QWEIGHT: [(words(columns, bits), rows)],
-        QZEROS: [(groups, words(rows, bits))],
+        QWEIGHT: [(count_words(columns, bits), rows)],
+        QZEROS: [(groups, count_words(rows, bits))],
         SCALES: [(groups, rows)],
         G_IDX: [(columns,)],
     }
@@ -173,7 +173,7 @@ class GptqLinear(GroupedCodec):
             # Version 1 stores the zero point of symmetric codes, 2 ** (bits - 1), minus 1.
             field = 2 ** (self.bits - 1) - 1
             shape = packed.groups, packed.rows // packed.per_word
-            qzeros = torch.full(shape, field * ones(self.bits), dtype=torch.int32)
+            qzeros = torch.full(shape, field * make_word_of_ones(self.bits), dtype=torch.int32)
         else:
             qzeros = qtensor.pack_int32(value.zero.t(), self.bits)
         g_idx = torch.arange(packed.columns, dtype=torch.int32) // packed.group_size

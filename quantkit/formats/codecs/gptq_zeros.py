@@ -69,7 +69,7 @@ class Packed:
         return math.ceil(self.columns / self.group_size)
 
 
-def ones(bits: int) -> int:
+def make_word_of_ones(bits: int) -> int:
     """Return a word with 1 in each of its fields."""
     return 0xFFFFFFFF // ((1 << bits) - 1)
 
@@ -78,7 +78,7 @@ def unpack_zero_points(words: torch.Tensor, bits: int, count: int, version: int)
     """Unpack zero points [..., count] uint8 from words [..., W] int32."""
     if version == 1:
         # Adding to whole words undoes GPTQModel's subtraction, with its borrows.
-        words = words + ones(bits)
+        words = words + make_word_of_ones(bits)
     return qtensor.unpack_int32(words, bits, count)
 
 
@@ -90,7 +90,7 @@ def _find_constant(raw: RawModule, packed: Packed) -> int | None:
         # The unused fields of the last word may have any value.
         is_constant = bool((_read_stored_zeros(raw, packed) == field).all())
     else:
-        word = (field * ones(packed.bits)).to_bytes(4, "little")
+        word = (field * make_word_of_ones(packed.bits)).to_bytes(4, "little")
         is_constant = data == word * (len(data) // 4)
     return field if is_constant else None
 
@@ -273,7 +273,7 @@ def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
     offsets = [_measure_offsets(raw.other(name), modules[name]) for name in sampled]
     certain: dict[str, int] = {}
     for name, module_offsets in zip(sampled, offsets, strict=True):
-        version = _nearest(module_offsets)
+        version = _choose_version(module_offsets)
         if version is not None:
             certain[name] = version
     if len(set(certain.values())) > 1 and 2 * len(certain) > len(sampled):
@@ -285,11 +285,11 @@ def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
     # Modules that are too uncertain one by one may be certain together.
     combined: list[_Offset] = []
     for version_offsets in zip(*offsets, strict=True):
-        combined.append(_together(version_offsets))
-    return _nearest(combined)
+        combined.append(_combine_offsets(version_offsets))
+    return _choose_version(combined)
 
 
-def _together(offsets: Sequence[_Offset]) -> _Offset:
+def _combine_offsets(offsets: Sequence[_Offset]) -> _Offset:
     """Compute the median of mean offsets, which single unusual modules do not change, and its
     error.
     """
@@ -306,7 +306,7 @@ def _together(offsets: Sequence[_Offset]) -> _Offset:
     return middle, _OF_MEDIAN * deviation / math.sqrt(len(means))
 
 
-def _nearest(offsets: Sequence[_Offset]) -> int | None:
+def _choose_version(offsets: Sequence[_Offset]) -> int | None:
     """Choose the version for which codes are near zero points, if they are not for the other; None
     if it is too uncertain, by the mean offset of codes from zero points with version 1, and with
     version 2.

@@ -360,6 +360,6 @@ class Description:
                 yield suffix, shapes[0]
 
 
-def words(count: int, bits: int) -> int:
+def count_words(count: int, bits: int) -> int:
     """Count the words of 32 bits that codes fill."""
     return math.ceil(count * bits / 32)

@@ -30,7 +30,15 @@ from quantkit.formats.codecs.codec import (
     Weight,
     make_unread_settings_error,
 )
-from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.layout import (
+    MAX_COLUMNS,
+    Claim,
+    Claims,
+    Layout,
+    Shape,
+    Shapes,
+    count_words,
+)
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -67,7 +75,7 @@ def _shapes(
 ) -> Shapes:
     groups = math.ceil(columns / (group_size or columns))
     return {
-        _CODES: [(rows, words(columns, bits))],
+        _CODES: [(rows, count_words(columns, bits))],
         _SCALES: [(rows, groups)],
         _BIASES: [(rows, groups)],
     }
@@ -154,7 +162,9 @@ class Affine(GroupedCodec):
         count = spec.shape[-1]
         scheme = spec.scheme
         bits, size = self._layout(raw, spec.shape)
-        part = self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits))
+        part = self.columns_slice(
+            rows, first * bits // 32, count_words(last, bits), count_words(count, bits)
+        )
         packed = raw.read(_CODES, part)
         groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
         scale = raw.read(_SCALES, groups).flatten(0, -2)

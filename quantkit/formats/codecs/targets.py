@@ -55,7 +55,7 @@ class Targets:
         return NO_MATCH
 
 
-def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
+def select_unskipped(modules: Iterable[str], settings: Settings) -> list[str]:
     """Select the modules that settings do not leave in floats, by names or parts of them."""
     skipped: list[str] = []
     # Each method has a key of its own.

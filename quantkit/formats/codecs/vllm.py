@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import ROUTERS, is_table, possible_linears
 from quantkit.architectures.names import expert_bank, is_embedding
-from quantkit.base.json_values import Settings, within
+from quantkit.base.json_values import Settings, collect_values
 from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
@@ -230,8 +230,8 @@ def _find_problem(
     for part, part_claim in zip(module.parts, part_claims, strict=True):
         if part_claim != claim:
             rule = "expert-schemes" if module.is_experts else "fused-schemes"
-            first = f"{_last(module.parts[0])}: {_describe(claim)}"
-            second = f"{_last(part)}: {_describe(part_claim)}"
+            first = f"{_last_part(module.parts[0])}: {_describe(claim)}"
+            second = f"{_last_part(part)}: {_describe(part_claim)}"
             return VllmProblem(rule, module.name, f"{first}; {second}")
     if vllm_claim != claim:
         if isinstance(vllm_claim, _Split):
@@ -244,13 +244,13 @@ def _find_problem(
         return VllmProblem("vllm-names", module.name, description)
     # vLLM's gpt-oss refuses experts of floats too, next to quantized linears.
     unread_name, reason = _UNREAD.get(linears.model_type, (None, ""))
-    if unread_name == _last(module.name) and (claim is not None or module.is_experts):
+    if unread_name == _last_part(module.name) and (claim is not None or module.is_experts):
         return VllmProblem("vllm-loader", module.name, reason)
     if claim is None:
         return None
     # In the order in which vLLM joins the parts.
     rows: list[int] = []
-    for part in sorted(module.parts, key=_place):
+    for part in sorted(module.parts, key=_fused_place):
         shape = linears.shapes.get(part)
         if shape is None or len(shape) != 2:
             return None
@@ -430,7 +430,7 @@ class _GptqLookup:
         self._coded = {linears.names.map_setting(module) for module in linears.coded}
         self._listed: list[str] = []
         # The list may be nested.
-        for name in within(settings.values.get("modules_in_block_to_quantize")):
+        for name in collect_values(settings.values.get("modules_in_block_to_quantize")):
             if isinstance(name, str):
                 self._listed.append(linears.names.map_setting(name))
         self._head = bool(settings.values.get("lm_head"))
@@ -494,9 +494,9 @@ def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLo
     return None
 
 
-def _place(part: str) -> int:
+def _fused_place(part: str) -> int:
     """Return the place of a linear among those that it is fused with."""
-    return _PLACES.get(_last(part), 0)
+    return _PLACES.get(_last_part(part), 0)
 
 
 def _first_expert(module: VllmModule) -> list[str]:
@@ -516,7 +516,7 @@ def _first_expert(module: VllmModule) -> list[str]:
     return result
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 

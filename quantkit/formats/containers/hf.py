@@ -35,7 +35,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import export_json
-from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder
 
 
 class HuggingFace(Container):
@@ -119,7 +119,7 @@ class HuggingFace(Container):
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source = output.source
         config = output.config
-        raw = _config(source, config)
+        raw = _build_config(source, config)
         settings_files: dict[str, bytes] = {}
         if not output.schemes:
             raw = without_settings(raw)
@@ -133,9 +133,9 @@ class HuggingFace(Container):
             raw |= dict.fromkeys(method.keys, settings)
             settings_files = method.side_files(settings)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **settings_files}
-        files.update(present(text_folder(source.path), side_names(source)))
+        files.update(present(find_text_folder(source.path), side_names(source)))
         if source.format != self.name:
-            files.update(_export_tokenizer(text_folder(source.path)))
+            files.update(_export_tokenizer(find_text_folder(source.path)))
             token_ids = {}
             for key in ("bos_token_id", "eos_token_id"):
                 if raw[key] is not None:
@@ -149,7 +149,7 @@ class HuggingFace(Container):
         """List what vLLM could not load of a folder with these schemes, given by canonical names
         of modules.
         """
-        raw = _config(source, source.config)
+        raw = _build_config(source, source.config)
         return vllm_problems(_settings(schemes, source.config, method or self.native, raw))
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
@@ -167,7 +167,7 @@ class HuggingFace(Container):
         ]
 
 
-def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+def _build_config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     if config.tensors is None:
         return {**source.extra_config, **config_to_hf(config)}
     # The config of an unknown architecture is copied, and only its float type can be translated.
@@ -185,7 +185,7 @@ def _settings(
     """Write the settings of a folder with these schemes, for vLLM too, and combine them with the
     linears that they describe.
     """
-    schemes_on_disk, all_shapes = _on_disk(schemes, config, method)
+    schemes_on_disk, all_shapes = _collect_disk_schemes(schemes, config, method)
     ignored_extra: list[str] = []
     if isinstance(method, CompressedTensors):
         ignored_extra = list_ignored_extra_layers(config.tensors or (), raw)
@@ -206,7 +206,7 @@ def _settings(
     return Linears.of(method, settings, shapes, schemes_on_disk, raw)
 
 
-def _on_disk(
+def _collect_disk_schemes(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:
     """Collect the schemes by the names of modules on disk, and the shapes of all linears, with a

@@ -15,9 +15,9 @@ from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.disk import (
     DiskTensor,
     Place,
+    describe_unread_experts,
     disk_name,
-    found_tensors,
-    unread_experts,
+    match_stored_tensors,
 )
 from quantkit.architectures.families import config_from_hf, config_to_hf, list_ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
@@ -39,14 +39,14 @@ from quantkit.formats.codecs.codec import QuantMethod, ReadAsFloats, ReadCodec, 
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
-    read_here_alone,
+    is_read_by_quantkit_only,
     read_weight_shapes,
 )
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import (
-    by_small_floats,
     narrow_float64,
     replace_quantized_tensors,
+    uses_small_floats,
 )
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.raw_module import RawModule
@@ -63,12 +63,12 @@ from quantkit.formats.containers.hf_parts import Decodes, decode, read_floats, s
 from quantkit.formats.containers.hf_settings import (
     NOT_CARRIED,
     SETTINGS,
+    find_settings,
     read_codecs,
-    settings_in,
     without_settings,
 )
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
-from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
+from quantkit.formats.kv_cache import KvCache, extract_kv_cache, states_scheme
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -107,7 +107,7 @@ class HFCheckpoint:
         self._requested_floats = floats_as
         self._config_path = path / "config.json"
         settings = read_settings(self._config_path)
-        raw = settings_in(settings, None if tensors_only else path)
+        raw = find_settings(settings, None if tensors_only else path)
         self._stated_config: Mapping[str, Any] = raw
         self._text: TextNames | None = None
         self._settings = [SourceFile(self._config_path)]
@@ -190,7 +190,7 @@ class HFCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         text = self._text
         if text is None:
-            return found_tensors(self.config, shapes, self.path)
+            return match_stored_tensors(self.config, shapes, self.path)
         # Families are described by the names of a model of text alone.
         plain_shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
@@ -198,7 +198,7 @@ class HFCheckpoint:
             if plain_name is not None:
                 plain_shapes[plain_name] = shape
         disk_tensors: list[DiskTensor] = []
-        for tensor in found_tensors(self.config, plain_shapes, self.path):
+        for tensor in match_stored_tensors(self.config, plain_shapes, self.path):
             disk_tensors.append(text.on_disk(tensor))
         return disk_tensors
 
@@ -269,7 +269,7 @@ class HFCheckpoint:
         """
         self.config = replace(self.config, tensors=tensors)
         shapes = {name: spec.shape for name, spec in self._disk_specs.items()}
-        self._place(found_tensors(self.config, shapes, self.path))
+        self._place(match_stored_tensors(self.config, shapes, self.path))
 
     def _place(self, tensors: Iterable[DiskTensor]) -> None:
         self._places: dict[str, tuple[DiskTensor, Place]] = {}
@@ -340,12 +340,12 @@ class HFCheckpoint:
         for tensor, _ in self._places.values():
             if tensor.quantizable or tensor.name in coded._codecs:
                 linear_schemes[tensor.module] = coded._disk_specs[tensor.name].scheme
-        if read_here_alone(self._method, linear_schemes, tied=self.config.tied_embeddings):
+        if is_read_by_quantkit_only(self._method, linear_schemes, tied=self.config.tied_embeddings):
             return "quantkit"
         unread: set[Runtime] = set()
         if problem is not None:
             unread.add("vllm")
-        if unread_experts(self.config, schemes(coded)):
+        if describe_unread_experts(self.config, schemes(coded)):
             unread.add("transformers")
         readers = self._method.readers(linear_schemes, without=unread)
         # A note on the method comes before the note on vLLM's problem.
@@ -406,7 +406,7 @@ class HFCheckpoint:
 
     def _take_tensors(self, raw: Mapping[str, Any], original_config: Mapping[str, Any]) -> None:
         """Accept all tensors as the model's: floats, those that codecs may decode, and others;
-        `original_config` is the config.json as it is, `raw` what `settings_in` makes of it.
+        `original_config` is the config.json as it is, `raw` what `find_settings` makes of it.
         """
         # Read twice: dequantization needs the model's float type, and adds and removes tensors.
         stored_layouts: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -434,14 +434,14 @@ class HFCheckpoint:
             self.extra_config = without_settings(original_config)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
-        self.kv_cache = take_kv_cache(
+        self.kv_cache = extract_kv_cache(
             self._stored, self._files, self._read_quantization_settings(raw), self.config, self.path
         )
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: {self.kv_cache.note(run_here=self.config.runnable)}")
 
     def _read_quantization_settings(self, raw: Mapping[str, Any]) -> Settings | None:
-        """Read the settings of a quantization in a config, see `settings_in`, if there are
+        """Read the settings of a quantization in a config, see `find_settings`, if there are
         any.
         """
         settings = raw.get(SETTINGS)
@@ -465,7 +465,7 @@ class HFCheckpoint:
             method = None
         else:
             method = str(settings.get("quant_method"))
-        floats = settings is not None and by_small_floats(settings)
+        floats = settings is not None and uses_small_floats(settings)
         require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
         if method is not None:
             return

@@ -18,7 +18,7 @@ from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Weight
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import decode, read_floats
-from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.kv_scales import is_scale
 from quantkit.tensors.late import torch
 from quantkit.tensors.scheme import TILE, QuantScheme, Scales
@@ -198,7 +198,7 @@ def _plan_units(
         if config.runnable and is_scale(spec.name):
             tensors.append(DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)))
     units = []
-    for tensor, first, spec in units_of(planned, tensors):
+    for tensor, first, spec in plan_units(planned, tensors):
         embedding = is_embedding(spec.name.removesuffix(".weight"))
         if spec.scheme is None:
             codec = None

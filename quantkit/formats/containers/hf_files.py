@@ -57,7 +57,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     headers = Headers()
     index = index_path(folder, kind)
     if index.is_file():
-        weight_map = _weight_map(index)
+        weight_map = _read_weight_map(index)
         headers.settings.append(SourceFile(index))
         paths = sorted({folder / file for file in weight_map.values()})
     else:
@@ -80,7 +80,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
             # An index need not list rotary tables, which no reader needs.
             if weight_map is not None and name not in weight_map:
                 if derived or not is_derived_buffer(name):
-                    raise _stale_index(index, name, path, "nothing")
+                    raise _make_stale_index_error(index, name, path, "nothing")
                 continue
             if name in headers.tensors:
                 other_file = f"also in {headers.files[name].path.name}"
@@ -131,7 +131,7 @@ def _check_copies(
     for name, file in copies:
         listed_file = files.get(name)
         if listed_file is None or name not in listed_file.tensors:
-            raise _stale_index(index, name, file.path, "another file")
+            raise _make_stale_index_error(index, name, file.path, "another file")
         if not same_tensor(listed_file, name, file, name):
             raise CheckpointError(
                 f"tensor '{name}' differs from that of {listed_file.path.name},"
@@ -180,7 +180,7 @@ def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path
             )
 
 
-def _stale_index(index: Path, name: str, path: Path, home: str) -> CheckpointError:
+def _make_stale_index_error(index: Path, name: str, path: Path, home: str) -> CheckpointError:
     problem = f"the index does not list tensor '{name}' in {path.name}"
     return CheckpointError(
         problem, path=index, found=home, hint="the index is stale; download it again"
@@ -226,7 +226,7 @@ def _require_all_parts(paths: list[Path]) -> None:
                 )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("lacks the key 'weight_map'", path=index)

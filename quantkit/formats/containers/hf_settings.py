@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
-from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
+from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, read_method
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.kv_cache import states_scheme
 
@@ -35,7 +35,7 @@ def read_codecs(
     floats.
 
     Args:
-        raw: see `settings_in`.
+        raw: see `find_settings`.
         path: of config.json, for errors.
         stored: the names of all tensors; empty if only the config is read.
 
@@ -52,7 +52,7 @@ def read_codecs(
             f"{SETTINGS} is not an object", path=path, found=format_value(raw[SETTINGS])
         )
     settings = Settings(raw[SETTINGS], path, SETTINGS)
-    name = method_in(settings)
+    name = read_method(settings)
     if name is not None and name in methods:
         name, settings = methods[name].resolve(settings)
     algorithm = settings.values.get("quant_algo")
@@ -106,7 +106,7 @@ def _make_algorithm_error(algorithm: object, path: str) -> UnsupportedError:
     )
 
 
-def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+def find_settings(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     """Find the settings of a quantization, which may be in a part of a config.json, under MLX's
     key, or in another file of the folder, and put them under the usual key.
 

@@ -114,7 +114,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         """Encode a tensor on disk, or an expert of one, as bytes; see `_iter_chunks`."""
 
 
-def units_of(
+def plan_units(
     planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]
 ) -> list[tuple[DiskTensor, int, TensorSpec]]:
     """Combine planned tensors to tensors on disk, each with the index of its first part, and its

@@ -40,8 +40,8 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.compare import first_difference
-from quantkit.text.gguf_tokenizer import text_folder
-from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
+from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.tokenizer import load_original_tokenizer, load_tokenizer
 
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
@@ -95,7 +95,7 @@ class Meta(Container):
         """Build the side files, see `Container.side_files`; Meta's code reads tokenizer.model,
         which must be the same as tokenizer.json.
         """
-        folder = text_folder(output.source.path)
+        folder = find_text_folder(output.source.path)
         files: dict[str, bytes | Path] = {
             self.config_file: json_bytes(config_to_meta(output.config))
         }
@@ -107,7 +107,7 @@ class Meta(Container):
         # quantkit uses tokenizer.json if a folder has both, and only the other one is written.
         if has_original and (folder / "tokenizer.json").is_file():
             used_tokenizer = load_tokenizer(folder)
-            written_tokenizer = original_tokenizer(original)
+            written_tokenizer = load_original_tokenizer(original)
             difference = first_difference(written_tokenizer, used_tokenizer, gate_texts().values())
             if difference is not None:
                 raise CheckpointError(
@@ -123,7 +123,7 @@ class Meta(Container):
         return (*TOKENIZER_FILES, ADDITIONAL_TEMPLATES, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
-        folder = text_folder(output.source.path)
+        folder = find_text_folder(output.source.path)
         if output.tokenizer is None or (folder / _TOKENIZER).is_file():
             return []
         return [f"{folder}: has no tokenizer.model; tokenizer.json is written in its place"]
@@ -155,7 +155,7 @@ class MetaCheckpoint:
         params_path = path / "params.json"
         params = read_settings(params_path)
         self._params = SourceFile(params_path)
-        self._paths = _contiguous(shard_paths(path), path)
+        self._paths = _require_contiguous(shard_paths(path), path)
         self._shards = [pth_io.open_file(shard_path) for shard_path in self._paths]
         for shard in self._shards:
             self.notes.extend(shard.notes)
@@ -454,7 +454,7 @@ def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
     return b"".join(row_pieces)
 
 
-def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
+def _require_contiguous(paths: list[Path], folder: Path) -> list[Path]:
     numbers = [int(_SHARD.fullmatch(path.name)[1]) for path in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:

@@ -17,7 +17,7 @@ from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.families.keys import only_window
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
-from quantkit.base.json_values import Settings, format_value, shortest
+from quantkit.base.json_values import Settings, format_value, shorten_float32
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import gguf_architecture, sharing_families
 from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
@@ -51,7 +51,7 @@ _PATTERN = "attention.sliding_window_pattern"
 _SOFTMAX = 1
 
 
-def config_of(
+def build_config(
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     factors: Mapping[str, Sequence[float]],
@@ -93,7 +93,7 @@ def config_of(
     window, windowed = _windows(keys, architecture, layers)
     shortest_factors: dict[str, tuple[float, ...]] = {}
     for name, values in factors.items():
-        shortest_factors[name] = tuple(map(shortest, values))
+        shortest_factors[name] = tuple(map(shorten_float32, values))
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def config_of(
     return config_from_hf(raw, path)
 
 
-def metadata_of(config: ModelConfig) -> dict[str, Any]:
+def build_metadata(config: ModelConfig) -> dict[str, Any]:
     """Write the keys of a model's config; those of its tokenizer are written elsewhere.
 
     Raises:
@@ -165,7 +165,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
             differently.
     """
     architecture = gguf_architecture(config)
-    _require_computed(config, architecture)
+    _require_supported(config, architecture)
     keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_context,
@@ -252,7 +252,7 @@ def _read_architecture_keys(
     values = {}
     for key, value in metadata.items():
         if key.startswith(prefix):
-            values[key.removeprefix(prefix)] = shortest(value)
+            values[key.removeprefix(prefix)] = shorten_float32(value)
     # What llama.cpp computes without these keys.
     default_values = {
         "expert_gating_func": _SOFTMAX,
@@ -436,7 +436,7 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     )
 
 
-def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
+def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> None:
     """Refuse features that llama.cpp does not compute."""
     biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
     refused = []
@@ -481,7 +481,7 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
     factors = {}
     for name, values in rope_tensors(config).items():
         factors[name] = tuple(map(_as_stored, values))
-    config_read_back = config_of(
+    config_read_back = build_config(
         stored_metadata,
         shapes,
         factors,

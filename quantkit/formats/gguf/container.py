@@ -38,7 +38,7 @@ from quantkit.formats.codecs.ggml import (
 )
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
 from quantkit.formats.folder import LICENSES, SIDE_FILES, present
-from quantkit.formats.gguf.config import MODEL_TYPE, config_of, metadata_of, notes_of
+from quantkit.formats.gguf.config import MODEL_TYPE, build_config, build_metadata, notes_of
 from quantkit.formats.gguf.names import (
     ROPE_TENSORS,
     get_norm_offset,
@@ -54,7 +54,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import tokenizer_metadata
-from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.gguf_tokenizer import find_text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
 _TEXTS = "texts"
@@ -126,7 +126,7 @@ class Gguf(Container):
             raise UnsupportedError(problem, path=output.source.path, hint=hint)
         texts, _ = _text_metadata(output)
         name = adapt_model_name(output.name, config.architecture, texts[TOKENS])
-        metadata = metadata_of(config) | {"general.type": "model", "general.name": name}
+        metadata = build_metadata(config) | {"general.type": "model", "general.name": name}
         metadata |= gguf_authorship(output.source.path, output.authorship) | texts
         eos_ids = dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])])
         if eos_ids:
@@ -141,7 +141,7 @@ class Gguf(Container):
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         if output.alone:
             return {}
-        return present(text_folder(output.source.path), LICENSES)
+        return present(find_text_folder(output.source.path), LICENSES)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
@@ -223,7 +223,7 @@ class GgufCheckpoint:
         for name in ROPE_TENSORS:
             if name in self._stored:
                 factors[name] = self._factors(name)
-        config = config_of(
+        config = build_config(
             metadata, shapes, factors, self.path, tied=self._is_tied(), dtype=_DEFAULT.value
         )
         # null if it is unknown: without the key, transformers uses its own default.

@@ -23,7 +23,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
-from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, units_of
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.gguf.names import get_norm_offset, gguf_tensors, keeps_float32
 from quantkit.formats.gguf.tensor_reader import read_place, view_of
 from quantkit.tensors.dtypes import DType
@@ -101,7 +101,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         """
         self._config = config
         units = [_extra(name, values) for name, values in extra.items()]
-        for tensor, first, spec in units_of(planned, gguf_tensors(config)):
+        for tensor, first, spec in plan_units(planned, gguf_tensors(config)):
             # Experts are appended one by one, which buffers less.
             at_once = len(tensor.parts) if tensor.stacked is None else 1
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)

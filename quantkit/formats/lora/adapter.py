@@ -183,11 +183,11 @@ class Adapter:
                 )
             keys_by_use[use] = key
         for module_name, keys_by_role in keys_by_module.items():
-            self.modules[module_name] = self._module(module_name, keys_by_role)
+            self.modules[module_name] = self._build_module(module_name, keys_by_role)
         if not self.modules and not self.replaced:
             raise CheckpointError("holds no tensors", path=self.file)
 
-    def _module(self, name: str, parts: Mapping[str, str]) -> LoraModule:
+    def _build_module(self, name: str, parts: Mapping[str, str]) -> LoraModule:
         """Check that a module has all its tensors, in shapes that fit each other."""
         is_embedding = "embedding_down" in parts or "embedding_up" in parts
         start = "embedding_" if is_embedding else ""
@@ -270,7 +270,7 @@ def parse_adapters(lora: Requested) -> list[tuple[Path, float]]:
         if is_several(lora) and not isinstance(lora, (str, Path)):
             requests = lora
         for request in requests:
-            weighted_paths.append(_with_weight(as_path("lora", request)))
+            weighted_paths.append(_split_weight(as_path("lora", request)))
     absolute_paths = [path.absolute() for path, _ in weighted_paths]
     for path, weight in weighted_paths:
         if not math.isfinite(weight):
@@ -280,7 +280,7 @@ def parse_adapters(lora: Requested) -> list[tuple[Path, float]]:
     return weighted_paths
 
 
-def adapter_words(lora: Requested) -> tuple[str, ...]:
+def spell_adapters(lora: Requested) -> tuple[str, ...]:
     """Spell requested adapters as the command line does.
 
     Raises `RequestError` as `parse_adapters` does.
@@ -316,7 +316,7 @@ def _list_suffixes(roles: Iterable[str]) -> str:
     return ", ".join(sorted(suffix_by_role[role] for role in roles))
 
 
-def _with_weight(path: Path) -> tuple[Path, float]:
+def _split_weight(path: Path) -> tuple[Path, float]:
     """Split the weight from the path of an adapter: ``PATH=0.5``; 1 if there is none."""
     match = _WITH_WEIGHT.fullmatch(str(path))
     # The name of an existing folder may contain `=`.

@@ -166,17 +166,17 @@ def read_config(folder: Path) -> AdapterConfig:
         )
     # The patterns come from a file that may be hostile: all of them share one limit of time.
     match_time = MatchTime(str(path))
-    ranks = _inner(settings, "rank_pattern")
-    alphas = _inner(settings, "alpha_pattern")
+    ranks = _read_object(settings, "rank_pattern")
+    alphas = _read_object(settings, "alpha_pattern")
     rank = settings.integer("r", 1, _MAX_RANK)
     alpha = settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA)
     rank_patterns: list[tuple[Pattern, int]] = []
     for name in ranks.values:
-        pattern = _end_pattern(name, ranks, match_time)
+        pattern = _compile_end_pattern(name, ranks, match_time)
         rank_patterns.append((pattern, ranks.integer(name, 1, _MAX_RANK)))
     alpha_patterns: list[tuple[Pattern, float]] = []
     for name in alphas.values:
-        pattern = _end_pattern(name, alphas, match_time)
+        pattern = _compile_end_pattern(name, alphas, match_time)
         alpha_patterns.append((pattern, alphas.number(name, -_MAX_ALPHA, _MAX_ALPHA)))
     rank_stabilized = settings.flag("use_rslora", False)
     dora = settings.flag("use_dora", False)
@@ -221,14 +221,14 @@ def _require_unchanged_base(method: Any, path: Path) -> None:
         )
 
 
-def _inner(settings: Settings, key: str) -> Settings:
+def _read_object(settings: Settings, key: str) -> Settings:
     """Read the object of a key; an empty one if it is absent."""
     if settings.values.get(key):
         return settings.inside(key)
     return Settings({}, settings.path, key)
 
 
-def _end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Pattern:
+def _compile_end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Pattern:
     """Compile a pattern of the end of a module's name, from the start of a part on, as PEFT's
     `get_pattern_key`.
     """

@@ -150,7 +150,7 @@ class _Bases:
                 self.tensors_by_name.setdefault(tensor.places[0].name, tensor)
         self._short: dict[str, list[DiskTensor]] = defaultdict(list)
         for name, tensor in self.tensors_by_name.items():
-            same_short = self._short[_short(name)]
+            same_short = self._short[_strip_prefixes(name)]
             # The same tensor under two names is no ambiguity.
             if tensor not in same_short:
                 same_short.append(tensor)
@@ -166,7 +166,7 @@ class _Bases:
         """
         tensor = self.tensors_by_name.get(name)
         if tensor is None:
-            candidates = self._short.get(_short(name), [])
+            candidates = self._short.get(_strip_prefixes(name), [])
             # Several would differ in prefixes only, so the name does not tell which is meant.
             if len(candidates) == 1:
                 tensor = candidates[0]
@@ -184,7 +184,7 @@ class _Bases:
                 path=adapter.file,
                 found=f"base {self.path}",
                 expected=f"tensors such as '{next(iter(self.tensors_by_name))}'",
-                hint=_other_base(adapter),
+                hint=_write_base_hint(adapter),
             )
         if tensor.name in changed_names:
             raise CheckpointError(
@@ -208,7 +208,7 @@ def _is_head(name: str) -> bool:
     return module.rpartition(".")[2] in HEADS
 
 
-def _short(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     """Remove the parts of a name that differ between folders and modules."""
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
@@ -228,7 +228,9 @@ def _require_shape(
     else:
         shape = (rows, columns)
     if base.shape != shape:
-        raise _misfit(adapter, f"module '{module.name}' does not fit the base", shape, base)
+        raise _build_shape_error(
+            adapter, f"module '{module.name}' does not fit the base", shape, base
+        )
     # The norms of DoRA are those of outputs, which are columns of such a weight.
     if swapped and not module.is_embedding and module.magnitude is not None:
         raise UnsupportedError(
@@ -266,7 +268,9 @@ def _is_transposed(
 
 def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
     if adapter.shape(key) != base.shape:
-        raise _misfit(adapter, f"tensor '{key}' does not fit the base", adapter.shape(key), base)
+        raise _build_shape_error(
+            adapter, f"tensor '{key}' does not fit the base", adapter.shape(key), base
+        )
 
 
 def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
@@ -288,11 +292,11 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
     return True
 
 
-def _misfit(
+def _build_shape_error(
     adapter: Adapter, problem: str, shape: tuple[int, ...], base: DiskTensor
 ) -> QuantkitError:
     """Build the error for a tensor of another shape than the base's."""
-    hint = _other_base(adapter)
+    hint = _write_base_hint(adapter)
     by_token = base.module == HEAD or is_embedding(base.module) or _is_head(base.name)
     # If only the number of tokens differs, the base is the right one, with tokens added to it.
     if by_token and len(shape) == len(base.shape) and shape[1:] == base.shape[1:]:
@@ -310,7 +314,7 @@ def _misfit(
     )
 
 
-def _other_base(adapter: Adapter) -> str:
+def _write_base_hint(adapter: Adapter) -> str:
     """Write the next step if an adapter does not fit its base."""
     hint = "pass the base that the adapter was made for"
     expected_base = adapter.config.base_model
@@ -386,7 +390,7 @@ def _require_combinable(changes: Changes) -> None:
             )
 
 
-def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
+def note_other_base(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
     """Write a note if an adapter names another base; `names` are those by which the base is
     known.
     """

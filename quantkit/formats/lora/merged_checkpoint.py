@@ -107,7 +107,7 @@ class MergedCheckpoint(CheckpointView):
     def _merge_rows(self, name: str, changes: Changes, part: TensorSlice | None) -> torch.Tensor:
         """Merge all updates into some rows of a tensor, and round the sum to the tensor's type."""
         spec = self.info(name)
-        rows = _indices(spec.shape[0], part)
+        rows = _list_row_indices(spec.shape[0], part)
         base = self._before(name, changes, part)
         products = [_Product(update, rows) for update in changes.updates]
         added_rows: list[torch.Tensor] = []
@@ -136,7 +136,7 @@ class MergedCheckpoint(CheckpointView):
             # A tensor that needs no other order of rows is read in part, and in its own type.
             if new.place.shape == new.adapter.shape(new.key) and new.place.head_order is None:
                 return new.adapter.load(new.key, part)
-            return _read_rows(new, _indices(self.info(name).shape[0], part))
+            return _read_rows(new, _list_row_indices(self.info(name).shape[0], part))
         return self._base.load(resolve_stored_name(self._base, name), part)
 
     def _embedding_norms(
@@ -157,7 +157,7 @@ class MergedCheckpoint(CheckpointView):
             # In float32, a sum over all tokens would have ten times the error for 4000 tokens.
             squares = torch.zeros(columns, dtype=torch.float64)
             for start, stop in qtensor.row_chunks(rows, columns):
-                total = qtensor.float_rows(base, start, stop) + complete.delta(start, stop)
+                total = qtensor.float_rows(base, start, stop) + complete.compute_delta(start, stop)
                 squares += total.double().square().sum(0)
             self._column_norms[name] = squares.sqrt().float()
         return self._column_norms[name]
@@ -188,7 +188,7 @@ class _Product:
             # A linear has a magnitude per row, an embedding one per column.
             self.magnitude = magnitude if self.is_embedding else magnitude[disk_rows]
 
-    def delta(self, start: int, stop: int) -> torch.Tensor:
+    def compute_delta(self, start: int, stop: int) -> torch.Tensor:
         """Compute what is added to some of the rows."""
         return (self._left_factor[start:stop] @ self._right_factor) * self._scaling
 
@@ -198,7 +198,7 @@ class _Product:
         """Add the update to some of the rows, and scale them for DoRA; `norms` are those of
         columns, see `_embedding_norms`.
         """
-        total = chunk + self.delta(start, stop)
+        total = chunk + self.compute_delta(start, stop)
         if self.magnitude is None:
             return total
         if norms is not None:
@@ -208,7 +208,7 @@ class _Product:
         return total * scale.unsqueeze(1)
 
 
-def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
+def _list_row_indices(count: int, part: TensorSlice | None) -> torch.Tensor:
     """List the indices of rows in a part."""
     indices = torch.arange(count)
     if part is None:

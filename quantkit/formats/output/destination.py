@@ -51,7 +51,7 @@ def manifest_path(model: Path) -> Path:
     return beside_file
 
 
-def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
+def order_output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
     """List the files of an output in the order in which they are renamed, the one that readers
     open last; None for a folder.
 
@@ -234,7 +234,7 @@ class OwnFolder:
             self._handle = os.open(path, _FOLDER)
         except OSError as error:
             if error.errno in _NO_FOLDER:
-                raise in_the_way(path) from error
+                raise build_occupied_error(path) from error
             raise destination_error(error, path) from error
         self._owner = os.fstat(self._handle).st_uid
         if not is_new and self._owner != os.geteuid():
@@ -255,7 +255,7 @@ class OwnFolder:
                     self._folders[name] = os.open(name, _FOLDER, dir_fd=self._handle)
                 except OSError as error:
                     if error.errno in _NO_FOLDER:
-                        raise not_ours(path) from error
+                        raise build_not_ours_error(path) from error
                     raise
 
     def names(self) -> list[str]:
@@ -274,7 +274,7 @@ class OwnFolder:
 
     def size(self, name: str) -> int:
         """Look up the size of a file in bytes."""
-        handle, file_name = self._place(name)
+        handle, file_name = self._locate(name)
         with destination_errors(self.path / name):
             status = os.stat(file_name, dir_fd=handle, follow_symlinks=False)
             return self._require_own_file(name, status).st_size
@@ -284,7 +284,7 @@ class OwnFolder:
         a missing file is a `ResumeError`.
         """
         path = self.path / name
-        folder, file_name = self._place(name)
+        folder, file_name = self._locate(name)
         flags = _FILE
         if create:
             flags |= os.O_CREAT
@@ -293,7 +293,7 @@ class OwnFolder:
         except OSError as error:
             is_missing = error.errno == errno.ENOENT and not create
             if error.errno in _NO_FILE or is_missing:
-                raise not_ours(path) from error
+                raise build_not_ours_error(path) from error
             raise destination_error(error, path) from error
         # The check is of the open file, since the name may lead to another one by then.
         try:
@@ -314,7 +314,7 @@ class OwnFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, a link, or a folder with its content."""
-        handle, file_name = self._place(name)
+        handle, file_name = self._locate(name)
         with destination_errors(self.path / name):
             status = os.stat(file_name, dir_fd=handle, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
@@ -352,28 +352,28 @@ class OwnFolder:
             os.close(self._handle)
             self._handle = -1
 
-    def _place(self, name: str) -> tuple[int, str]:
+    def _locate(self, name: str) -> tuple[int, str]:
         """Find the descriptor of the folder that has a file, and the file's name there."""
         folder, _, file_name = name.rpartition("/")
         # Other folders are not of this output, and an empty name is the folder itself.
         if Path(file_name).name != file_name or folder not in {"", *self._folders}:
-            raise not_ours(self.path / name)
+            raise build_not_ours_error(self.path / name)
         return self._folders.get(folder, self._handle), file_name
 
     def _require_own_file(self, name: str, status: os.stat_result) -> os.stat_result:
         # A second hard link would let a write change a file elsewhere.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != self._owner:
-            raise not_ours(self.path / name)
+            raise build_not_ours_error(self.path / name)
         return status
 
 
-def not_ours(path: Path) -> ResumeError:
+def build_not_ours_error(path: Path) -> ResumeError:
     """Build the error for something in a partial folder that no run of quantkit leaves."""
     hint = "remove the partial folder and start anew"
     return ResumeError("is not what the interrupted run left", path=path, hint=hint)
 
 
-def in_the_way(path: Path) -> ResumeError:
+def build_occupied_error(path: Path) -> ResumeError:
     """Build the error for something else at the path of a partial folder."""
     hint = "choose another destination"
     return ResumeError("is in the way, and no interrupted run of quantkit", path=path, hint=hint)

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 from quantkit.errors import BeingWrittenError, QuantkitError
 from quantkit.formats.output.destination import (
     OwnFolder,
+    build_not_ours_error,
     destination_error,
     destination_errors,
-    not_ours,
 )
 
 NAME = ".quantkit-journal.jsonl"
@@ -57,7 +57,7 @@ class Journal:
         self.entries: list[dict[str, Any]] = []
         try:
             if not _try_lock(self._file, self._path):
-                raise in_use(_who_writes(folder))
+                raise build_in_use_error(_who_writes(folder))
             # A file of its own, since a lock does not tell whose it is, least of all on another
             # machine.
             folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
@@ -98,19 +98,19 @@ class Journal:
                 check = entry.pop("check")
                 self._check = _compute_check(self._check, json.dumps(entry))
             except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-                raise not_ours(self._path) from error
+                raise build_not_ours_error(self._path) from error
             if check != self._check:
-                raise not_ours(self._path)
+                raise build_not_ours_error(self._path)
             self.entries.append(entry)
             end += len(line)
             line = self._file.readline(_MAX_LINE)
         # An interruption can leave part of a line, but no run writes one of this length.
         if len(line) == _MAX_LINE:
-            raise not_ours(self._path)
+            raise build_not_ours_error(self._path)
         return end
 
 
-def fingerprint_in(folder: Path) -> dict[str, Any]:
+def read_fingerprint(folder: Path) -> dict[str, Any]:
     """Read the inputs and options with which a folder's journal begins, without locking it; empty
     if there are none.
     """
@@ -127,7 +127,7 @@ def fingerprint_in(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def being_written(folder: OwnFolder) -> str | None:
+def describe_writer(folder: OwnFolder) -> str | None:
     """Describe the job that writes to a folder in a sentence; None if none does.
 
     Raises:
@@ -141,8 +141,10 @@ def being_written(folder: OwnFolder) -> str | None:
         return _who_writes(folder)
 
 
-def in_use(problem: str) -> BeingWrittenError:
-    """Build the error for a folder to which a job writes, from the sentence of `being_written`."""
+def build_in_use_error(problem: str) -> BeingWrittenError:
+    """Build the error for a folder to which a job writes, from the sentence of
+    `describe_writer`.
+    """
     return BeingWrittenError(problem, hint="wait until it is done, or choose another destination")
 
 

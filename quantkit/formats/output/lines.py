@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quantkit.base.json_values import finite
+from quantkit.base.json_values import replace_non_finite
 from quantkit.formats.output.destination import (
     SPACE_MARGIN,
+    build_not_ours_error,
     destination_errors,
-    not_ours,
     place_output,
 )
 from quantkit.formats.output.staging import Staging, mark_kept
@@ -142,23 +142,23 @@ class ResumableLines:
         An interruption may leave part of a group after them.
         """
         start = 0
-        number = self._line()
+        number = self._read_group_number()
         while number is not None:
             if number in self._starts or not 0 <= number < len(self._sizes):
-                raise not_ours(self._staging.path / NAME)
+                raise build_not_ours_error(self._staging.path / NAME)
             # All lines of the group are read first: an incomplete group is no damage.
-            later_numbers = [self._line() for _ in range(self._sizes[number] - 1)]
+            later_numbers = [self._read_group_number() for _ in range(self._sizes[number] - 1)]
             if None in later_numbers:
                 break
             for later_number in later_numbers:
                 if later_number != number:
-                    raise not_ours(self._staging.path / NAME)
+                    raise build_not_ours_error(self._staging.path / NAME)
             self._starts[number] = start
             start = self._file.tell()
-            number = self._line()
+            number = self._read_group_number()
         return start
 
-    def _line(self) -> int | None:
+    def _read_group_number(self) -> int | None:
         """Read the number of the next line's group; None if no complete line follows."""
         line = self._file.readline()
         if not line.endswith(b"\n"):
@@ -166,7 +166,7 @@ class ResumableLines:
         try:
             number = self._number_of(json.loads(self._remove_seal(line)))
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise not_ours(self._staging.path / NAME) from error
+            raise build_not_ours_error(self._staging.path / NAME) from error
         # No group has the number -1, so the caller refuses the line.
         if type(number) is int:
             return number
@@ -176,7 +176,7 @@ class ResumableLines:
         """Verify a line's check, and remove it."""
         plain = line[:-_SEAL_BYTES] + b"}\n"
         if line != _add_seal(plain):
-            raise not_ours(self._staging.path / NAME)
+            raise build_not_ours_error(self._staging.path / NAME)
         return plain
 
 
@@ -188,7 +188,7 @@ def _add_seal(line: bytes) -> bytes:
 
 def encode_line(value: Mapping[str, Any]) -> bytes:
     """Encode one line of JSON in UTF-8; NaN and Inf become null."""
-    plain = finite(value)
+    plain = replace_non_finite(value)
     try:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:

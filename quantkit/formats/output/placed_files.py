@@ -11,8 +11,8 @@ from typing import Any
 from quantkit.formats.output import destination
 from quantkit.formats.output.destination import (
     OwnFolder,
+    build_not_ours_error,
     destination_errors,
-    not_ours,
     place_output,
     sync_folder,
 )
@@ -48,7 +48,7 @@ class PlacedFiles:
         Raises:
             DestinationError: if a name is in use by now, or the system refuses.
         """
-        identities = {name: _identity(partial.path / name) for name in self._names}
+        identities = {name: _read_identity(partial.path / name) for name in self._names}
         # Before the first rename, as the next run finds the files of a killed one by this entry.
         record({ENTRY: identities})
         *earlier_names, last = self._names
@@ -62,7 +62,7 @@ class PlacedFiles:
             self.complete = True
         except BaseException:
             # An interruption can come between the last rename and the next line.
-            self.complete = _identity(self._folder / last) == identities[last]
+            self.complete = _read_identity(self._folder / last) == identities[last]
             if not self.complete:
                 self.take_back(partial, [{ENTRY: identities}])
             raise
@@ -81,14 +81,14 @@ class PlacedFiles:
         for entry in entries:
             identities = entry.get(ENTRY, {})
             if not isinstance(identities, dict):
-                raise not_ours(partial.path)
+                raise build_not_ours_error(partial.path)
             for name in self._names:
                 path = self._folder / name
-                if name in identities and _identity(path) == identities[name]:
+                if name in identities and _read_identity(path) == identities[name]:
                     place_output(path, partial.path / name)
 
 
-def _identity(path: Path) -> list[int] | None:
+def _read_identity(path: Path) -> list[int] | None:
     """Read the properties of a file that a rename keeps; None if there is no file."""
     try:
         status = path.lstat()

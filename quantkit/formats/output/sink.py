@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.base.progress import Progress, silent
-from quantkit.formats.output.destination import OwnFolder, destination_errors, not_ours
+from quantkit.formats.output.destination import OwnFolder, build_not_ours_error, destination_errors
 
 IN_FLIGHT_BYTES = 1 << 26
 """Bytes that may wait to be written at a time."""
@@ -76,7 +76,7 @@ class Sink:
                 self._hashes[name] = self._files[name].hash(folder.path / name)
             for name, digest in self.hashes().items():
                 if digest != hashes[name]:
-                    raise not_ours(folder.path / name)
+                    raise build_not_ours_error(folder.path / name)
             # A queue each, so that writing and hashing overlap.
             for title, step in (("write", self._write), ("hash", self._hash)):
                 chunks: _Queue = queue.SimpleQueue()
@@ -176,7 +176,7 @@ class Sink:
 
     def _hash(self, chunk: _Chunk) -> None:
         digest = self._hashes.setdefault(chunk.name, hashlib.sha256())
-        for piece in _pieces(chunk.data):
+        for piece in _split_pieces(chunk.data):
             digest.update(piece)
 
 
@@ -198,13 +198,13 @@ class _GrowingFile:
             while piece := self._file.read(_PIECE):
                 digest.update(piece)
             if self._file.tell() != self._position:
-                raise not_ours(path)
+                raise build_not_ours_error(path)
         return digest
 
     def write(self, data: Data) -> None:
         """Write data at the end, and flush it each time that `_FLUSH_BYTES` have come together."""
         self._file.seek(self._position)
-        for piece in _pieces(data):
+        for piece in _split_pieces(data):
             # An unbuffered file may write fewer bytes than it gets.
             done = 0
             while done < len(piece):
@@ -228,7 +228,7 @@ class _GrowingFile:
             self._file.close()
 
 
-def _pieces(data: Data) -> list[memoryview]:
+def _split_pieces(data: Data) -> list[memoryview]:
     """Split data into pieces without copying it."""
     view = memoryview(data)
     return [view[start : start + _PIECE] for start in range(0, len(view), _PIECE)]

@@ -28,17 +28,23 @@ from quantkit.files.located import PARTIAL
 from quantkit.formats.output.destination import (
     SPACE_MARGIN,
     OwnFolder,
+    build_not_ours_error,
+    build_occupied_error,
     destination_errors,
-    in_the_way,
     is_there,
-    not_ours,
     place_output,
     require_absent,
     require_space,
     sync_folder,
 )
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.journal import WRITER, Journal, being_written, fingerprint_in, in_use
+from quantkit.formats.output.journal import (
+    WRITER,
+    Journal,
+    build_in_use_error,
+    describe_writer,
+    read_fingerprint,
+)
 from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 
 SCRATCH = ".activations"
@@ -90,7 +96,7 @@ class Staging:
                 something else.
         """
         self.dst = dst
-        self.path = partial_folder(dst)
+        self.path = name_partial_folder(dst)
         if files is None:
             self._placed = None
         else:
@@ -104,7 +110,7 @@ class Staging:
             cleanup.callback(self._journal.close)
             self._sweep()
             # The journal has the fingerprint as JSON reads it, with lists in place of tuples.
-            entries = self._entries_of(json.loads(json.dumps(fingerprint)))
+            entries = self._match_fingerprint(json.loads(json.dumps(fingerprint)))
             self.entries = [entry for entry in entries if ENTRY not in entry]
             self.folder.add_folders(folders)
             if self._placed is not None:
@@ -206,7 +212,7 @@ class Staging:
             raise DestinationError("has gone since it was written", path=missing_path)
         self.require_in_place()
 
-    def _entries_of(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+    def _match_fingerprint(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
         """Compare the journal's fingerprint with this one, which begins a new journal, and select
         the entries after it.
         """
@@ -216,7 +222,7 @@ class Staging:
         first, *later_entries = self._journal.entries
         before = first.get("fingerprint")
         if not isinstance(before, dict):
-            raise not_ours(self.path / JOURNAL)
+            raise build_not_ours_error(self.path / JOURNAL)
         if before != fingerprint:
             problem = "the interrupted run had other inputs or options"
             changed_keys = find_changed_keys(before, fingerprint)
@@ -281,7 +287,7 @@ def require_name(dst: Path) -> None:
 def require_new_names(source: Path, dst: Path) -> None:
     """Raise a `RequestError` if a destination, or its partial folder, is the source."""
     # Links are followed, as one of the names may be a link to the other.
-    new_paths = (os.path.realpath(dst), os.path.realpath(partial_folder(dst)))
+    new_paths = (os.path.realpath(dst), os.path.realpath(name_partial_folder(dst)))
     if os.path.realpath(source) in new_paths:
         raise RequestError("source and destination are the same folder", found=dst)
 
@@ -312,10 +318,10 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         # A run that was killed before it made its journal leaves an empty folder.
         if names:
             if JOURNAL not in names:
-                raise in_the_way(partial)
-            problem = being_written(folder)
+                raise build_occupied_error(partial)
+            problem = describe_writer(folder)
             if problem:
-                raise in_use(problem)
+                raise build_in_use_error(problem)
     if not resume:
         hint = Message("add ", Option("resume", value=True), " to go on with it, or remove it")
         raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
@@ -323,7 +329,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
 
 def read_interrupted_fingerprint(dst: Path) -> dict[str, Any]:
     """Read the inputs and options of the interrupted run of an output; empty if there is none."""
-    return fingerprint_in(partial_folder(dst))
+    return read_fingerprint(name_partial_folder(dst))
 
 
 def require_finished(model: Path, manifest: str) -> None:
@@ -345,10 +351,10 @@ def require_finished(model: Path, manifest: str) -> None:
     # It may be another user's folder.
     ignored_errors = contextlib.suppress(DestinationError, ResumeError)
     with ignored_errors, contextlib.closing(OwnFolder(folder)) as unfinished_folder:
-        writer = being_written(unfinished_folder)
+        writer = describe_writer(unfinished_folder)
     if writer:
         raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
-    job = fingerprint_in(folder).get("job")
+    job = read_fingerprint(folder).get("job")
     job_words = f" of {job}" if job in _JOBS else ""
     problem = f"is not a model yet but what an unfinished run{job_words} left"
     hint = Message("add ", Option("resume", value=True), " to the command that began it")
@@ -368,7 +374,7 @@ def mark_kept(error: BaseException, partial: Path) -> None:
     error.add_note(Message(f"{partial} ", _KEPT) if partial.exists() else _NOTHING)
 
 
-def kept(error: BaseException | None) -> str | None:
+def find_kept_note(error: BaseException | None) -> str | None:
     """Find the note of `mark_kept` on an error or its cause, unless a partial output that it
     names no longer exists.
     """
@@ -385,7 +391,7 @@ def kept(error: BaseException | None) -> str | None:
     return None
 
 
-def partial_folder(dst: Path) -> Path:
+def name_partial_folder(dst: Path) -> Path:
     """Name the folder in which an output is built; a `RequestError` as from `require_name`."""
     require_name(dst)
     return dst.with_name(dst.name + PARTIAL)

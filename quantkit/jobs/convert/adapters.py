@@ -10,7 +10,7 @@ from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter, Requested, parse_adapters
 from quantkit.formats.lora.adapter_config import note_folder_adapter
-from quantkit.formats.lora.changes import base_notes
+from quantkit.formats.lora.changes import note_other_base
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
 from quantkit.jobs.output.labels import file_name, find_base_model, find_model_name
 from quantkit.tensors.dtypes import DType
@@ -18,7 +18,7 @@ from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.special_tokens import special_tokens
 
 
-def with_adapters(
+def merge_adapters(
     source: StoredCheckpoint,
     lora: Requested,
     *,
@@ -62,7 +62,7 @@ def with_adapters(
         false_notes = note_folder_adapter(source.path)
         merged.notes[:] = [note for note in merged.notes if note not in false_notes]
     for adapter in merged.adapters:
-        merged.notes += base_notes(adapter, source.path, _names(source))
+        merged.notes += note_other_base(adapter, source.path, _collect_base_names(source))
         merged.notes += _tokenizer_notes(adapter.path, source.path)
     return merged
 
@@ -110,7 +110,7 @@ def describe_adapters(source: StoredCheckpoint) -> dict[str, object]:
     return {"lora": [adapter.to_json() for adapter in source.adapters]}
 
 
-def _names(source: StoredCheckpoint) -> list[str]:
+def _collect_base_names(source: StoredCheckpoint) -> list[str]:
     """Collect the names by which a base is known: its folder's or file's, and those on a hub or in
     its config.
     """

@@ -9,7 +9,7 @@ from quantkit.jobs.output.labels import file_name
 from quantkit.version import __version__
 
 
-def conversion_card(output: Output) -> bytes:
+def write_conversion_card(output: Output) -> bytes:
     """Write a short card with the source's metadata.
 
     Its text describes the source, so it is not copied.

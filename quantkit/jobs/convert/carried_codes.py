@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import kept_unless_named, linear_columns
+from quantkit.architectures.topology import collect_default_floats, linear_columns
 from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import StoredCheckpoint
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, cast_finite
@@ -82,14 +82,14 @@ def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) 
         name = f"{module}.weight"
         if is_widened_embedding(source, module, codes):
             continue
-        reason = _reason(source, name, scheme, codes, weights=weights)
+        reason = _find_misfit_or_cast(source, name, scheme, codes, weights=weights)
         if isinstance(reason, ScaleCast):
             casts[name] = reason
         elif reason is not None:
             closest = _choose_closest_scheme(source, name, scheme, codes)
             roundings[name] = Rounding(closest, reason.problem)
     # The same choice as `quantize` without a recipe: heads and the like become floats.
-    linears = linear_columns(source.config).keys() - kept_unless_named(source.config)
+    linears = linear_columns(source.config).keys() - collect_default_floats(source.config)
     for name, stored_as in read_as_floats(source).items():
         if name.removesuffix(".weight") in linears:
             similar = _choose_scheme_by_size(source, name)
@@ -129,12 +129,12 @@ def require_representable(
         name = f"{module}.weight"
         if name in to_round or is_widened_embedding(source, module, codes):
             continue
-        reason = _reason_in_header(source, name, scheme, codes)
+        reason = _find_misfit_in_header(source, name, scheme, codes)
         if reason is not None:
             raise reason.error(name, codes.name)
 
 
-def common_scale_dtype(
+def choose_common_scale_dtype(
     source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool
 ) -> DType | None:
     """Choose one type for all scales: the format's, that of the cast ones, or the model's. Return
@@ -154,23 +154,25 @@ def common_scale_dtype(
         if source.info(name).dtype == model_dtype:
             continue
         # This reads the weight, so the first one that does not fit ends the search.
-        if not look or not _held_in(source, name, model_dtype, codes):
+        if not look or not _can_represent_with_scales(source, name, model_dtype, codes):
             return None
     return model_dtype
 
 
-def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> bool:
+def _can_represent_with_scales(
+    source: Checkpoint, name: str, dtype: DType, codes: CodeFormat
+) -> bool:
     """Read a weight and check whether a format holds it exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    rescaled = with_scales(value, dtype)
+    rescaled = convert_scales_exactly(value, dtype)
     codec = codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
     if rescaled is None or isinstance(codec, Reason):
         return False
     return not isinstance(codec.encode(rescaled), Reason)
 
 
-def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
+def convert_scales_exactly(value: QuantTensor, dtype: DType) -> QuantTensor | None:
     """Convert the scales of a weight to another type; return None if that would change a scale."""
     scale = exact_scale(value.scale, dtype)
     if value.minimum is None:
@@ -222,7 +224,7 @@ def round_weight(
     cast_finite(
         floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
     )
-    rounded, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
+    rounded, solver = round_to_nearest(floats, scheme, scale_dtype, select_column_kernels)
     # Finite floats can still need a scale above the largest number of a narrow type.
     if not all_finite(rounded.scale):
         raise NonFiniteError(
@@ -232,7 +234,9 @@ def round_weight(
     return rounded, {"solver": solver, "relative_error": float(f"{error:.4g}")}
 
 
-def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
+def cast_weight_scales(
+    value: QuantTensor, dtypes: tuple[DType, ...]
+) -> tuple[QuantTensor, Mapping[str, object]]:
     """Cast the scales of a weight as a `ScaleCast` says, and make its record for the manifest."""
     result = cast_scales(value, *(dtype.torch for dtype in dtypes))
     assert result is not None, "it was cast when the conversion was planned"
@@ -240,13 +244,13 @@ def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Ma
     return result, {"solver": Solver.SCALES_CAST, "relative_error": float(f"{error:.4g}")}
 
 
-def _reason(
+def _find_misfit_or_cast(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | ScaleCast | None:
     """Find why a weight cannot be held exactly, or which cast of its scales lets it be held; None
     if it can be held as it is.
     """
-    reason = _reason_in_header(source, name, scheme, codes)
+    reason = _find_misfit_in_header(source, name, scheme, codes)
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     if reason is not None or isinstance(codec, Reason) or not weights:
         return reason
@@ -264,7 +268,7 @@ def _reason(
     return ScaleCast(stored.scale_types, stored.problem)
 
 
-def _reason_in_header(
+def _find_misfit_in_header(
     source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat
 ) -> Reason | None:
     """Find why no weight of this scheme and these sizes can be held; None if some can."""
@@ -285,7 +289,7 @@ def _choose_closest_scheme(
     for candidate in codes.schemes:
         if candidate.group_size is not None and columns % candidate.group_size != 0:
             continue
-        if _reason_in_header(source, name, candidate, codes) is None:
+        if _find_misfit_in_header(source, name, candidate, codes) is None:
             fitting.append(candidate)
     if not fitting:
         raise UnsupportedError(

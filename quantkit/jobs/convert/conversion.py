@@ -22,15 +22,15 @@ from quantkit.formats.authorship import CARD, read_authorship
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, resolve_stored_name, schemes
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
-from quantkit.formats.dequantized_checkpoint import of_blocks
+from quantkit.formats.dequantized_checkpoint import may_be_in_blocks
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.folder import select_templates
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.convert import carried_codes
-from quantkit.jobs.convert.adapters import describe_adapters, with_adapters
-from quantkit.jobs.convert.card import conversion_card
+from quantkit.jobs.convert.adapters import describe_adapters, merge_adapters
+from quantkit.jobs.convert.card import write_conversion_card
 from quantkit.jobs.convert.carried_codes import Changes, is_widened_embedding
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.labels import model_name
@@ -39,7 +39,12 @@ from quantkit.jobs.output.source_folder import (
     note_left_behind,
     require_causal_model,
 )
-from quantkit.jobs.output.target import choose_target, kept_kv_cache, shard_bytes, target_of
+from quantkit.jobs.output.target import (
+    choose_default_target,
+    choose_kv_cache,
+    choose_shard_bytes,
+    choose_target,
+)
 from quantkit.jobs.output.writer import Work
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -89,7 +94,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     src = as_path("src", options.src)
     require_causal_model(src)
     source = _open(src, options, cast)
-    target = requested or target_of(source, dequantize=dequantize)
+    target = requested or choose_default_target(source, dequantize=dequantize)
     if not dequantize and _carries_all_codes(source, target):
         source = with_codes(source)
     precise = source
@@ -125,18 +130,20 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         # be rounded twice.
         if changes.rounded.keys() & read_as_floats(source).keys():
             precise = _open(src, options, DType.FLOAT32)
-        scale_dtype = carried_codes.common_scale_dtype(
+        scale_dtype = carried_codes.choose_common_scale_dtype(
             source, target.codes, changes, look=not headers_only
         )
-        notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
+        notes += _describe_code_changes(
+            source, dst, target, scale_dtype, changes, requantize=requantize
+        )
     spec_changes = None if dequantize else changes
-    specs = _specs(source, cast, spec_changes, scale_dtype, target)
+    specs = _plan_specs(source, cast, spec_changes, scale_dtype, target)
     # A `dtype` that changes no tensor is recorded like none: the outputs are the same.
     if cast == config.dtype == source.config.dtype:
-        uncast_specs = _specs(source, None, spec_changes, scale_dtype, target)
+        uncast_specs = _plan_specs(source, None, spec_changes, scale_dtype, target)
         if specs == uncast_specs:
             cast = None
-    kv_cache, kv_notes = kept_kv_cache(
+    kv_cache, kv_notes = choose_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )
     # What is dropped has no part in checks either.
@@ -145,7 +152,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         source=source,
         config=config,
         planned=specs,
-        shard_bytes=shard_bytes(options.split_max_size, container),
+        shard_bytes=choose_shard_bytes(options.split_max_size, container),
         tokenizer=tokenizer,
         model_parallel=options.mp,
         method=target.method,
@@ -159,7 +166,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         side_files = container.side_files(output)
         encoder = container.encoder(output)
     if has_card:
-        side_files[CARD] = conversion_card(output)
+        side_files[CARD] = write_conversion_card(output)
     notes += [*kv_notes, *container.notes(output)]
     recorded = options.to_record(target.name, cast=cast, tensors_only=not source.config.runnable)
     recorded |= describe_adapters(source)
@@ -184,7 +191,7 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
     if not source.config.runnable and source.method is not None:
         # Experts that become floats become one tensor again.
         unstack(source)
-    return with_adapters(
+    return merge_adapters(
         source,
         options.lora,
         dequantize=options.dequantize,
@@ -293,7 +300,7 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         )
 
 
-def _code_notes(
+def _describe_code_changes(
     source: Checkpoint,
     dst: Path,
     target: Target,
@@ -353,7 +360,7 @@ def _code_notes(
     return notes
 
 
-def _specs(
+def _plan_specs(
     source: Checkpoint,
     cast: DType | None,
     changes: Changes | None,
@@ -401,7 +408,7 @@ def _specs(
             dtype = cast
         else:
             # GGUF blocks that may store a matrix are read as float32 where that is exact.
-            blocks = changes is None and of_blocks(source, info)
+            blocks = changes is None and may_be_in_blocks(source, info)
             if info.scheme is not None or blocks or _is_widened(source, info, model_dtype):
                 dtype = model_dtype
             else:

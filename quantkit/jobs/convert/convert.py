@@ -21,7 +21,7 @@ from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.estimate import Estimate
 from quantkit.jobs.output.existing import Existing, is_finished
 from quantkit.jobs.output.result import ConvertResult
-from quantkit.jobs.output.writer import Writer, model_summary, writing
+from quantkit.jobs.output.writer import Writer, model_summary, open_writer
 from quantkit.quality.changed_tensors import REFINED, rehash_changes
 from quantkit.quality.figures import manifest_or_empty, read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate
@@ -75,19 +75,19 @@ def convert(options: ConvertArguments) -> ConvertResult:
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
     source_check = options.source_check
-    with writing(
+    with open_writer(
         plan.work, plan.dst, resume=options.resume, source_check=source_check, progress=progress
     ) as writer:
         writer.report_progress()
         # Scales that a format cannot hold show only when their numbers are read.
         with suggest_requantize(options):
             for spec in writer.missing:
-                writer.put(spec.name, *_value(plan, spec))
+                writer.put(spec.name, *_load_output_value(plan, spec))
         result = writer.seal()
         # The output gets its name only if the comparison passes.
         exact, gate = _compare(plan, writer, result, progress)
         size = weight_size(result)
-        manifest = writer.commit(_details(plan, writer, result, exact, gate))
+        manifest = writer.commit(_collect_details(plan, writer, result, exact, gate))
     return ConvertResult(
         plan.dst,
         *size,
@@ -134,7 +134,7 @@ def _read_existing_result(plan: Conversion, started: float, progress: Progress) 
     )
 
 
-def _value(
+def _load_output_value(
     plan: Conversion, spec: TensorSpec
 ) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
     """Read a tensor of the source and convert it for the output, with its record for the
@@ -156,11 +156,11 @@ def _value(
     if isinstance(value, Tensor):
         return cast_finite(value, dtype, spec.name, source.path, allow_nonfinite), None
     if spec.scheme is not None and spec.name in changes.cast:
-        return carried_codes.cast(value, changes.cast[spec.name].dtypes)
+        return carried_codes.cast_weight_scales(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
         # With a type that does not hold the scales, the encoder gets the value as it is and
         # explains why it cannot be written.
-        carried = carried_codes.with_scales(value, spec.dtype) or value
+        carried = carried_codes.convert_scales_exactly(value, spec.dtype) or value
         return carried, {"solver": Solver.CARRIED}
     # In parts, because the float32 products of all rows would need more memory than the result.
     floats = torch.empty(value.shape, dtype=dtype)
@@ -198,7 +198,7 @@ def _compare(
     return exact, gate
 
 
-def _details(
+def _collect_details(
     plan: Conversion,
     writer: Writer,
     result: StoredCheckpoint,

@@ -9,7 +9,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.jobs.convert.conversion import Conversion
 from quantkit.jobs.output.estimate import (
     Estimate,
-    _streaming,
+    _estimate_streaming_bytes,
     count_checked_tokens,
     forward_bytes,
     side_bytes,
@@ -27,7 +27,7 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     config = source.config
     specs = work.encoder.planned
     disk = work.encoder.total_bytes() + side_bytes(work.side_files)
-    phases = {"writing": _streaming(source, work.encoder)}
+    phases = {"writing": _estimate_streaming_bytes(source, work.encoder)}
     # The check runs while the source is hashed, and ends before the first tensor is written.
     checked = count_checked_tokens(source, planned.options.source_check)
     speed = Speed(config)

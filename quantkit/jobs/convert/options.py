@@ -18,7 +18,7 @@ from quantkit.base.option_fields import (
     require_valid,
 )
 from quantkit.formats.detect import WeightKind
-from quantkit.formats.lora.adapter import Requested, adapter_words
+from quantkit.formats.lora.adapter import Requested, spell_adapters
 from quantkit.formats.registry import TargetName
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
@@ -97,7 +97,7 @@ class ConvertOptions:
         require_valid(self)
         float_name(self.dtype)
         # The dataclass is frozen, and the manifest records the normalized values.
-        object.__setattr__(self, "lora", adapter_words(self.lora))
+        object.__setattr__(self, "lora", spell_adapters(self.lora))
         object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
     @property

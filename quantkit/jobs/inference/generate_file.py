@@ -51,8 +51,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import load_checked_tokenizer, tokenizer_files
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
-from quantkit.formats.output.staging import partial_folder, require_room_to_build
-from quantkit.jobs.inference.openai_batch import batch_answer, line_number
+from quantkit.formats.output.staging import name_partial_folder, require_room_to_build
+from quantkit.jobs.inference.openai_batch import build_batch_answer, line_number
 from quantkit.jobs.inference.prompt_lines import TokenTexts, build_line
 from quantkit.jobs.inference.prompts_file import (
     Prompt,
@@ -60,7 +60,7 @@ from quantkit.jobs.inference.prompts_file import (
     parse_request_options,
     read_input,
 )
-from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
+from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, create_prompt_logprobs_error
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.version import __version__
@@ -246,7 +246,7 @@ class FileJob:
         request, _ = parse_request_options(self.continuation)
         # The programs compiled for XLA return no log-probabilities of prompts.
         if request.scores_prompt and self.backend == "xla":
-            raise no_prompt_logprobs("echo")
+            raise create_prompt_logprobs_error("echo")
         if as_integer("batch_size", self.batch_size) < 1:
             raise RequestError("batch_size must be at least 1", found=self.batch_size)
 
@@ -261,7 +261,7 @@ class FileJob:
         # An output that cannot be written is reported before the prompts are read.
         if isinstance(self.output, Path):
             require_absent(self.output)
-            require_room_to_build(partial_folder(self.output), resume=self.resume)
+            require_room_to_build(name_partial_folder(self.output), resume=self.resume)
         checkpoint: Checkpoint = open_checkpoint(self.path, self.weights, text_part=True)
         require_runnable(checkpoint)
         tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
@@ -345,7 +345,7 @@ class FileJob:
                 engine, tokenizer = self._load_engine(requests, group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
-                for number, lines in _answers(engine, tokenizer, todo, count):
+                for number, lines in _continue_lines(engine, tokenizer, todo, count):
                     out.add(number, lines)
                     done += 1
                     progress("generate", done, total, "prompts")
@@ -470,7 +470,7 @@ def _pluralize(count: int, noun: str) -> str:
     return f"{count} {noun}{plural}"
 
 
-def _answers(
+def _continue_lines(
     engine: Engine | Runner[Any],
     tokenizer: Tokenizer,
     todo: Sequence[tuple[int, list[Prompt]]],
@@ -499,7 +499,7 @@ def _answers(
         assert isinstance(engine, Engine)
         config = engine.model.config
         grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-        requests = [prompt.bound(grammars) for prompt in prompts]
+        requests = [prompt.bind_grammar(grammars) for prompt in prompts]
     ended: dict[int, list[Completion]] = {}
     for completion in completions(engine, requests, tokenizer, stops, counted):
         place = line_places[completion.prompt]
@@ -516,6 +516,6 @@ def _answers(
             lines.append(build_line(number, prompts[member.prompt], member, texts))
         batch = line_prompts[0].batch
         if batch:
-            yield number, [batch_answer(number, batch, lines)]
+            yield number, [build_batch_answer(number, batch, lines)]
         else:
             yield number, lines

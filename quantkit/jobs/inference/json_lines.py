@@ -13,7 +13,13 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from quantkit.base.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, format_value, within
+from quantkit.base.json_values import (
+    LINES_OF_ARRAY,
+    MAX_DEPTH,
+    collect_values,
+    format_value,
+    measure_depth,
+)
 from quantkit.base.messages import Message
 from quantkit.errors import CheckpointError, RequestError
 
@@ -24,7 +30,7 @@ _MAX_DIGITS = 4000
 _NO_NAMES: Mapping[str, str] = {}
 
 
-def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def parse_objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Parse the objects of a file, and yield each with the number of its line, but for blank lines
     at the end. Raises `RequestError` if it is empty, not text, or of another kind.
     """
@@ -40,20 +46,20 @@ def objects(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise RequestError("the file is empty", path=name, expected=f"on each line {EXPECTED}")
     # Not `splitlines`, which also splits at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
-        yield number, strict_object(line, f"{name}:{number}", first=number == 1)
+        yield number, parse_strict_object(line, f"{name}:{number}", first=number == 1)
 
 
-def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[str, Any]:
+def parse_strict_object(line: str, place: str | None, *, first: bool = False) -> dict[str, Any]:
     if not line.strip():
         raise RequestError("the line is empty", path=place, expected=EXPECTED)
     value: Any = None
     # Invalid JSON leaves None, for which the error below names what is expected.
-    with suppress(ValueError, RecursionError), at_place(place):
+    with suppress(ValueError, RecursionError), report_errors_at(place):
         value = json.loads(
             line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of
         )
     if isinstance(value, dict):
-        with at_place(place):
+        with report_errors_at(place):
             _require_exact(value, line)
         return value
     if first and line.lstrip().startswith("["):
@@ -99,13 +105,13 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     the line.
     """
     for key, value in values.items():
-        if depth(value) > MAX_DEPTH:
+        if measure_depth(value) > MAX_DEPTH:
             raise RequestError(
                 f"{format_value(key)} holds lists or objects in one another",
                 expected=f"at most {MAX_DEPTH} deep",
                 argument=key,
             )
-        for item in within(value):
+        for item in collect_values(value):
             # Python reads larger numbers as infinity, without an error.
             if isinstance(item, float) and not math.isfinite(item):
                 raise RequestError(
@@ -114,10 +120,10 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
                     argument=key,
                 )
     # Only the id is written again. The line is parsed a second time only if its id has a float.
-    if not any(isinstance(item, float) for item in within(values.get("id"))):
+    if not any(isinstance(item, float) for item in collect_values(values.get("id"))):
         return
     spelled_id = json.loads(line, parse_float=_Spelled)["id"]
-    for item in within(spelled_id):
+    for item in collect_values(spelled_id):
         if isinstance(item, _Spelled) and not _comes_back(item):
             raise RequestError(
                 "'id' holds a number that does not come back as it is",
@@ -147,7 +153,7 @@ def _spell_as_in_file(text: str, names: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+def report_errors_at(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
     """Report errors at their place in the file: keys, which are arguments elsewhere, as the file
     spells and calls them.
     """
@@ -172,7 +178,7 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
 
 
 @contextmanager
-def concerning(argument: str, number: int | None = None) -> Iterator[None]:
+def name_argument_in_errors(argument: str, number: int | None = None) -> Iterator[None]:
     """Let errors name the argument that they concern, unless they name one already.
 
     Args:

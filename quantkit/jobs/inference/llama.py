@@ -41,7 +41,12 @@ from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import FloatName, float_name
 from quantkit.text.chat import Chat, Llama2Chat, Llama3Chat, llama2_tag
 from quantkit.text.chat_template import ChatMessage
-from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
+from quantkit.text.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    load_original_tokenizer,
+    load_tokenizer,
+)
 
 T = TypeVar("T")
 REFUSED = "Error: special tags are not allowed as part of the prompt."
@@ -388,7 +393,7 @@ def _tokenizer(path: Path) -> Tokenizer:
         return load_tokenizer(path)
     if path.suffix == ".json":
         return JsonTokenizer(path)
-    return original_tokenizer(path)
+    return load_original_tokenizer(path)
 
 
 def _sampling(temperature: float, top_p: float) -> SamplingOptions:

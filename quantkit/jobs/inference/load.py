@@ -158,11 +158,11 @@ def load_xla(
         devices = as_integer("devices", devices)
     # Before the import, which would fail without JAX and not say how to install it.
     require_packages()
-    from quantkit.xla.engine import model_on_devices
+    from quantkit.xla.engine import load_on_devices
 
     checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
     tokenizer, _ = load_checked_tokenizer(checkpoint)
-    model = model_on_devices(
+    model = load_on_devices(
         checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress
     )
     return model, tokenizer or load_tokenizer(path)

@@ -13,7 +13,7 @@ from quantkit.answers.pieces import Call
 from quantkit.base.arguments import as_string, require_flags
 from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
-from quantkit.jobs.inference.json_lines import EXPECTED, strict_object
+from quantkit.jobs.inference.json_lines import EXPECTED, parse_strict_object
 from quantkit.runtime.sampling_params import SamplingOptions
 
 _CHAT = "/v1/chat/completions"
@@ -194,7 +194,7 @@ def from_batch_line(
         if with_logprobs:
             line["logprobs"] = top
         names["logprobs"] = "top_logprobs"
-        line["messages"] = with_arguments(line["messages"])
+        line["messages"] = parse_call_arguments(line["messages"])
         _move_to_template_variables(line)
     else:
         names["token_ids"] = "prompt"
@@ -289,7 +289,7 @@ def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def batch_answer(
+def build_batch_answer(
     number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Build the line that answers a request. Identifiers and the time are fixed, so that the same
@@ -311,8 +311,8 @@ def batch_answer(
         "object": object_name,
         "created": 0,
         "model": request.answered_by,
-        "choices": choices_of(lines, chat=request.chat),
-        "usage": usage_of(lines),
+        "choices": build_choices(lines, chat=request.chat),
+        "usage": count_usage(lines),
     }
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
     return {
@@ -325,19 +325,20 @@ def batch_answer(
 
 def line_number(line: Mapping[str, Any]) -> Any:
     """Read from a line of results which prompt it answers."""
-    # OpenAI's format has no field for the number. `batch_answer` writes it into the identifier.
+    # OpenAI's format has no field for the number. `build_batch_answer` writes it into the
+    # identifier.
     if "response" in line:
         return int(line["id"].rpartition("_")[2])
     return line["index"]
 
 
-def choices_of(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
+def build_choices(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
     """Convert all continuations to the form of the API's responses."""
     choose = _chat_choice if chat else _text_choice
     return [choose(index, line) for index, line in enumerate(lines)]
 
 
-def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def count_usage(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count the tokens of prompts, each once, and of their continuations."""
     prompt_tokens = 0
     new_tokens = 0
@@ -385,7 +386,7 @@ def tool_call(call: Call, identifier: str) -> dict[str, Any]:
     }
 
 
-def with_arguments(messages: Any) -> Any:
+def parse_call_arguments(messages: Any) -> Any:
     """Parse the arguments of calls in messages, which the API spells as JSON text and chat
     templates print as objects. Raises `RequestError` if they are no JSON object.
     """
@@ -395,12 +396,12 @@ def with_arguments(messages: Any) -> Any:
     for message in messages:
         # Messages of a wrong type are reported by the chat format.
         if isinstance(message, Mapping) and message.get("tool_calls"):
-            message = _with_objects(message)
+            message = _parse_message_calls(message)
         parsed.append(message)
     return parsed
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_message_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     calls: list[Mapping[str, Any]] = []
     tool_calls = message["tool_calls"]
     # Anything but a list is one call of the wrong type.
@@ -430,7 +431,7 @@ def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        return strict_object(text, None)
+        return parse_strict_object(text, None)
     except RequestError as error:
         # The place is in the problem and not in the path, which a server keeps to itself.
         name = format_value(function.get("name"))

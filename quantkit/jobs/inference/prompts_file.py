@@ -54,10 +54,10 @@ from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.inference.json_lines import (
     EXPECTED,
-    at_place,
-    concerning,
     find_duplicate,
-    objects,
+    name_argument_in_errors,
+    parse_objects,
+    report_errors_at,
 )
 from quantkit.jobs.inference.openai_batch import (
     OF_TOOLS,
@@ -70,9 +70,9 @@ from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
     Request,
+    create_beam_search_error,
+    create_prompt_logprobs_error,
     create_promptless_request,
-    no_beam_search,
-    no_prompt_logprobs,
     prompt_ids,
     stop_strings,
     text_ids,
@@ -160,7 +160,7 @@ class Prompt:
         """Return whether the new text is an answer from its first character."""
         return self.messages and not self.continued and not self.request.echo
 
-    def bound(self, grammars: Grammars) -> Request:
+    def bind_grammar(self, grammars: Grammars) -> Request:
         """Compile the grammar of the request into a `Constraint`, which cannot be sent to other
         processes.
         """
@@ -226,9 +226,9 @@ class PromptReader:
         lines: list[list[Prompt]] = []
         line_numbers: dict[str, int] = {}
         other_models = set[str]()
-        for number, values in objects(content, name):
+        for number, values in parse_objects(content, name):
             batch = None
-            with at_place(f"{name}:{number}"):
+            with report_errors_at(f"{name}:{number}"):
                 if is_batch_line(values):
                     batch, values = from_batch_line(values, self._folder.name)
                     # Callers find an answer by its `custom_id`.
@@ -246,7 +246,7 @@ class PromptReader:
                 kind = _find_prompt_key(line_values)
             if kind == "messages":
                 self._load_chat_format()
-            with at_place(f"{name}:{number}", batch.names if batch else {}):
+            with report_errors_at(f"{name}:{number}", batch.names if batch else {}):
                 if "id" in values:
                     known_by = {"id": values["id"]}
                 else:
@@ -279,12 +279,12 @@ class PromptReader:
         kind = _find_prompt_key(line_values)
         if kind == "messages":
             self._load_chat_format()
-        with at_place(None, batch.names):
+        with report_errors_at(None, batch.names):
             return self._build_prompts(line_values, {}, batch)
 
     def _load_chat_format(self) -> None:
-        """Load the chat format and the sampling defaults outside of `at_place`: an error in the
-        model's folder is not one of the line.
+        """Load the chat format and the sampling defaults outside of `report_errors_at`: an error in
+        the model's folder is not one of the line.
         """
         _ = self._chat
         _ = self._chat_defaults
@@ -316,7 +316,7 @@ class PromptReader:
         """Build a prompt of a line; `place` is its number among several."""
         tools = None
         if api and kind == "messages":
-            with concerning("tools"):
+            with name_argument_in_errors("tools"):
                 tool_options = [line_values.get(key) for key in OF_TOOLS]
                 tools = check_tools(*tool_options)
             # With "tool_choice": "none" there are no tools, and the template must not show them.
@@ -337,8 +337,8 @@ class PromptReader:
             chosen["max_new_tokens"] = 1
         request, stop = parse_request_options(chosen)
         if request.scores_prompt and not self._prompt_logprobs:
-            raise no_prompt_logprobs("echo" if "echo" in line_values else "logprobs")
-        with concerning(kind, place):
+            raise create_prompt_logprobs_error("echo" if "echo" in line_values else "logprobs")
+        with name_argument_in_errors(kind, place):
             ids = self._encode_prompt(kind, line_values)
         if kind == "messages":
             request = replace(request, end_ids=self._chat.end_ids)
@@ -349,16 +349,16 @@ class PromptReader:
             )
         if fills:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
-        with concerning(kind, place):
+        with name_argument_in_errors(kind, place):
             request = with_prompt(self._config, request, cut, self._max_tokens)
         response_format = line_values.get("response_format")
         grammar = None
         form = None
         if response_format is not None:
-            with concerning("response_format"):
+            with name_argument_in_errors("response_format"):
                 grammar = response_grammar(response_format)
         if api and kind == "messages":
-            with concerning("tools"):
+            with name_argument_in_errors("tools"):
                 form, calls = self._form(tools, ids)
             if grammar is not None and tools is not None:
                 raise RequestError(
@@ -390,7 +390,7 @@ class PromptReader:
                 name = "response_format"
             else:
                 name = "tool_choice"
-            with concerning(name):
+            with name_argument_in_errors(name):
                 self._require_compiled(result, name)
         return result
 
@@ -424,7 +424,7 @@ class PromptReader:
             raise RequestError("n is out of range", found=samples, expected=expected, argument="n")
         # The result is dropped. A grammar that cannot be compiled is reported here, before the
         # request is run.
-        prompt.bound(self._grammars)
+        prompt.bind_grammar(self._grammars)
 
     def _require_few_constrained(self, prompt: Prompt, count: int) -> None:
         """Raise a `RequestError` if there are too many answers with a grammar to `count` prompts
@@ -571,7 +571,7 @@ def _require_known(values: Mapping[str, Any], known_keys: Collection[str]) -> No
     for key in values:
         # These are known and never supported, so a similar name would be no help.
         if key in BEAM_SEARCH:
-            raise no_beam_search(key)
+            raise create_beam_search_error(key)
         if key not in known_keys:
             if key in _ELSEWHERE:
                 suggestions = [_ELSEWHERE[key]]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.architectures.topology import input_groups, layer_kinds, sizes
+from quantkit.architectures.topology import compute_sizes, input_groups, layer_kinds
 from quantkit.base.memory import available_bytes, resident_bytes, size_text, total_bytes
 from quantkit.base.messages import Message, Option
 from quantkit.calibration import estimate as costs
@@ -17,10 +17,10 @@ from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.container import Encoder
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_scales import is_scale
-from quantkit.formats.output.destination import output_files
+from quantkit.formats.output.destination import order_output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import (
-    partial_folder,
+    name_partial_folder,
     require_output_absent,
     require_room_to_build,
 )
@@ -163,8 +163,8 @@ class Estimate:
 
 def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
     """Raise a `DestinationError` or `ResumeError` if an output cannot be built there."""
-    partial = partial_folder(dst)
-    require_output_absent(dst, output_files(dst, encoder.files()), partial)
+    partial = name_partial_folder(dst)
+    require_output_absent(dst, order_output_files(dst, encoder.files()), partial)
     require_room_to_build(partial, resume=resume)
 
 
@@ -184,7 +184,7 @@ def side_bytes(files: Mapping[str, bytes | Path]) -> int:
     return size
 
 
-def _streaming(source: Checkpoint, encoder: Encoder) -> int:
+def _estimate_streaming_bytes(source: Checkpoint, encoder: Encoder) -> int:
     """Estimate the peak of a stream of tensors: the largest as it is read, cast or split, and what
     is under way.
     """
@@ -223,7 +223,7 @@ def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
         element_bytes = DType.FLOAT32.itemsize + DType(config.dtype).itemsize
         weights = element_bytes * costs.largest_block(config)
     else:
-        counts = sizes(config)
+        counts = compute_sizes(config)
         largest = 0
         for layer in layer_kinds(config):
             for group in input_groups(config, layer):

@@ -12,14 +12,18 @@ from typing import Any
 from quantkit.base.option_fields import IfExists
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, DestinationError
-from quantkit.files.hub import origin
+from quantkit.files.hub import read_origin
 from quantkit.formats import manifest
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.staging import find_changed_keys, partial_folder, require_room_to_build
-from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, source_hashes
+from quantkit.formats.output.staging import (
+    find_changed_keys,
+    name_partial_folder,
+    require_room_to_build,
+)
+from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, start_source_hashes
 from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack
 
@@ -47,7 +51,7 @@ def is_finished(dst: Path, if_exists: IfExists) -> bool:
     """
     if if_exists != "skip":
         return False
-    partial = partial_folder(dst)
+    partial = name_partial_folder(dst)
     with destination_errors(dst):
         has_output = is_there(dst)
         has_manifest = is_there(manifest_path(dst))
@@ -110,9 +114,9 @@ class Existing:
         source = work.source
         if work.computed_by:
             details = {**details, "computed_by": work.computed_by}
-        hashes = source_hashes(source).result(progress)
+        hashes = start_source_hashes(source).result(progress)
         expected_manifest = manifest.build(
-            work.job, source.format, hashes, {}, details, origin(source.path)
+            work.job, source.format, hashes, {}, details, read_origin(source.path)
         )
         existing_values = _drop_measured(self.manifest)
         expected = _drop_measured(expected_manifest)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import read_json
 from quantkit.files.gguf_types import GGUF
-from quantkit.files.hub import origin
+from quantkit.files.hub import read_origin
 from quantkit.formats.authorship import HUB_NAME, read_model_name
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.quality.figures import manifest_or_empty
@@ -60,7 +60,7 @@ def find_base_model(source: Checkpoint) -> str | None:
     """Find the source's name on a hub, ``owner/name``, if its config, its place in the hub's
     cache, or its manifest shows one.
     """
-    hub = origin(source.path)
+    hub = read_origin(source.path)
     # Outside of the hub's cache.
     if hub is None:
         return read_base_model(source.path)

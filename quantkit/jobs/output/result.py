@@ -183,7 +183,9 @@ class QuantizeResult:
         return [*lines, *self.weights.hints()]
 
 
-def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
+def join_results(
+    results: Mapping[str, QuantizeResult], path: Path, seconds: float
+) -> QuantizeResult:
     """Join the results in the folders of `path` into that of a run that took some seconds; the key
     of a single one is ``""``.
     """

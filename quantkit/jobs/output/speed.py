@@ -15,7 +15,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.effort import every_group, inner_width
 from quantkit.calibration.estimate import forward_flops
 from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
 from quantkit.solver.rounding import round_to_nearest
@@ -141,7 +141,9 @@ def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> 
     columns *= max(1, width // columns)
     weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
     if searched:
-        seconds = _shortest(lambda: round_to_nearest(weight, scheme, weight.dtype, column_kernels))
+        seconds = _shortest(
+            lambda: round_to_nearest(weight, scheme, weight.dtype, select_column_kernels)
+        )
     else:
         seconds = _shortest(lambda: quantize_rtn(weight, scheme, weight.dtype))
     return seconds / weight.numel()

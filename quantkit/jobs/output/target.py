@@ -85,7 +85,7 @@ def _list_code_targets() -> list[str]:
     return [candidate.name for candidate in targets().values() if candidate.codes is not None]
 
 
-def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
+def choose_default_target(source: StoredCheckpoint, *, dequantize: bool) -> Target:
     """Choose the default target of a source: floats become Hugging Face folders. Codes keep their
     format if quantkit writes it, and else become compressed-tensors.
     """
@@ -133,7 +133,7 @@ def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[
     return sorted(chosen, key=lambda candidate: order.index(candidate.name))
 
 
-def shard_bytes(requested: int | None, container: Container) -> int:
+def choose_shard_bytes(requested: int | None, container: Container) -> int:
     """Choose the bytes of the largest file of weights. Raises `RequestError` for a size that no
     file can have, or a container whose files are not split by size.
     """
@@ -154,7 +154,7 @@ def shard_bytes(requested: int | None, container: Container) -> int:
     return size
 
 
-def kept_kv_cache(
+def choose_kv_cache(
     source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
 ) -> tuple[KvCache | None, list[str]]:
     """Decide whether a conversion writes the settings of its source's quantized key/value cache

@@ -29,15 +29,15 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
-from quantkit.files.hub import origin
+from quantkit.files.hub import read_origin
 from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished, with_codes
 from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
-from quantkit.formats.folders_encoder import in_folder, of_folder
-from quantkit.formats.output.destination import MANIFEST, not_ours, output_files
+from quantkit.formats.folders_encoder import in_folder, select_folder
+from quantkit.formats.output.destination import MANIFEST, build_not_ours_error, order_output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.sink import Sink
@@ -102,7 +102,7 @@ class Work:
         return fingerprint
 
 
-def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
+def start_source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
     """Start to hash all files of a source that an output depends on."""
     path = source.path
     if path.is_dir():
@@ -121,7 +121,7 @@ def option_key(name: str) -> str:
 
 
 @contextmanager
-def writing(
+def open_writer(
     work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress
 ) -> Iterator[Writer]:
     """Open the writer of a new checkpoint or of an interrupted one, and check the source on a
@@ -167,7 +167,7 @@ class Writer:
             if isinstance(content, Path):
                 self._copied_hashes[name] = content_hash(content)
         fingerprint = work.fingerprint(self._copied_hashes)
-        files = output_files(dst, self._encoder.files())
+        files = order_output_files(dst, self._encoder.files())
         self._in_folder = files is None
         if work.side_files and not self._in_folder:
             raise ValueError("only a folder has side files")
@@ -228,7 +228,7 @@ class Writer:
         """
         source = self._work.source
         # Hashing takes about as long as reading, so it runs beside the check and the job.
-        self._hashing = source_hashes(source)
+        self._hashing = start_source_hashes(source)
         if check:
             outcome = check_source(
                 source,
@@ -373,9 +373,9 @@ class Writer:
             self._work.job,
             source.format,
             self._source_hashes,
-            dict(sorted(of_folder(folder, self._hashes).items())),
+            dict(sorted(select_folder(folder, self._hashes).items())),
             {"source_check": source_check, **details},
-            origin(source.path),
+            read_origin(source.path),
         )
         name = in_folder(folder, self._manifest_name)
         self._staging.folder.write(name, json_bytes(written))
@@ -427,7 +427,7 @@ class Writer:
             if self._staging.entries:
                 self._encoder.restore(last.state)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise not_ours(self.path / JOURNAL) from error
+            raise build_not_ours_error(self.path / JOURNAL) from error
         return last
 
 

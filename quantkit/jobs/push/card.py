@@ -17,7 +17,7 @@ import yaml
 from quantkit.base.json_values import read_json
 from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
-from quantkit.files.hub import quietly
+from quantkit.files.hub import silence_library
 from quantkit.files.hub_failures import short
 from quantkit.formats.authorship import CARD, LICENSE_DETAILS, read_authorship
 from quantkit.jobs.output.labels import read_base_model
@@ -134,7 +134,7 @@ def _read(content: bytes, path: Path) -> Any:
             raise RequestError(
                 "its metadata does not end", path=path, expected="a line ---", hint=hint
             )
-        with quietly():
+        with silence_library():
             return ModelCard(text)
     except UnicodeDecodeError as error:
         raise RequestError(

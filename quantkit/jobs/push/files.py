@@ -17,7 +17,7 @@ from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import PREFIX
 from quantkit.files.hub_answers import is_file_name
 from quantkit.files.links import require_inside
-from quantkit.files.located import PARTIAL, gguf_models, read_parts, require_there
+from quantkit.files.located import PARTIAL, gguf_models, locate_existing_model, read_parts
 from quantkit.files.source import SourceFile, open_weights
 from quantkit.formats import manifest
 from quantkit.formats.output.destination import manifest_path
@@ -45,7 +45,7 @@ def require_sound(model: Path) -> Path:
             found=format_value(str(model)),
             expected="a folder or a GGUF file to push",
         )
-    path = require_there(model)
+    path = locate_existing_model(model)
     if not path.is_dir() and path.suffix.lower() != GGUF:
         raise RequestError(
             "is one file of a model", path=model, expected="its folder, or a GGUF file"

@@ -112,7 +112,7 @@ def push(
         notes.extend([f"hidden files are not sent: {some_names(hidden)}"])
     if not dry_run:
         require_token(name)
-    repository, private = _before(name, revision, public, dry_run, notes)
+    repository, private = _read_existing_repository(name, revision, public, dry_run, notes)
     # A short new card must not replace one that somebody wrote.
     sends_card = not card.is_new or repository is None or README not in repository.files
     if sends_card:
@@ -154,7 +154,7 @@ def push(
         if changed or deleted:
             commit_message = message or f"Upload {name} with quantkit"
             commit = commit_files(changed, deleted, repository, commit_message, progress)
-            _compare(list(files.values()), name, commit)
+            _require_commit_matches(list(files.values()), name, commit)
             repository = replace(repository, commit=commit)
     pushed = [PushedFile(file, files[file].size, states[file]) for file in sorted(files)]
     return PushResult(
@@ -228,7 +228,7 @@ def _require_valid(
         )
 
 
-def _before(
+def _read_existing_repository(
     name: str, branch: str | None, public: bool, dry_run: bool, notes: _Notes
 ) -> tuple[Repository | None, bool | None]:
     """Read the repository, None if it is not there, and find whether it is private or will be.
@@ -309,7 +309,10 @@ def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
         )
     if card.changed and not card.is_new:
         notes.extend(
-            [f"the model card is sent with {_and(card.changed)} added; the folder is not changed"]
+            [
+                f"the model card is sent with {_join_names(card.changed)} added;"
+                " the folder is not changed"
+            ]
         )
 
 
@@ -371,7 +374,7 @@ def _ensure_destination(
     return repository
 
 
-def _compare(files: list[LocalFile], name: str, commit: str) -> None:
+def _require_commit_matches(files: list[LocalFile], name: str, commit: str) -> None:
     try:
         require_sent(files, name, commit)
     except RequestError as error:
@@ -381,7 +384,7 @@ def _compare(files: list[LocalFile], name: str, commit: str) -> None:
         ) from error
 
 
-def _and(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     *first_names, last_name = names
     if not first_names:
         return last_name

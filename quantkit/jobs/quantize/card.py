@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.disk import describe_unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.base.memory import size_text
 from quantkit.base.option_fields import command_words, find_option_fields
@@ -22,13 +22,13 @@ from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
-from quantkit.files.hub import PREFIX, origin
+from quantkit.files.hub import PREFIX, read_origin
 from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, read_here_alone
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, is_read_by_quantkit_only
 from quantkit.formats.codecs.vllm import describe_problems
-from quantkit.formats.lora.adapter import adapter_words, parse_adapters
+from quantkit.formats.lora.adapter import parse_adapters, spell_adapters
 from quantkit.jobs.output.labels import (
     file_name,
     find_base_model,
@@ -41,7 +41,7 @@ from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.quantize.held_schemes import vllm_problems_of
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import Prepared
-from quantkit.jobs.quantize.weights_only import kept_recurrent
+from quantkit.jobs.quantize.weights_only import describe_kept_recurrent
 from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound, with_inputs
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
@@ -195,7 +195,7 @@ def _source_name(source: Checkpoint) -> str | None:
     """Name the source as the user did, without the folders above it; None if the last part of the
     path is no plain name.
     """
-    hub = origin(source.path)
+    hub = read_origin(source.path)
     if hub is None:
         return file_name(source.path)
     return f"{PREFIX}{hub['name']}"
@@ -217,7 +217,7 @@ def _layers(prepared: Prepared) -> dict[str, object]:
         else:
             layers = None
         schemes.append((scheme_map.schemes[modules[0]], count, layers))
-    recurrent = kept_recurrent(source.config, scheme_map.schemes)
+    recurrent = describe_kept_recurrent(source.config, scheme_map.schemes)
     if recurrent:
         # In Markdown a bare asterisk begins emphasis.
         recurrent = recurrent.replace("*", r"\*")
@@ -344,7 +344,7 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     elif not symmetric:
         unread = "packed zero points"
     else:
-        unread = unread_experts(config, scheme_map.schemes)
+        unread = describe_unread_experts(config, scheme_map.schemes)
     vllm_problems = vllm_problems_of(prepared.source, scheme_map.schemes, prepared.target)
     problem = describe_problems(vllm_problems)
     if problem is None:
@@ -353,7 +353,9 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
         without = {"vllm"}
     native = method.name == NATIVE
     readers = method.readers(scheme_map.module_schemes, without=without)
-    here_alone = read_here_alone(method, scheme_map.module_schemes, tied=config.tied_embeddings)
+    here_alone = is_read_by_quantkit_only(
+        method, scheme_map.module_schemes, tied=config.tied_embeddings
+    )
     if here_alone:
         in_transformers = False
     elif native:
@@ -430,7 +432,7 @@ def _adapters(options: QuantizeOptions) -> list[str]:
     adapters: list[str] = []
     for path, weight in parse_adapters(options.lora):
         name = file_name(path) or "ADAPTER"
-        adapters.extend(adapter_words({name: weight}))
+        adapters.extend(spell_adapters({name: weight}))
     return adapters
 
 

@@ -17,7 +17,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
-from quantkit.files.located import text_of
+from quantkit.files.located import read_utf8_text
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.output.labels import file_name
 from quantkit.model.rounded_inputs import RoundedInputs
@@ -154,5 +154,5 @@ def _text(path: Path | None) -> tuple[str, str, str]:
         texts = gate_texts()
         raw = "\n\n".join(texts.values())
         return " and ".join(texts), hashlib.sha256(raw.encode()).hexdigest(), raw
-    raw, digest = text_of(path)
+    raw, digest = read_utf8_text(path)
     return file_name(path) or "unnamed text", digest, raw

@@ -13,18 +13,18 @@ from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.packaged import PREFIX
 from quantkit.formats.output.staging import (
-    partial_folder,
+    name_partial_folder,
 )
 from quantkit.jobs.output.estimate import (
     Estimate,
-    _streaming,
+    _estimate_streaming_bytes,
     count_checked_tokens,
     forward_bytes,
     process_bytes,
     side_bytes,
 )
 from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import too_few_tokens
+from quantkit.jobs.quantize.prepare import note_too_few_tokens
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import quantization_steps
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
@@ -66,7 +66,11 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     written = sum(size.output_bytes for size in sizes)
     manifest_bytes = _MANIFEST * len(assigned) * len(prepared_formats)
     disk = written + side_bytes(formats.side_files) + manifest_bytes
-    phases = {"writing": max(_streaming(source, format_.encoder) for format_ in prepared_formats)}
+    phases = {
+        "writing": max(
+            _estimate_streaming_bytes(source, format_.encoder) for format_ in prepared_formats
+        )
+    }
     # Weights that are rounded for one format are kept for the next ones.
     if len(prepared_formats) > 1 and settings is None:
         phases["writing"] += costs.largest_block(config)
@@ -83,7 +87,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         phases["the certificate"] = block_bytes + certified.memory_bytes(config)
     if settings is not None:
         shape = settings.samples, settings.length
-        notes += too_few_tokens(shape, config)
+        notes += note_too_few_tokens(shape, config)
         device = settings.device
         schemes = prepared.scheme_map.linears.values()
         activation_bytes, scratch, on_device = settings.activation_bytes(config, shape, schemes)
@@ -127,7 +131,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         efforts,
         sizes[0] if len(prepared_formats) == 1 else None,
         prepared.options.kv_cache,
-        prepared.options.resume and partial_folder(formats.dst).is_dir(),
+        prepared.options.resume and name_partial_folder(formats.dst).is_dir(),
     )
 
 

@@ -97,7 +97,7 @@ class MixRules:
             scheme = Q5_K if index < 2 else Q4_K
         elif self.mix.name == "q3_k_l":
             scheme = Q5_K
-        elif self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(index, count):
+        elif self.mix.name in ("q4_k_m", "q5_k_m") and _needs_more_bits(index, count):
             scheme = Q6_K
         elif self.mix.name == "q4_k_s" and index < 4:
             scheme = Q5_K
@@ -115,7 +115,7 @@ class MixRules:
             return Q4_K
         if self.mix.name == "q3_k_l" or (self.mix.name == "q4_k_s" and layer < layers // 8):
             return Q5_K
-        if self.mix.name in ("q4_k_m", "q5_k_m") and _more_bits(layer, layers):
+        if self.mix.name in ("q4_k_m", "q5_k_m") and _needs_more_bits(layer, layers):
             return Q6_K
         return self.mix.default
 
@@ -127,7 +127,7 @@ class MixRules:
         return {"q3_k_m": Q4_K, "q3_k_l": Q5_K}.get(self.mix.name, self.mix.default)
 
 
-def _more_bits(layer: int, layers: int) -> bool:
+def _needs_more_bits(layer: int, layers: int) -> bool:
     """Tell whether a layer is in the first or last eighth, or one of every three between them."""
     # llama.cpp's `use_more_bits`, in the same integer arithmetic.
     at_an_end = layer < layers // 8 or layer >= 7 * layers // 8

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.disk import describe_unread_experts
 from quantkit.architectures.names import EMBEDDING
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.vllm import VllmProblem, describe_problems
 from quantkit.formats.container import StoredCheckpoint
@@ -58,7 +58,7 @@ def assign_schemes(
             ),
         )
     notes = [f"{source.path}: {line}" for line in misfits]
-    _require_held(scheme_map.schemes, target, source)
+    _require_supported(scheme_map.schemes, target, source)
     native = target.name == NATIVE
     symmetric = all(scheme.symmetric for scheme in scheme_map.schemes.values())
     if native and not symmetric:
@@ -67,7 +67,7 @@ def assign_schemes(
             " does"
         )
     if native:
-        unread = unread_experts(source.config, scheme_map.schemes)
+        unread = describe_unread_experts(source.config, scheme_map.schemes)
         if unread:
             notes.append(
                 f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
@@ -106,7 +106,9 @@ def vllm_problems_of(
     return target.container.vllm_problems(source, schemes, target.method)
 
 
-def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:
+def _require_supported(
+    schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint
+) -> None:
     """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module,
     or the shape of a module.
     """
@@ -114,7 +116,7 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
     path = source.path
     for module, scheme in schemes.items():
         embedding = module == EMBEDDING
-        codec = codec_of(target.codes, scheme, embedding=embedding)
+        codec = choose_codec(target.codes, scheme, embedding=embedding)
         if not isinstance(codec, Reason):
             # A codec may have block sizes that divide some shapes only.
             misfit = codec.misfit(source.info(f"{module}.weight").shape)

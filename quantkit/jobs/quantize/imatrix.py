@@ -107,7 +107,7 @@ def imatrix(
     options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **sample_options)  # type: ignore[arg-type]
     source = open_checkpoint(as_path("src", src))
     require_runnable(source)
-    tensors = list(_with_inputs(source.config))
+    tensors = list(_list_measured_tensors(source.config))
     settings = gptq_settings(options, (), source, load_checked_tokenizer(source)[0])
     assert settings is not None  # for GPTQ
     drawn = settings.draw(source, progress=progress)
@@ -124,7 +124,7 @@ def imatrix(
             raise NonFiniteError(f"the inputs of linear '{name}' are NaN or Inf", path=source.path)
     entries = {}
     for tensor in tensors:
-        entry = _entry(tensor, sums, counts)
+        entry = _build_entry(tensor, sums, counts)
         # Without tokens there is no mean: an expert that no sample reaches has no entry.
         if entry is not None:
             entries[tensor.name] = entry
@@ -159,7 +159,7 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
     entries = matrix.entries
     # Entries of the newer form, which states its chunk size, count tokens.
     tokens_per_count = 1 if matrix.chunk_size else _CHUNK
-    for tensor in _with_inputs(source.config):
+    for tensor in _list_measured_tensors(source.config):
         entry = entries.get(tensor.name)
         if entry is None:
             continue
@@ -194,7 +194,7 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
     return importance_by_linear
 
 
-def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
+def _list_measured_tensors(config: ModelConfig) -> Iterator[DiskTensor]:
     """Yield the tensors whose inputs are measured: linears, and stacks of experts."""
     for tensor in gguf_tensors(config):
         is_linear = tensor.quantizable or tensor.stacked is not None
@@ -202,7 +202,7 @@ def _with_inputs(config: ModelConfig) -> Iterator[DiskTensor]:
             yield tensor
 
 
-def _entry(
+def _build_entry(
     tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, int]
 ) -> Entry | None:
     """Build the entry of a tensor; None if no token reached it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantkit.architectures.topology import kept_unless_named
+from quantkit.architectures.topology import collect_default_floats
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.calibration.data import Calibration
@@ -43,7 +43,7 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
     schemes = prepared.scheme_map.schemes
     # Modules without a scheme keep their floats anyway, and need no note.
     unsolved = {module: reason for module, reason in kept.items() if module in schemes}
-    notes = [f"{prepared.source.path}: {line}" for line in _lines(unsolved)]
+    notes = [f"{prepared.source.path}: {line}" for line in _describe_kept_linears(unsolved)]
     if unsolved.keys() == prepared.scheme_map.linears.keys():
         module, reason = next(iter(unsolved.items()))
         raise UnsupportedError(
@@ -55,7 +55,7 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
     # A recipe that names such a module requests it explicitly: a note would not do.
     requested_by_name = []
     for module in unsolved:
-        if module in kept_unless_named(prepared.source.config):
+        if module in collect_default_floats(prepared.source.config):
             requested_by_name.append(module)
     if requested_by_name:
         module = requested_by_name[0]
@@ -96,7 +96,7 @@ def lockstep_quantizer(
     )
 
 
-def _lines(kept: dict[str, str]) -> list[str]:
+def _describe_kept_linears(kept: dict[str, str]) -> list[str]:
     """Describe which linears keep their floats, in a line for each reason."""
     modules_by_reason: dict[str, list[str]] = {}
     for module, reason in kept.items():

@@ -37,12 +37,12 @@ from quantkit.errors import RequestError
 from quantkit.formats.authorship import HUB_NAME, LICENSE
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
-from quantkit.formats.lora.adapter import Requested, adapter_words
+from quantkit.formats.lora.adapter import Requested, spell_adapters
 from quantkit.formats.registry import GGUF, TargetName
 from quantkit.jobs.output.target import NATIVE, choose_quantized_targets
 from quantkit.jobs.refine.options import EPOCHS
 from quantkit.tensors.activations import Activations, ActivationsName
-from quantkit.tensors.mix import mix_named
+from quantkit.tensors.mix import find_mix
 from quantkit.tensors.scheme import FLOAT_SCHEMES, SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via, require_no_code
 
@@ -331,7 +331,7 @@ class QuantizeOptions:
         """
         require_valid(self)
         # The dataclass is frozen. Words in one spelling make equal requests equal in the manifest.
-        object.__setattr__(self, "lora", adapter_words(self.lora))
+        object.__setattr__(self, "lora", spell_adapters(self.lora))
         if self.to is not None and not isinstance(self.to, str):
             # An iterator is read once.
             names = as_strings("to", self.to)
@@ -383,7 +383,7 @@ class QuantizeOptions:
             )
         if len(self.targets) > 1:
             self._check_several()
-        mix = mix_named(self.scheme)
+        mix = find_mix(self.scheme)
         formats = [target.name for target in self.targets]
         if mix is not None and GGUF.name not in formats:
             raise RequestError(
@@ -580,6 +580,6 @@ class QuantizeOptions:
                 )
         if self.device is not None:
             # Imports torch.
-            from quantkit.model.device import usable_device
+            from quantkit.model.device import check_device
 
-            usable_device(self.device)
+            check_device(self.device)

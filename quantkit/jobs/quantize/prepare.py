@@ -41,7 +41,7 @@ from quantkit.formats.output.staging import (
     require_new_names,
 )
 from quantkit.formats.registry import Target, TargetName
-from quantkit.jobs.convert.adapters import describe_adapters, with_adapters
+from quantkit.jobs.convert.adapters import describe_adapters, merge_adapters
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (
     check_side_files,
@@ -50,10 +50,10 @@ from quantkit.jobs.output.source_folder import (
 )
 from quantkit.jobs.output.target import (
     NATIVE,
+    choose_shard_bytes,
     note_dropped_cache,
     require_holds_kv_cache,
     require_kv_cache_run,
-    shard_bytes,
 )
 from quantkit.jobs.output.writer import option_key
 from quantkit.jobs.quantize.certificate import CertifiedText, prepare_certified_text
@@ -63,16 +63,16 @@ from quantkit.jobs.quantize.scheme_map import (
     SchemeMap,
     apply_gguf_mix,
     build_recipe,
-    of_embedding,
+    find_embedding_override,
     with_head_on_disk,
 )
 from quantkit.jobs.quantize.settings import gptq_settings
-from quantkit.jobs.quantize.weights_only import kept_parts, kept_recurrent
-from quantkit.model.column_kernels import column_kernels
+from quantkit.jobs.quantize.weights_only import describe_kept_parts, describe_kept_recurrent
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.mix import mix_named
+from quantkit.tensors.mix import find_mix
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -184,8 +184,8 @@ class Prepared:
         for module in self.inputs:
             scheme = self.scheme_map.schemes[module]
             if scheme.bits == _INT4_BITS and not scheme.of_small_floats:
-                return lambda device: with_positive_scales(column_kernels(device))
-        return column_kernels
+                return lambda device: with_positive_scales(select_column_kernels(device))
+        return select_column_kernels
 
     @property
     def activations(self) -> dict[str, str]:
@@ -220,7 +220,7 @@ class Prepared:
             self.source,
             self.source.config,
             specs,
-            shard_bytes(options.split_max_size, target.container),
+            choose_shard_bytes(options.split_max_size, target.container),
             self.tokenizer,
             method=target.method,
             templates=select_templates(self.source, self.tokenizer, options.template),
@@ -228,7 +228,7 @@ class Prepared:
             authorship=self.authorship,
             dst=self.dst,
             kv_cache=kv_cache,
-            mix=mix_named(options.scheme),
+            mix=find_mix(options.scheme),
         )
 
     @cached_property
@@ -323,7 +323,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
         require_calibratable(source)
     tokenizer, notes = check_side_files(source, template=options.template)
     notes += note_left_behind(source, target.container, dst, has_card=target.method is not None)
-    source = with_adapters(
+    source = merge_adapters(
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
     )
     adapters = describe_adapters(source)
@@ -346,7 +346,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
             source.config, source.extra_config, source.path
         )
         notes += linear_notes
-    embedding_override = of_embedding(recipe)
+    embedding_override = find_embedding_override(recipe)
     # Only a model that is built tells which tensor is its embedding.
     if (
         source.config.run_by is not None
@@ -373,12 +373,12 @@ def prepare(options: QuantizeOptions) -> Prepared:
             )
         )
     if not source.config.runnable:
-        recurrent = kept_recurrent(source.config, scheme_map.schemes)
+        recurrent = describe_kept_recurrent(source.config, scheme_map.schemes)
         if recurrent:
             notes.append(
                 f"{source.path}: {recurrent}; a recipe that names them alone may give them int8"
             )
-        parts = kept_parts(source.config, source.extra_config, scheme_map.schemes)
+        parts = describe_kept_parts(source.config, source.extra_config, scheme_map.schemes)
         if parts:
             notes.append(f"{source.path}: kept as they are: {'; '.join(parts)}")
     notes += scheme_notes
@@ -527,7 +527,7 @@ def tensor_blocks(
     return blocks
 
 
-def size_fit(prepared: Prepared) -> Fit | None:
+def set_up_size_fit(prepared: Prepared) -> Fit | None:
     """Set up the choice of schemes for a size; None if the schemes were given.
 
     Raises:
@@ -564,7 +564,7 @@ def choose_schemes(
     assert settings is not None
     earlier_choice: Allocation | None = None
     if prepared.options.resume:
-        earlier_choice = _of_interrupted(prepared, drawn)
+        earlier_choice = _read_interrupted_choice(prepared, drawn)
     # Only rank 0 writes, so that only its machine is sure to have the interrupted output.
     allocation = group.broadcast_from_rank0(earlier_choice)
     if allocation is None:
@@ -578,7 +578,7 @@ def choose_schemes(
     return prepared.with_allocation(allocation)
 
 
-def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
+def _read_interrupted_choice(prepared: Prepared, drawn: Calibration) -> Allocation | None:
     """Read the choice of an interrupted run for the same size and samples; the writer compares all
     other options.
     """
@@ -608,7 +608,7 @@ def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
     return not_chosen
 
 
-def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
+def note_too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """Write a note where samples of a shape [N, T] cannot give a Hessian full rank."""
     tokens = math.prod(shape)
     width = max(group.columns for group, _ in every_group(config))

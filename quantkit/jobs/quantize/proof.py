@@ -16,7 +16,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import weight_size
-from quantkit.formats.folders_encoder import of_folder
+from quantkit.formats.folders_encoder import select_folder
 from quantkit.jobs.output.result import QuantizeResult
 from quantkit.jobs.output.writer import Work, Writer, model_summary
 from quantkit.jobs.quantize.card import model_card_files
@@ -43,21 +43,21 @@ def verify_output(
     Raises `QualityError` as `_check` does.
     """
     source = prepared.source
-    records = of_folder(folder, writer.records)
+    records = select_folder(folder, writer.records)
     # The gate measures the bytes on disk, not the tensors in memory.
     result = writer.read_back(folder)
     if source.config.run_by is not None:
         result = run_by_transformers(result, code=source.config.code)
-        prepared = with_loading(prepared, result)
+        prepared = record_loading_problem(prepared, result)
     size = weight_size(result)
     gate, certificate = _check(prepared, result, records, quantizer, folder, progress)
     card = model_card_files(prepared, drawn, *size, gate, certificate)
-    facts = details(prepared, work, result, records, gate, certificate)
+    facts = write_manifest_entries(prepared, work, result, records, gate, certificate)
     manifest = writer.add_manifest(facts, card, folder)
-    return result_of(prepared, drawn, size, gate, certificate, began, manifest)
+    return collect_result(prepared, drawn, size, gate, certificate, began, manifest)
 
 
-def result_of(
+def collect_result(
     prepared: Prepared,
     drawn: Calibration | None,
     size: tuple[int, float],
@@ -117,7 +117,7 @@ def _note_rounded_inputs(prepared: Prepared) -> list[str]:
     return [f"{prepared.dst}: readers round the inputs of linears to {types}, {measured}"]
 
 
-def with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
+def record_loading_problem(prepared: Prepared, result: Checkpoint) -> Prepared:
     """Record in the job whether transformers loads the packed result, with a note if it does
     not.
     """
@@ -174,7 +174,7 @@ def _check(
     return gate, certificate
 
 
-def details(
+def write_manifest_entries(
     prepared: Prepared,
     work: Work,
     result: Checkpoint,

@@ -18,18 +18,23 @@ from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.container import Written, weight_size
-from quantkit.formats.folders_encoder import of_folder
-from quantkit.formats.output.staging import mark_kept, partial_folder
+from quantkit.formats.folders_encoder import select_folder
+from quantkit.formats.output.staging import mark_kept, name_partial_folder
 from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.existing import Existing, is_finished, require_folders
-from quantkit.jobs.output.result import QuantizeResult, together
-from quantkit.jobs.output.writer import Writer, writing
+from quantkit.jobs.output.result import QuantizeResult, join_results
+from quantkit.jobs.output.writer import Writer, open_writer
 from quantkit.jobs.quantize.card import model_card_files
 from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
-from quantkit.jobs.quantize.proof import describe_plan, result_of, verify_output, with_loading
+from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, prepare, set_up_size_fit
+from quantkit.jobs.quantize.proof import (
+    collect_result,
+    describe_plan,
+    record_loading_problem,
+    verify_output,
+)
 from quantkit.jobs.quantize.refined import locate_unrefined_model, refine_output
 from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
 from quantkit.jobs.quantize.rounding_probe import is_probed, probe_rounding
@@ -115,7 +120,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
             return _read_existing_result(prepared, group, began, progress)
         existing_result: QuantizeResult = group.receive_from_rank0()
         return existing_result
-    fit = size_fit(prepared)
+    fit = set_up_size_fit(prepared)
     formats = Formats.of(prepared)
     if group.is_rank0:
         # Missing space and side files that do not fit are errors before anything takes long.
@@ -127,7 +132,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     try:
         prepared, drawn = finalize_schemes(prepared, fit, group, progress)
     except KeyboardInterrupt as error:
-        mark_kept(error, partial_folder(prepared.dst))
+        mark_kept(error, name_partial_folder(prepared.dst))
         raise
     formats = Formats.of(prepared)
     source = prepared.source
@@ -136,7 +141,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     quantizer = quantizer_of(prepared, drawn, group, progress)
     if not group.is_rank0:
         return _follow_rank0(
-            group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst))
+            group, quantizer, formats.blocks, Written(formats.encoder, name_partial_folder(dst))
         )
     works = {}
     for folder, prepared_format in formats.prepared_by_folder.items():
@@ -147,7 +152,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         report = progress
     else:
         report = without_phase(progress, work.job)
-    with writing(
+    with open_writer(
         work, dst, resume=options.resume, source_check=options.source_check, progress=report
     ) as writer:
         # A run that resumes solved tensors has printed the note before.
@@ -166,8 +171,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
             )
         # Only an output whose formats have all passed gets its name.
         writer.place()
-    result = together(results, dst, time.monotonic() - began)
-    records = of_folder(next(iter(results)), writer.records)
+    result = join_results(results, dst, time.monotonic() - began)
+    records = select_folder(next(iter(results)), writer.records)
     result.notes.extend([*_note_starved_experts(records, source.config), *writer.notes])
     group.send_from_rank0(result)
     return result
@@ -204,7 +209,7 @@ def _quantize_and_refine(
         calibration=calibration,
         accept_quality_loss=True,
         if_exists="skip" if has_unrefined and options.resume else "fail",
-        resume=options.resume and partial_folder(between).exists(),
+        resume=options.resume and name_partial_folder(between).exists(),
         progress=progress,
     )
     fields = {}
@@ -253,7 +258,7 @@ def _read_existing_result(
         results[folder] = _read_existing_format(
             prepared_format, drawn, existing_by_folder[folder], group, began, progress
         )
-    result = together(results, prepared.dst, time.monotonic() - began)
+    result = join_results(results, prepared.dst, time.monotonic() - began)
     group.send_from_rank0(result)
     return result
 
@@ -287,12 +292,12 @@ def _read_existing_format(
         )
     opened = existing.open_weights(work)
     if prepared.source.config.run_by is not None:
-        prepared = with_loading(
+        prepared = record_loading_problem(
             prepared, run_by_transformers(opened, code=prepared.source.config.code)
         )
     size = weight_size(opened)
     existing.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
-    return result_of(
+    return collect_result(
         prepared, drawn, size, gate, certificate, began, existing.manifest, skipped=True
     )
 

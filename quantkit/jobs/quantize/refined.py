@@ -18,10 +18,10 @@ from quantkit.files.gguf_types import GGUF
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs.output.result import QuantizeResult
-from quantkit.jobs.output.writer import writing
+from quantkit.jobs.output.writer import open_writer
 from quantkit.jobs.quantize.card import model_card_files
 from quantkit.jobs.quantize.prepare import Prepared
-from quantkit.jobs.quantize.proof import details, result_of
+from quantkit.jobs.quantize.proof import collect_result, write_manifest_entries
 from quantkit.jobs.quantize.work import work_of
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING
 from quantkit.jobs.refine.options import RefineOptions
@@ -29,7 +29,7 @@ from quantkit.jobs.refine.plan import Refinement, plan_refinement
 from quantkit.jobs.refine.refine import describe_refinement, records_of
 from quantkit.jobs.refine.rewritten import put_all, require_written
 from quantkit.jobs.refine.training import training_of
-from quantkit.quality.changed_tensors import changes
+from quantkit.quality.changed_tensors import find_changes
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.training.trained import TrainedCheckpoint
@@ -120,12 +120,12 @@ def _write_refined(
     options = prepared.options
     work = work_of(prepared, drawn, SINGLE)
     work = replace(work, options={**work.options, "refine": planned.options.to_record()})
-    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
     training_details = describe_refinement(planned, changed, state, drawn)
     records = _records(first.manifest["modules"], records_of(planned, trained, changed))
     # Under a phase of its own: a bar that returned to "quantize" would start the whole job again.
     observed = in_phase(progress, REFINED_WRITING)
-    with writing(
+    with open_writer(
         work, prepared.dst, resume=options.resume, source_check=False, progress=observed
     ) as writer:
         result = put_all(writer, trained, records)
@@ -146,11 +146,11 @@ def _write_refined(
             require_passed(gate, prepared.source, result, prepared.dst)
         size = weight_size(result)
         card = model_card_files(prepared, drawn, *size, gate, None)
-        facts = details(prepared, work, result, records, gate, None)
+        facts = write_manifest_entries(prepared, work, result, records, gate, None)
         # The quantization has checked the source already.
         source_check = {"source_check": first.manifest["source_check"]}
         manifest = writer.commit({**source_check, **facts, **training_details}, card)
-    written = result_of(prepared, drawn, size, gate, None, began, manifest)
+    written = collect_result(prepared, drawn, size, gate, None, began, manifest)
     return replace(written, refined=[asdict(evaluation) for evaluation in state.curve])
 
 
@@ -175,7 +175,7 @@ def _write_unrefined(
     # A model that is refined can be run.
     assert isinstance(gate, Gate)
     observed = in_phase(progress, REFINED_WRITING)
-    with writing(
+    with open_writer(
         work, plain.dst, resume=plain_options.resume, source_check=False, progress=observed
     ) as writer:
         result = put_all(writer, planned.quantized, records)
@@ -184,9 +184,9 @@ def _write_unrefined(
             require_passed(gate, plain.source, result, plain.dst)
         size = weight_size(result)
         card = model_card_files(plain, drawn, *size, gate, None)
-        facts = details(plain, work, result, records, gate, None)
+        facts = write_manifest_entries(plain, work, result, records, gate, None)
         manifest = writer.commit({"source_check": first.manifest["source_check"], **facts}, card)
-    return result_of(plain, drawn, size, gate, None, began, manifest)
+    return collect_result(plain, drawn, size, gate, None, began, manifest)
 
 
 def remove_model(path: Path) -> None:

@@ -13,7 +13,7 @@ from quantkit.jobs.output.estimate import (
 from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import Prepared, size_fit
+from quantkit.jobs.quantize.prepare import Prepared, set_up_size_fit
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING, TrainingCost
 from quantkit.jobs.refine.options import BATCH, EPOCHS
 from quantkit.quality.bounds import count_gate_tokens
@@ -57,7 +57,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
                 "add ", Option("method", value="gptq"), ", or run `quantkit refine` on the result"
             ),
         )
-    estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
+    estimate = estimate_quantization(Formats.of(prepared), set_up_size_fit(prepared))
     cost = TrainingCost.of(
         source.config,
         settings,

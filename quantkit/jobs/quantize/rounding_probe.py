@@ -14,7 +14,7 @@ from quantkit.base.progress import Progress, in_phase
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.jobs.quantize.prepare import Prepared
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import build_gate_windows, coarsest, scheme_bound, window_length
@@ -108,6 +108,6 @@ def _list_finer_schemes(prepared: Prepared, scheme: QuantScheme) -> list[QuantSc
     for candidate in CANDIDATES:
         shorter = (candidate.group_size or math.inf) < (scheme.group_size or math.inf)
         is_finer = candidate.bits > scheme.bits or (candidate.bits == scheme.bits and shorter)
-        if is_finer and not isinstance(codec_of(codes, candidate), Reason):
+        if is_finer and not isinstance(choose_codec(codes, candidate), Reason):
             finer.append(candidate)
     return finer

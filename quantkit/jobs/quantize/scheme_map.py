@@ -14,7 +14,7 @@ from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import CANONICAL, EMBEDDING, expert_bank
 from quantkit.architectures.topology import (
-    kept_unless_named,
+    collect_default_floats,
     linear_columns,
     parameters,
     recurrent_linears,
@@ -24,11 +24,11 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.registry import Target
 from quantkit.jobs.quantize.gguf_mix import MixRules
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.tensors.mix import mix_named
+from quantkit.tensors.mix import find_mix
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Scales
 
@@ -51,7 +51,7 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
     if options.size is None:
         recipe = _recipe(options.scheme)
     else:
-        recipe = _recipe(_stand_in(options.target))
+        recipe = _recipe(_choose_placeholder_scheme(options.target))
     if options.head is not None:
         if isinstance(options.scheme, Recipe):
             raise RequestError(
@@ -85,7 +85,7 @@ def apply_gguf_mix(options: QuantizeOptions, recipe: Recipe, config: ModelConfig
     the overrides of other options come after them. Raises `UnsupportedError` for an architecture
     that GGUF does not have.
     """
-    mix = mix_named(options.scheme)
+    mix = find_mix(options.scheme)
     if mix is None:
         return recipe
     mix_recipe = MixRules(mix, config).recipe()
@@ -119,7 +119,7 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
             ),
             found=format_value(scheme),
         )
-    mix = mix_named(scheme)
+    mix = find_mix(scheme)
     # `apply_gguf_mix` adds the overrides of a mix once the model is open.
     if mix is not None:
         return Recipe(mix.default)
@@ -134,13 +134,13 @@ def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Re
     return Recipe(recipe.default, (*recipe.overrides, Override(module, parsed)))
 
 
-def _stand_in(target: Target) -> QuantScheme:
+def _choose_placeholder_scheme(target: Target) -> QuantScheme:
     """Choose the finest candidate that a target supports; int8 fits rows of every length."""
     assert target.codes is not None
     finest = CANDIDATES[-1]
     # From the finest candidate, the last one, to coarser ones.
     for candidate in reversed(CANDIDATES):
-        if not isinstance(codec_of(target.codes, candidate), Reason):
+        if not isinstance(choose_codec(target.codes, candidate), Reason):
             finest = candidate
             break
     return finest
@@ -185,7 +185,7 @@ class SchemeMap:
         several schemes.
         """
         columns = linear_columns(config)
-        kept = kept_unless_named(config)
+        kept = collect_default_floats(config)
         recurrent = recurrent_linears(config)
         if not columns:
             raise RequestError(
@@ -196,7 +196,9 @@ class SchemeMap:
             columns = {EMBEDDING: config.hidden_size, **columns}
             kept = kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
-        _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
+        _drop_tied_head_overrides(recipe, config).require_matches(
+            [*columns, *on_disk.values()], _routers(config)
+        )
         recurrent_names = _add_disk_names(recurrent, on_disk)
         other_names = _add_disk_names(columns.keys() - recurrent, on_disk)
         # Linears that carry a state keep their floats unless an override names them alone: a
@@ -434,7 +436,7 @@ def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
     return Recipe(recipe.default, tuple(overrides))
 
 
-def of_embedding(recipe: Recipe) -> Override | None:
+def find_embedding_override(recipe: Recipe) -> Override | None:
     """Find the override of the embedding; None if there is none, so that it keeps its floats."""
     return _find_last_override(recipe, EMBEDDING)
 
@@ -445,7 +447,7 @@ def _embedding_scheme(
     """Find the scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it
     does not support the requested one, or a head that is tied to it has another.
     """
-    override = of_embedding(recipe)
+    override = find_embedding_override(recipe)
     scheme = None if override is None else override.scheme
     # The embedding of a model known by its tensors may have any name.
     has_role = any(tensor.role == "embedding" for tensor in config.tensors or ())
@@ -481,7 +483,7 @@ def _embedding_scheme(
     return scheme
 
 
-def _of_stored(recipe: Recipe, config: ModelConfig) -> Recipe:
+def _drop_tied_head_overrides(recipe: Recipe, config: ModelConfig) -> Recipe:
     """Drop the overrides that name a tied head alone, which is the embedding."""
     if not config.tied_embeddings:
         return recipe

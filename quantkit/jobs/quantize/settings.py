@@ -11,7 +11,7 @@ from quantkit.calibration.settings import GptqSettings, sample_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.model.device import usable_device
+from quantkit.model.device import check_device
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
@@ -25,8 +25,8 @@ def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
     use.
     """
     if source.config.run_by is None:
-        return usable_device(options.device)
-    if options.device is not None and usable_device(options.device).type != "cpu":
+        return check_device(options.device)
+    if options.device is not None and check_device(options.device).type != "cpu":
         raise RequestError(
             "models that transformers runs are quantized on the CPU",
             found=Message(Option("device", value=f"{str(options.device)!r}")),

@@ -85,7 +85,7 @@ def _steps(
     if settings is None and not config.measurable:
         steps["rounding errors"] = speed.rounding(weights, searched=True)
     if settings is not None:
-        steps |= _before(settings, fit, speed)
+        steps |= _estimate_steps_before_check(settings, fit, speed)
         shape = settings.samples, settings.length
         effort = settings.effort_on(config, shape, prepared.scheme_map.linears.values())
     if checked:
@@ -145,7 +145,9 @@ def phase_of(check: str, folder: str) -> str:
     return check
 
 
-def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
+def _estimate_steps_before_check(
+    settings: GptqSettings, fit: Fit | None, speed: Speed
+) -> dict[str, float]:
     """Estimate the steps before the source is checked: the choice of samples, and of schemes."""
     steps = {}
     shape = (settings.samples, settings.length)

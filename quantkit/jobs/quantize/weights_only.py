@@ -29,7 +29,7 @@ _NAMED = 4
 _NAMED_RECURRENT = 12
 
 
-def kept_parts(
+def describe_kept_parts(
     config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]
 ) -> list[str]:
     """Describe which large parts of a model known by its tensors only are not rounded, in a few
@@ -43,7 +43,7 @@ def kept_parts(
     for tensor in config.tensors or ():
         if tensor.module in quantized:
             continue
-        part_name = _part(tensor, raw)
+        part_name = _name_part(tensor, raw)
         if part_name is not None:
             parts.setdefault(part_name, []).append(tensor)
     total = _parameters(config.tensors or ())
@@ -67,7 +67,7 @@ def kept_parts(
     return lines
 
 
-def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
+def describe_kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
     """Describe which linears that carry a state are not among the `quantized` modules, and why, in
     a sentence for people; None if all are quantized.
     """
@@ -113,7 +113,7 @@ def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
 _OTHERS = "other matrices"
 
 
-def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
+def _name_part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
     """Name the part that a tensor without rounding belongs to, in words; None for one that is
     rounded, or that is no matrix of floats in a layer of the model.
     """
@@ -135,7 +135,7 @@ def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
     return _OTHERS
 
 
-def within_bounds(
+def drop_schemes_out_of_bounds(
     source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
 ) -> tuple[SchemeMap, list[str]]:
     """Round every weight once, before anything is written, and drop the schemes of those that lose

@@ -22,8 +22,13 @@ from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
 from quantkit.jobs.quantize.imatrix import importance_from
-from quantkit.jobs.quantize.prepare import BIT_ALLOCATION, Prepared, choose_schemes, too_few_tokens
-from quantkit.jobs.quantize.weights_only import within_bounds
+from quantkit.jobs.quantize.prepare import (
+    BIT_ALLOCATION,
+    Prepared,
+    choose_schemes,
+    note_too_few_tokens,
+)
+from quantkit.jobs.quantize.weights_only import drop_schemes_out_of_bounds
 from quantkit.model.shared_scales import SharedScales
 from quantkit.quality.manifest_check import ACTIVATIONS
 from quantkit.tensors.products import compute_dtype
@@ -40,13 +45,13 @@ def finalize_schemes(
     # Without logits there is no gate: weights that rounding changes too much keep their floats.
     if not source.config.measurable:
         allow_nonfinite = prepared.options.allow_nonfinite
-        scheme_map, notes = within_bounds(
+        scheme_map, notes = drop_schemes_out_of_bounds(
             source, prepared.scheme_map, allow_nonfinite=allow_nonfinite, progress=progress
         )
         prepared = replace(prepared, scheme_map=scheme_map)
     if settings is not None:
         drawn = settings.draw(source, group=group, progress=progress)
-        notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
+        notes = [*drawn.notes, *note_too_few_tokens(drawn.tokens.shape, source.config)]
         if source.config.run_by is not None:
             # Imports greenlet, which is optional.
             from quantkit.jobs.quantize.lockstep import survey_linears

@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit.base.arguments import as_path
 from quantkit.base.progress import Progress, silent, skip_repeated_reports
 from quantkit.formats.container import weight_size
-from quantkit.jobs.output.writer import writing
+from quantkit.jobs.output.writer import open_writer
 from quantkit.jobs.refine.result import RefineResult
 from quantkit.jobs.refine.rewritten import (
     base_hashes,
@@ -19,10 +19,10 @@ from quantkit.jobs.refine.rewritten import (
     require_written,
 )
 from quantkit.quality.changed_tensors import REFINED
-from quantkit.quality.manifest_check import recheck
+from quantkit.quality.manifest_check import measure_again
 from quantkit.training.delta import Delta, DeltaCheckpoint
 
-_TAKEN = (REFINED, "quality", "modules")
+_MODEL_ENTRIES = (REFINED, "quality", "modules")
 """The entries of a delta that describe the resulting model, for its manifest."""
 
 
@@ -64,15 +64,15 @@ def apply_delta(
     changed = DeltaCheckpoint(source, opened_delta)
     options = {**plan.work.options, "delta": opened_delta.check}
     work = replace(plan.work, job="apply-delta", options=options)
-    with writing(work, plan.dst, resume=resume, source_check=True, progress=progress) as writer:
+    with open_writer(work, plan.dst, resume=resume, source_check=True, progress=progress) as writer:
         result = put_all(writer, changed, {})
         require_written(changed, result, None)
         size = weight_size(result)
         details = read_quantization_details(source.path)
-        for key in _TAKEN:
+        for key in _MODEL_ENTRIES:
             details[key] = opened_delta.details[key]
         # The run that made the delta measured the same model: its perplexities must be met.
-        recheck(plan.dst, details, result, progress=progress)
+        measure_again(plan.dst, details, result, progress=progress)
         manifest = writer.commit(details)
     notes = [*plan.notes, *writer.notes]
     return RefineResult(

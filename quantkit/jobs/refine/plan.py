@@ -17,8 +17,12 @@ from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.staging import require_name
 from quantkit.jobs.convert.conversion import Conversion
 from quantkit.jobs.refine.options import RefineOptions
-from quantkit.jobs.refine.rewritten import InOutputTypes, plan_rewriting, require_scales_change
-from quantkit.model.device import usable_device
+from quantkit.jobs.refine.rewritten import (
+    CheckpointInOutputTypes,
+    plan_rewriting,
+    require_scales_change,
+)
+from quantkit.model.device import check_device
 from quantkit.training.trained import TrainedNames
 
 # One sample to train on, and one that is held back.
@@ -38,7 +42,7 @@ class Refinement:
 
     options: RefineOptions
     plan: Conversion
-    quantized: InOutputTypes
+    quantized: CheckpointInOutputTypes
     reference: StoredCheckpoint
     names: TrainedNames
     settings: GptqSettings
@@ -67,7 +71,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
             path=reference.path,
             expected="floats",
         )
-    quantized = InOutputTypes(plan)
+    quantized = CheckpointInOutputTypes(plan)
     configs = []
     # Quantizers may untie the head from the embedding, and write scales in another float type.
     for checkpoint in (reference, quantized):
@@ -99,7 +103,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         length=options.length,
         seed=options.seed,
         activation_memory=options.activation_memory,
-        device=usable_device(options.device),
+        device=check_device(options.device),
     )
     if settings.samples < _MIN_SAMPLES:
         raise RequestError(

@@ -20,7 +20,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
 from quantkit.jobs.output.estimate import Estimate
-from quantkit.jobs.output.writer import NOT_CHECKED, source_hashes, writing
+from quantkit.jobs.output.writer import NOT_CHECKED, open_writer, start_source_hashes
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
@@ -32,7 +32,13 @@ from quantkit.jobs.refine.rewritten import (
     require_written,
 )
 from quantkit.jobs.refine.training import training_of
-from quantkit.quality.changed_tensors import REFINED, Change, changes, merge_changes, read_changes
+from quantkit.quality.changed_tensors import (
+    REFINED,
+    Change,
+    find_changes,
+    merge_changes,
+    read_changes,
+)
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.manifest_check import read_input_roundings
@@ -187,7 +193,7 @@ def _write_delta(
     """Write the changed tensors to the file of a delta."""
     source = planned.plan.work.source
     output = planned.options.output
-    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
     details = describe_refinement(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
     # No model is written: the gate measures the trained values in memory.
@@ -229,10 +235,10 @@ def _write_model(
     plan = planned.plan
     options = planned.options
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.to_record()})
-    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
     details = describe_refinement(planned, changed, state, drawn)
     records = records_of(planned, trained, changed)
-    with writing(
+    with open_writer(
         work, plan.dst, resume=options.resume, source_check=False, progress=progress
     ) as writer:
         result = put_all(writer, trained, records)
@@ -339,7 +345,10 @@ def describe_refinement(
     return {
         REFINED: {
             **planned.options.to_record(),
-            "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
+            "against": {
+                "format": reference.format,
+                "sha256": start_source_hashes(reference).result(),
+            },
             "calibration": drawn.to_json(),
             "held_back": f"1 of {HELD_BACK} samples",
             "curve": [asdict(evaluation) for evaluation in state.curve],

@@ -15,10 +15,10 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runn
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import GGUF
-from quantkit.jobs.convert.carried_codes import with_scales
+from quantkit.jobs.convert.carried_codes import convert_scales_exactly
 from quantkit.jobs.convert.conversion import Conversion, plan_conversion
 from quantkit.jobs.convert.options import ConvertOptions
-from quantkit.jobs.output.writer import Writer, content_hash, source_hashes
+from quantkit.jobs.output.writer import Writer, content_hash, start_source_hashes
 from quantkit.quality.changed_tensors import tensor_hash
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.transcoded import equal_as_numbers
@@ -29,7 +29,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 # A factor on scales, to try whether a format can represent other ones. MLX stores zero points as
 # offsets, which a float type may not represent exactly for other scales.
-_TRIED = 1.001
+_TRIAL_FACTOR = 1.001
 # Entries of a manifest on the quantization, which remain true after refining.
 _CARRIED = (
     "model",
@@ -81,7 +81,7 @@ def plan_rewriting(
     return plan
 
 
-class InOutputTypes(CheckpointView):
+class CheckpointInOutputTypes(CheckpointView):
     """A quantized model whose scales have the types in which they are written."""
 
     def __init__(self, plan: Conversion) -> None:
@@ -98,7 +98,7 @@ class InOutputTypes(CheckpointView):
         dtype = self._types.get(name)
         if isinstance(value, QuantTensor) and dtype is not None:
             # None: the type cannot represent these scales exactly.
-            return with_scales(value, dtype) or value
+            return convert_scales_exactly(value, dtype) or value
         return value
 
 
@@ -117,7 +117,7 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
             continue
         tried_schemes.add(value.scheme)
         codec = codes.codec(value.scheme)
-        scale = (value.scale.float() * _TRIED).to(value.scale.dtype)
+        scale = (value.scale.float() * _TRIAL_FACTOR).to(value.scale.dtype)
         if isinstance(codec, Reason):
             encoded = codec
         else:
@@ -199,7 +199,7 @@ def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
     Raises:
         CheckpointError: if one cannot be read.
     """
-    hashes = source_hashes(source).result()
+    hashes = start_source_hashes(source).result()
     if not source.path.is_dir():
         numbered_hashes: dict[str, str] = {}
         for number, (_, digest) in enumerate(sorted(hashes.items())):

@@ -15,7 +15,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NoImprovementError
 from quantkit.formats import manifest
-from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, partial_folder
+from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, name_partial_folder
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.plan import Refinement
@@ -61,7 +61,7 @@ def training_of(
     memory = planned.settings.memory_bytes
     rank = mesh.world.rank
     # A quarter of the memory for targets and for offsets, and a half for codes.
-    scratch_folder = partial_folder(folder)
+    scratch_folder = name_partial_folder(folder)
     targets = ActivationStore(scratch_folder / f"{SCRATCH}-targets-{rank}", memory // 4)
     offsets = ActivationStore(scratch_folder / f"{SCRATCH}-offsets-{rank}", memory // 4)
     try:
@@ -80,7 +80,7 @@ def training_of(
             saved.restore()
         training.share_state(mesh.world)
         if saved is None:
-            state = training.run(evaluated=_nothing, stepped=_nothing, progress=progress)
+            state = training.run(evaluated=_do_nothing, stepped=_do_nothing, progress=progress)
         else:
             state = training.run(
                 evaluated=saved.save_after_evaluation,
@@ -89,7 +89,7 @@ def training_of(
             )
         useful = _is_better(state)
         if not useful:
-            raise _not_better(state, planned.quantized.path)
+            raise _build_no_improvement_error(state, planned.quantized.path)
         # The model has the values after the last step; the best ones are on disk.
         if saved is not None:
             saved.restore_best()
@@ -123,12 +123,14 @@ def _engine(
     # Importing torchax changes torch.
     from quantkit.xla.training import engine as xla
 
-    devices = xla.mesh_of(planned.options.mesh_shape)
-    samples.compute_targets(xla.float_states(planned.reference, devices, samples.batch), progress)
+    devices = xla.make_mesh(planned.options.mesh_shape)
+    samples.compute_targets(
+        xla.make_hidden_function(planned.reference, devices, samples.batch), progress
+    )
     return xla.OnDevices(model, planned.quantized, planned.reference, samples, schedule, devices)
 
 
-def _nothing(state: State) -> None:
+def _do_nothing(state: State) -> None:
     """Do nothing: only rank 0 saves the state."""
 
 
@@ -137,7 +139,7 @@ def _is_better(state: State) -> bool:
     return state.best.step > 0 and state.best.held_back < state.curve[0].held_back
 
 
-def _not_better(state: State, path: Path) -> NoImprovementError:
+def _build_no_improvement_error(state: State, path: Path) -> NoImprovementError:
     """Build the error for a training without a step of lower KL."""
     start = state.curve[0].held_back
     lowest = min((evaluation.held_back for evaluation in state.curve[1:]), default=math.nan)

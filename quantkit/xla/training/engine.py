@@ -29,7 +29,7 @@ from quantkit.xla.training.program import (
     hidden_program,
 )
 from quantkit.xla.training.state import fetch, put, rates, select_trained_leaves
-from quantkit.xla.weights import found_devices
+from quantkit.xla.weights import find_devices
 
 
 class OnDevices:
@@ -112,17 +112,17 @@ class OnDevices:
         return tokens, jax.device_put(targets, self._mesh.sharding(spec, targets.shape))
 
 
-def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh:
+def make_mesh(shape: tuple[int, int] | None) -> DeviceMesh:
     """Make a mesh of the devices that JAX finds; without a shape, all of them share the model.
 
     Raises:
         RequestError: if there are fewer devices.
     """
-    devices = found_devices()
+    devices = find_devices()
     return DeviceMesh.of(devices, shape or (1, len(devices)))
 
 
-def float_states(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
+def make_hidden_function(reference: Checkpoint, mesh: DeviceMesh, batch: int) -> Hidden:
     """Return a function that runs a float model on the devices, on a batch of samples at a time.
 
     Raises:

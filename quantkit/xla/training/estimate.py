@@ -20,7 +20,7 @@ from quantkit.calibration.estimate import forward_flops
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.training.trained import TrainedNames
-from quantkit.xla.hlo import Collective, exchanges
+from quantkit.xla.hlo import Collective, count_exchanges
 from quantkit.xla.slices import Slice, compile_for_target, gib, make_memory_error
 from quantkit.xla.training.arrays import abstract_arrays
 from quantkit.xla.training.model import EMBEDDING, MeshDecoder
@@ -166,7 +166,7 @@ def estimate_training(
         RequestError: for an unknown slice, or if the model fits no mesh, with the figures.
     """
     slice_ = Slice.parse(target)
-    shapes = list(meshes) or _shapes(slice_.chips)
+    shapes = list(meshes) or _list_default_meshes(slice_.chips)
     if batch is None:
         # All meshes get the same batch, so that their times can be compared.
         batch = max(least, slice_.count * max(data for data, _ in shapes))
@@ -202,7 +202,7 @@ def estimate_training(
     )
 
 
-def step_of(
+def lower_step(
     checkpoint: Checkpoint,
     mesh: DeviceMesh,
     names: TrainedNames,
@@ -233,10 +233,10 @@ def step_of(
     return programs.step.lower(arrays, abstract_trained(trained, mesh), tokens, targets, pace)
 
 
-def by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
+def sum_exchanges_by_axis(program: str, mesh: DeviceMesh) -> list[Exchange]:
     """Sum the data that devices exchange in a compiled program by kind and axis, largest first."""
     counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for collective, times in exchanges(program).items():
+    for collective, times in count_exchanges(program).items():
         total = counts[collective.kind, find_collective_axes(collective, mesh)]
         total[0] += times
         total[1] += times * collective.bytes
@@ -254,7 +254,7 @@ def _estimate(
     batch: int,
     length: int,
 ) -> MeshEstimate:
-    lowered = step_of(checkpoint, mesh, names, batch=batch, length=length, dtype=jnp.bfloat16)
+    lowered = lower_step(checkpoint, mesh, names, batch=batch, length=length, dtype=jnp.bfloat16)
     compiled = compile_for_target(slice_.name, lowered, "a step of training")
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
@@ -264,7 +264,7 @@ def _estimate(
     total = arguments + temporaries + outputs + memory.generated_code_size_in_bytes
     if total > slice_.chip.memory:
         raise make_memory_error(slice_.name, f"{gib(total)} a chip", gib(slice_.chip.memory))
-    totals = by_axis(compiled.as_text(), mesh)
+    totals = sum_exchanges_by_axis(compiled.as_text(), mesh)
     sent_bytes = 0.0
     for exchange in totals:
         sent_bytes += _TRAFFIC.get(exchange.kind, 1.0) * exchange.bytes
@@ -294,7 +294,7 @@ def _flops(config: ModelConfig, batch: int, length: int, passes: int) -> float:
     return float(passes * (forward_flops(config, batch * length) + attention))
 
 
-def _shapes(chips: int) -> list[tuple[int, int]]:
+def _list_default_meshes(chips: int) -> list[tuple[int, int]]:
     """List the default meshes: one dimension, which divides only samples, and the squarest mesh of
     two dimensions.
     """

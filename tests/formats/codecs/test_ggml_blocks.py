@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GgmlType
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.codecs.ggml import (
     BLOCK_TYPES,
     CODED_TYPES,
@@ -220,10 +220,10 @@ def test_schemes_of_other_scales_are_refused() -> None:
     names = {method.name for method in METHODS.values() if method.schemes}
     assert len(names) > 3
     for name in names:
-        found = codec_of(METHODS[name], QuantScheme.parse("q4_k"))
+        found = choose_codec(METHODS[name], QuantScheme.parse("q4_k"))
         assert isinstance(found, Reason), name
         assert "GGUF" in found.problem
     for scheme in GGUF_SCHEMES.values():
-        assert not isinstance(codec_of(GgmlBlocks(), scheme), Reason)
+        assert not isinstance(choose_codec(GgmlBlocks(), scheme), Reason)
     assert isinstance(CODED_TYPES[GgmlType.Q4_K].encode(weight(QuantScheme(4, 32), 2, 256)), Reason)
     assert isinstance(Q4_0.encode(in_blocks(CODED_TYPES[GgmlType.Q4_K])), Reason)

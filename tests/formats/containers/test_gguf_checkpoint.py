@@ -33,7 +33,7 @@ from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs import ggml
 from quantkit.formats.codecs.ggml import EXACT, NOT_READ
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.gguf.config import metadata_of
+from quantkit.formats.gguf.config import build_metadata
 from quantkit.formats.gguf.container import GgufCheckpoint
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
@@ -91,7 +91,7 @@ def _made(
     source, tensors = _source(json.dumps([kind, changes]))
     folder.mkdir(exist_ok=True)
     return source, gguf_files.write(
-        folder / "model.gguf", metadata_of(source.config) | _ENDS, tensors, types
+        folder / "model.gguf", build_metadata(source.config) | _ENDS, tensors, types
     )
 
 
@@ -126,7 +126,7 @@ def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_pa
     """
     family, changes = CASES[case]
     source, tensors = _source(json.dumps([family, changes]))
-    metadata = metadata_of(source.config) | _ENDS
+    metadata = build_metadata(source.config) | _ENDS
     apart = {**tensors}
     merged = {**tensors}
     for layer in range(source.config.num_layers):
@@ -153,12 +153,12 @@ def test_end_tokens_of_keys_that_were_changed_later_count(tmp_path: Path) -> Non
     source, tensors = _source(json.dumps(["llama", {}]))
     keys = {"quantkit.eos_token_ids": [2, 9], "tokenizer.ggml.eos_token_id": 2}
     written = gguf_files.write(
-        tmp_path / "written.gguf", metadata_of(source.config) | _ENDS | keys, tensors
+        tmp_path / "written.gguf", build_metadata(source.config) | _ENDS | keys, tensors
     )
     assert _opened(written).config.eos_token_ids == (2, 9)
     keys["tokenizer.ggml.eos_token_id"] = 5
     changed = gguf_files.write(
-        tmp_path / "changed.gguf", metadata_of(source.config) | _ENDS | keys, tensors
+        tmp_path / "changed.gguf", build_metadata(source.config) | _ENDS | keys, tensors
     )
     assert _opened(changed).config.eos_token_ids == (5,)
 
@@ -196,7 +196,7 @@ def test_a_type_means_what_gguf_says(
     blocks = np.random.default_rng(0).integers(0, 256, (256, kind.row_bytes(256)), np.uint8)
     path = tmp_path / "model.gguf"
     written = {"blk.0.ffn_up.weight": (blocks, Ggml[kind])}
-    gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors, blocks=written)
+    gguf_files.write(path, build_metadata(source.config) | _ENDS, tensors, blocks=written)
     found, name = _opened(path), "model.layers.0.mlp.up_proj.weight"
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(blocks, Ggml[kind]))
@@ -310,12 +310,12 @@ def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
     source, path = _made(tmp_path, "olmo2", tie_word_embeddings=True)
     tensors = dict(_source(json.dumps(["olmo2", {"tie_word_embeddings": True}]))[1])
     tensors["output.weight"] = tensors["token_embd.weight"]
-    found = _opened(gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors))
+    found = _opened(gguf_files.write(path, build_metadata(source.config) | _ENDS, tensors))
     assert found.config.tied_embeddings
     assert found.names() == source.names()
     tensors["output.weight"] = tensors["token_embd.weight"] * 2
     assert not _opened(
-        gguf_files.write(path, metadata_of(source.config) | _ENDS, tensors)
+        gguf_files.write(path, build_metadata(source.config) | _ENDS, tensors)
     ).config.tied_embeddings
 
 
@@ -390,7 +390,7 @@ def test_a_folder_of_one_model_is_that_model(tmp_path: Path) -> None:
 
 def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
     source, path = _made(tmp_path, "llama")
-    tensors, metadata = _source(json.dumps(["llama", {}]))[1], metadata_of(source.config) | _ENDS
+    tensors, metadata = _source(json.dumps(["llama", {}]))[1], build_metadata(source.config) | _ENDS
 
     def written(change: Mapping[str, Any], drop: str = "", **options: Any) -> Path:
         kept = {name: values for name, values in {**tensors, **change}.items() if name != drop}
@@ -420,7 +420,7 @@ def test_a_config_says_whether_there_is_a_padding_token(stated: int | None, tmp_
     source, tensors = _source(json.dumps(["phi3", {"vocab_size": _ROWS}]))
     ids = {} if stated is None else {"tokenizer.ggml.padding_token_id": stated}
     path = gguf_files.write(
-        tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER | ids, tensors
+        tmp_path / "a.gguf", build_metadata(source.config) | _ENDS | _TOKENIZER | ids, tensors
     )
     quantkit.convert(path, tmp_path / "model", to="hf", source_check=False)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pad_token_id"] == stated
@@ -441,7 +441,7 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     (folder := tmp_path / "model").mkdir()
     source = HF.open(oracle.save(model, folder), "safetensors")
     tensors = gguf_files.tensors_of(model)
-    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS, tensors)
+    path = gguf_files.write(tmp_path / "a.gguf", build_metadata(source.config) | _ENDS, tensors)
     found = require_exact(source, _opened(path))
     assert found.norms == (1 if weight else 0)
     assert ("1 norms rounded" in found.line()) == bool(weight)
@@ -498,7 +498,7 @@ def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path
     source = HF.open(oracle.save(model, folder), "safetensors")
     tensors = gguf_files.tensors_of(model)
     tensors["output_norm.weight"][3] += 2**-20
-    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS, tensors)
+    path = gguf_files.write(tmp_path / "a.gguf", build_metadata(source.config) | _ENDS, tensors)
     with pytest.raises(QuantkitError, match=r"'model\.norm\.weight' is not what the source holds"):
         require_exact(source, _opened(path))
     report = quantkit.verify(folder, path)
@@ -508,7 +508,7 @@ def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path
 
 def test_windows_that_llama_cpp_does_not_know_are_reported(tmp_path: Path) -> None:
     source, tensors = _source(json.dumps(["mistral", {"vocab_size": _ROWS, "sliding_window": 7}]))
-    metadata = metadata_of(source.config) | _ENDS | _TOKENIZER
+    metadata = build_metadata(source.config) | _ENDS | _TOKENIZER
     assert _opened(gguf_files.write(tmp_path / "a.gguf", metadata, tensors)).notes == []
     del metadata["quantkit.model_type"]
     (note,) = _opened(gguf_files.write(tmp_path / "b.gguf", metadata, tensors)).notes
@@ -519,7 +519,7 @@ def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
     types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0}
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS}]))
     path = gguf_files.write(
-        tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER, tensors, types
+        tmp_path / "a.gguf", build_metadata(source.config) | _ENDS | _TOKENIZER, tensors, types
     )
     found = open_checkpoint(path)
     assert schemes(found).keys() == {"model.layers.0.mlp.up_proj"}
@@ -533,7 +533,7 @@ def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_i
 ) -> None:
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS, "num_hidden_layers": 1}]))
     metadata, types = (
-        metadata_of(source.config) | _ENDS | _TOKENIZER,
+        build_metadata(source.config) | _ENDS | _TOKENIZER,
         {"token_embd.weight": Ggml.Q8_0},
     )
     path = gguf_files.write(tmp_path / "model.gguf", metadata, tensors, types)

@@ -30,11 +30,11 @@ from quantkit.formats.output.journal import NAME
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import writer as outputs
 from quantkit.jobs.output.target import SHARD_BYTES
-from quantkit.jobs.output.writer import Work, writing
+from quantkit.jobs.output.writer import Work, open_writer
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import prepare, tensor_blocks
 from quantkit.jobs.quantize.scheme_map import SchemeMap
-from quantkit.model.column_kernels import column_kernels
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
@@ -117,7 +117,7 @@ def quantized(source: HFCheckpoint, dst: Path, recipe: Recipe, *, resume: bool =
     output = Output(source, source.config, tensors, SHARD_BYTES)
     encoder, quantizer = HF.encoder(output), RtnQuantizer(source, allow_nonfinite=False)
     work = Work("quantize", source, encoder, HF.side_files(output), {})
-    with writing(work, dst, resume=resume, source_check=False, progress=silent) as writer:
+    with open_writer(work, dst, resume=resume, source_check=False, progress=silent) as writer:
         with quantizer.running(blocks, writer.existing_tensors):
             for block in blocks:
                 for name, tensor, record in quantizer.solve(block):
@@ -174,7 +174,7 @@ def test_quantized_modules_have_the_names_on_disk(
             assert torch.equal(value, original), name
         else:
             assert same(
-                value, round_to_nearest(original, scheme, torch.float32, column_kernels)[0]
+                value, round_to_nearest(original, scheme, torch.float32, select_column_kernels)[0]
             ), name
     settings = json.loads((made / "config.json").read_text())[SETTINGS]
     routers = {"mixtral": ["block_sparse_moe.gate"], "gpt-oss": ["mlp.router"]}.get(case, [])

@@ -27,7 +27,7 @@ from quantkit.formats.output import placed_files
 from quantkit.formats.output.destination import manifest_path, place_output
 from quantkit.formats.output.placed_files import PlacedFiles
 from quantkit.formats.output.staging import require_finished, require_name
-from quantkit.jobs.output.writer import Work, writing
+from quantkit.jobs.output.writer import Work, open_writer
 from quantkit.quality.manifest_check import verify_model
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
@@ -95,7 +95,7 @@ def make(
         before: called before the files get their names.
     """
     work = Work("convert", open_checkpoint(DEMO_MODEL), Bytes(names), {}, {})
-    with writing(work, dst, resume=resume, source_check=False, progress=silent) as writer:
+    with open_writer(work, dst, resume=resume, source_check=False, progress=silent) as writer:
         for index in range(writer.done, COUNT):
             writer.put(f"tensor {index}", torch.full((8,), float(index)))
         writer.finish()
