@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.hints import spell
+from quantkit.cli.hints import spell, spell_option
 from quantkit.cli.options import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import mention, note, table_width
 from quantkit.cli.processes import join_group, require_models
@@ -123,7 +123,11 @@ def doctor(data: str | None, **params: Any) -> None:
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
         diagnosis = diagnose(**params, progress=progress)
-    outputs.write(diagnosis.to_json(), show=lambda: outputs.say(diagnosis.lines(table_width())))
+
+    def show() -> None:
+        outputs.say(diagnosis.lines(table_width(), spell_option))
+
+    outputs.write(diagnosis.to_json(), show=show)
     if diagnosis.is_broken:
         sys.exit(BROKEN)
 

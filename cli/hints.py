@@ -42,7 +42,8 @@ def spell(text: str) -> str:
     """
     if isinstance(text, Message):
         text = text.render(spell_option)
-    if strict and _command is not None:
+    # JSON has the notes of results as Python spells them.
+    if strict and _command is not None and not text.startswith("{"):
         for name in _BACKQUOTED.findall(text):
             if _find_parameter(_command, name) is not None:
                 raise UnknownOptionError(f"{_command.name}: `{name}` is no `Option`: {text}")
@@ -57,11 +58,13 @@ def spell_option(option: Option) -> str:
     """
     # An option of another command is not looked up in the running one.
     if option.job is not None:
-        return f"{_spell(option)} of quantkit {option.job}"
+        spelled = _spell(option)
+        return f"{spelled} of quantkit {option.job}" if option.job else spelled
     if _command is None:
         return _spell(option)
     parameter = _find_parameter(_command, option.name)
-    if parameter is None and strict:
+    # Commands name the argument that is a path in their own ways.
+    if parameter is None and strict and option.name not in _POSITIONAL:
         raise UnknownOptionError(f"{_command.name} has no option for {option}")
     return _spell(option, is_argument=isinstance(parameter, click.Argument))
 

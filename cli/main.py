@@ -189,4 +189,8 @@ class _Notes(logging.Handler):
             label = "warning"
         else:
             label = "note"
-        mention(f"quantkit: {label}: {spell(record.getMessage())}", err=True)
+        text = record.getMessage()
+        # Formatting a `Message` into a string would lose its options.
+        if record.msg == "%s" and isinstance(record.args, tuple) and len(record.args) == 1:
+            text = str(record.args[0]) if not isinstance(record.args[0], str) else record.args[0]
+        mention(f"quantkit: {label}: {spell(text)}", err=True)

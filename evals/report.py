@@ -44,7 +44,7 @@ _KEYS = {
 
 def render_markdown(evaluation: EvaluationData) -> str:
     """Write the whole report."""
-    lines = ["# EvaluationData", ""]
+    lines = ["# Evaluation", ""]
     lines += render(build_tables(evaluation), "markdown")
     lines += ["", "## How it was measured", ""]
     for line in method(evaluation):

@@ -307,3 +307,13 @@ def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
         " & set(sys.modules)\nassert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_no_test_file_imports_from_another() -> None:
+    """Each can be run, moved and changed alone; what several share is in tests/support."""
+    importing = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in _imports(ast.parse(path.read_text(), str(path))):
+            if name.split(".")[-1].startswith("test_") or name.startswith("test_"):
+                importing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert importing == []

@@ -15,7 +15,8 @@ class Option:
         name: the name of the Python argument, such as ``activation_memory``.
         value: the value to give it; None refers to the option without a value.
         metavar: a placeholder for a value that the reader has to choose, such as ``FILE``.
-        job: the job that has the option, if it is another one than the job that is running.
+        job: the job that has the option, if it is another one than the job that is running; empty
+            if the text around the option says which it is.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Option:
             text = f'`{self.name}="{self.value}"`'
         elif self.value is not None:
             text = f"`{self.name}={self.value}`"
-        if self.job is None:
+        if not self.job:
             return text
         return f"{text} of {self.job}"
 

@@ -278,7 +278,7 @@ class _Checks:
         """List what was not read, and what to do to have it read."""
         view = self.view
         if self.deep:
-            result = self._unread
+            result = list(self._unread)
         else:
             result = [
                 Message(

@@ -8,11 +8,12 @@ import functools
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
+from quantkit.base.messages import Option, join_messages
 from quantkit.errors import QuantkitError
 from quantkit.formats.codecs.codec import Runtime as Runtime
 
@@ -177,8 +178,13 @@ class Diagnosis:
             "layers": [vars(layer) for layer in self.layers],
         }
 
-    def lines(self, width: int = _WIDTH) -> list[str]:
-        """Format a table for people: one entry for each rule that found something."""
+    def lines(self, width: int = _WIDTH, spell: Callable[[Option], str] = str) -> list[str]:
+        """Format a table for people: one entry for each rule that found something.
+
+        Args:
+            width: characters in a line.
+            spell: spells the options that the text names; as Python does by default.
+        """
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.rule.name, []).append(finding)
@@ -206,7 +212,9 @@ class Diagnosis:
         if self.looked_at:
             lines += _wrap(f"looked at: {'; '.join(self.looked_at)}", "", width)
         if self.left_out:
-            lines += _wrap(f"not looked at: {'; '.join(self.left_out)}", "", width)
+            # Options are spelled before the line is broken: a broken `Message` would lose them.
+            left_out = join_messages("; ", self.left_out).render(spell)
+            lines += _wrap(f"not looked at: {left_out}", "", width)
         # Names of tensors and files come from anybody's model: control characters in them would
         # reach the terminal.
         return [_escape_unprintable(line) for line in lines]

@@ -77,7 +77,7 @@ def locate_existing_model(path: str | Path) -> Path:
         hints = [
             Message(
                 f"{partial} is not finished: add ",
-                Option("resume", value=True),
+                Option("resume", value=True, job=""),
                 " to the command that began it",
             )
         ]

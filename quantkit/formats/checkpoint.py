@@ -241,7 +241,9 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
 
 def make_lora_adapter_error(path: Path, found: str) -> UnsupportedError:
     """Build the error for an adapter that was given instead of a model."""
-    hint = Message("merge it into its base with ", Option("lora", job="convert"), " or quantize")
+    hint = Message(
+        "merge it into its base with ", Option("lora", job=""), " of convert or quantize"
+    )
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 

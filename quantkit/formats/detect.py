@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.base.arguments import as_path, as_string
-from quantkit.base.messages import Message, Option
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, locate_existing_model, locate_model
 from quantkit.files.source import SourceFile
@@ -215,7 +215,7 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
             "holds two sets of weights",
             path=folder,
             found=" and ".join(descriptions),
-            hint="pick one with " + " or ".join(options),
+            hint=Message("pick one with ", join_messages(" or ", options)),
         )
     return (indexed or eligible)[0]
 

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.text_part import text_family
 from quantkit.base.arguments import as_path, require_flags
+from quantkit.base.messages import Message
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import StoredCheckpoint, weight_size
@@ -151,7 +152,7 @@ class Inspection:
             for line in self.positions.lines():
                 lines.append(f"  {line}")
         for note in self.notes:
-            lines.append(f"  note: {note}")
+            lines.append(Message("  note: ", note))
         return lines
 
 

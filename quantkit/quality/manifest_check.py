@@ -346,7 +346,7 @@ def _build_failure(
     if problem:
         message += f": {problem}"
     if value.get("accepted"):
-        hint: str = Message("it was kept with ", Option("accept_quality_loss", value=True))
+        hint: str = Message("it was kept with ", Option("accept_quality_loss", value=True, job=""))
     else:
         hint = "make it again"
     return QualityError(message, path=model, found=measured, expected=allowed, hint=hint)

@@ -399,7 +399,7 @@ def template_chat(
             path=model_path,
             hint="use a prompt with a base model",
             expected=Message(
-                Option("template", value=" or ".join(META_FORMATS)), " for an instruct model"
+                Option("template", metavar=" or ".join(META_FORMATS)), " for an instruct model"
             ),
         )
     # Both are chosen here, so that an error in either is raised before the first conversation.

@@ -22,6 +22,7 @@ from command import PROGRESS, Capture, run, without_progress
 from paths import ROOT
 
 import quantkit
+from quantkit.base.messages import Message, Option
 from quantkit.cli import entry
 from quantkit.cli.main import main
 from quantkit.errors import (
@@ -166,8 +167,8 @@ def test_only_what_quantkit_says_is_put_in_the_command_lines_spelling(
 ) -> None:
     raising(RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
     assert "contains either `inf`, `nan` or element" in run(capfd, "inspect", "somewhere")[2]
-    raising(QuantkitError("is there", hint="give `overwrite=True`"))
-    assert run(capfd, "inspect", "somewhere")[2].endswith("give --overwrite\n")
+    raising(QuantkitError("is there", hint=Message("give ", Option("weights", value="meta"))))
+    assert run(capfd, "inspect", "somewhere")[2].endswith("give --weights meta\n")
 
 
 @pytest.mark.parametrize(

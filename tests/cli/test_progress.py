@@ -19,6 +19,7 @@ from partial import interrupted
 from terminal import on_terminal, screen
 
 import quantkit
+from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.cli.job_steps import JobSteps
 from quantkit.cli.output import note
@@ -268,7 +269,11 @@ def test_what_is_printed_while_a_bar_is_shown_stands_on_lines_of_its_own(
     _show_log()
     with _display(clock) as progress:
         progress("quantize", 1, 24, "layers")
-        note("one of the `length` of a line, and `resume=True`")
+        note(
+            Message(
+                "one of the ", Option("length"), " of a line, and ", Option("resume", value=True)
+            )
+        )
         quantkit_log.info("another")
         lines = screen(terminal.getvalue())
         assert lines[:2] == [

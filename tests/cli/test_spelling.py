@@ -8,23 +8,42 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.cli.hints import spell
+from quantkit.base.messages import Message, Option
+from quantkit.cli import hints
+from quantkit.cli.commands import quantize
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("message", "expected"),
     [
-        ("add `resume=True` to go on", "add --resume to go on"),
-        ("`source_check=False` skips it", "--no-source-check skips it"),
-        ('pick one with `weights="meta"`', "pick one with --weights meta"),
-        ("more `activation_memory`", "more --activation-memory"),
-        ("`calibration=FILE`", "--calibration FILE"),
-        ("`text_column` goes with `texts`", "--text-column goes with --text"),
+        (Message("add ", Option("resume", value=True), " to go on"), "add --resume to go on"),
+        (Message(Option("source_check", value=False), " skips it"), "--no-source-check skips it"),
+        (Message("pick ", Option("weights", value="meta")), "pick --weights meta"),
+        (Message("more ", Option("activation_memory")), "more --activation-memory"),
+        (Message(Option("calibration", metavar="FILE")), "--calibration FILE"),
+        (Message(Option("lora", job="convert")), "--lora of quantkit convert"),
+        (Message(Option("deep", value=True, job=""), " of doctor"), "--deep of doctor"),
         ("no such thing as `A B`", "no such thing as `A B`"),
     ],
 )
-def test_arguments_become_options(text: str, expected: str) -> None:
-    assert spell(text) == expected
+def test_the_command_spells_its_options(
+    message: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "_command", quantize)
+    assert hints.spell(message) == expected
+
+
+@pytest.mark.parametrize(
+    "message", [Message("give ", Option("deep", value=True)), "give `resume=True`"]
+)
+def test_options_of_other_commands_and_of_python_are_found(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "_command", quantize)
+    with pytest.raises(hints.UnknownOptionError):
+        hints.spell(message)
+    monkeypatch.setattr(hints, "strict", False)
+    assert hints.spell(message).startswith("give ")
 
 
 def test_the_library_speaks_no_command_line() -> None:

@@ -13,11 +13,15 @@ import pytest
 from command import Capture, run
 from terminal import on_terminal, screen
 
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.cli.main import quantkit
 from quantkit.cli.output import note, say, warn
 from quantkit.evals.table import Table, render
 
-LONG = "a note on `tensors_only=True` and some-hyphenated-words, " * 4
+LONG = join_messages(
+    "",
+    [Message("a note on ", Option("tensors_only", value=True), " and some-hyphenated-words, ")] * 4,
+)
 RED, YELLOW, RESET = "\x1b[31m\x1b[1m", "\x1b[33m", "\x1b[0m"
 
 

@@ -138,7 +138,9 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
 def test_one_thread_is_tried_where_the_weights_are_few(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.evals.bench.measure_rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
+    monkeypatch.setattr(
+        "quantkit.evals.bench.measure_rate", lambda *_: Rate(torch.get_num_threads(), 1, 2)
+    )
     monkeypatch.setattr(timing, "measure_bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     threads = torch.get_num_threads()

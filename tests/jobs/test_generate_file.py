@@ -762,12 +762,12 @@ def test_ctrl_c_says_what_is_kept(demo_model: Path, prompts: Path, tmp_path: Pat
         "import os, signal\n"
         "from quantkit.jobs.inference import generate_file\n"
         "from quantkit.cli.main import main\n"
-        "answers = generate_file._answers\n"
+        "answers = generate_file._continue_lines\n"
         "def stopped(*given):\n"
         "    for count, one in enumerate(answers(*given)):\n"
         "        if count == 1: os.kill(os.getpid(), signal.SIGINT)\n"
         "        yield one\n"
-        "generate_file._answers = stopped\n"
+        "generate_file._continue_lines = stopped\n"
         "main()\n"
     )
     done = forked.python(

@@ -79,8 +79,8 @@ def test_each_process_of_a_group_gets_the_result_of_the_first(
     demo_model: Path, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, quantkit\nfrom quantkit.cli.processes import together\nsrc, dst, text ="
-        " sys.argv[1:]\nwith together(device='cpu') as group:\n    made = quantkit.quantize(src,"
+        "import sys, quantkit\nfrom quantkit.cli.processes import join_group\nsrc, dst, text ="
+        " sys.argv[1:]\nwith join_group(device='cpu') as group:\n    made = quantkit.quantize(src,"
         " dst, 'int4-g64', method='gptq', calibration=text, samples=2, length=32,\n                "
         "             accept_quality_loss=True, group=group)\n    print(made.path,"
         " made.quality.texts[0].kl, made.seconds)\n"

@@ -74,7 +74,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proposals are as long as they may be, whatever they cost."""
     monkeypatch.setattr(
         speculative,
-        "lengths",
+        "choose_lengths",
         lambda chances, *others: {one: chance.limit for one, chance in chances.items()},
     )
 

@@ -111,7 +111,7 @@ class AwqLinear(GroupedCodec):
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, scales_dtype(raw))
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.group_size or 1
 
     def read(

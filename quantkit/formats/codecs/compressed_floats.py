@@ -113,7 +113,7 @@ class SmallFloats(GroupedCodec):
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self.list_stored_tensors(spec)
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.unit
 
     def read(

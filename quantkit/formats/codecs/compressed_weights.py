@@ -313,7 +313,7 @@ class PackQuantized(CompressedLinear):
     layout = PACKED_CODES
     code_type = DType.INT32
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         # Groups are whole words; without groups, columns can be read by words.
         return self.scheme.group_size or 32 // self.scheme.bits
 
@@ -362,7 +362,7 @@ class IntQuantized(CompressedLinear):
     layout = INT8
     code_type = DType.INT8
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         if spec.scheme is None:
             return 1
         return self.scheme.group_size or 1

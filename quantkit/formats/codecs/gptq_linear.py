@@ -116,7 +116,7 @@ class GptqLinear(GroupedCodec):
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, scales_dtype(raw), indexed=raw.find(G_IDX) is not None)
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         group_size = None if spec.scheme is None else spec.scheme.group_size
         # Groups are whole words; without groups, columns can be read by words.
         return group_size or 32 // self.bits

@@ -146,7 +146,7 @@ class Affine(GroupedCodec):
                 tensors.append(tensor)
         return tensors
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         scheme = spec.scheme
         group_size = self._layout(raw, spec.shape)[1]
         if scheme is not None:

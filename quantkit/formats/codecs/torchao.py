@@ -88,7 +88,7 @@ class Plain(GroupedCodec):
                 tensors.append(tensor)
         return tensors
 
-    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+    def columns_per_unit(self, raw: RawModule, spec: TensorSpec) -> int:
         weight = _Weight.of(raw, spec.shape)
         # One scale a row applies to any columns; two codes may share a byte.
         if weight.group_size == weight.columns:

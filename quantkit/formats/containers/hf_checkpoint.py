@@ -31,6 +31,7 @@ from quantkit.architectures.text_part import (
 )
 from quantkit.architectures.topology import parameters
 from quantkit.base.json_values import Settings, format_value, read_settings
+from quantkit.base.messages import Message
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -147,7 +148,7 @@ class HFCheckpoint:
         # A model that is known by its tensors only has tensors of any dtype, which are copied.
         if not tensors_only:
             for note in narrow_float64(tensors, self._stored, self._home, self._floats_as):
-                self.notes.append(f"{self.path}: {note}")
+                self.notes.append(Message(f"{self.path}: ", note))
         self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {}
         for name, tensor in tensors.items():
@@ -211,7 +212,7 @@ class HFCheckpoint:
             del self._stored[name]
             del self._files[name]
         note = f"the text part of {format_value(raw['model_type'])} is run, it takes no images"
-        self.notes.append(f"{self.path}: {note}")
+        self.notes.append(Message(f"{self.path}: ", note))
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def with_codes(self) -> HFCheckpoint:
@@ -455,7 +456,7 @@ class HFCheckpoint:
             self._stored, self._files, settings, self._floats_as
         )
         for note in notes:
-            self.notes.append(f"{self.path}: {note}")
+            self.notes.append(Message(f"{self.path}: ", note))
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
         """Refuse remains of a quantization, with settings in the config or elsewhere; see

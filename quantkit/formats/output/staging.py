@@ -357,11 +357,11 @@ def require_finished(model: Path, manifest: str) -> None:
     job = read_fingerprint(folder).get("job")
     job_words = f" of {job}" if job in _JOBS else ""
     problem = f"is not a model yet but what an unfinished run{job_words} left"
-    hint = Message("add ", Option("resume", value=True), " to the command that began it")
+    hint = Message("add ", Option("resume", value=True, job=""), " to the command that began it")
     if job == "quantize":
         hint += Message(
             ", and ",
-            Option("accept_quality_loss", value=True),
+            Option("accept_quality_loss", value=True, job=""),
             " if it ended with a failed check of quality",
         )
     raise CheckpointError(problem, path=folder, hint=hint)

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.architectures.topology import compute_sizes, input_groups, layer_kinds
 from quantkit.base.memory import available_bytes, resident_bytes, size_text, total_bytes
-from quantkit.base.messages import Message, Option
+from quantkit.base.messages import Message, Option, join_messages
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import inner_width
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
@@ -94,7 +94,7 @@ class Estimate:
         if self.resumed:
             duration = f"at most {duration}, as an interrupted run is continued"
         figures += [f"time {duration}", f"disk {self._disk()}"]
-        return "; ".join([f"this takes about {', '.join(figures)}", *self._hints()])
+        return join_messages("; ", [f"this takes about {', '.join(figures)}", *self._hints()])
 
     def lines(self) -> list[str]:
         """Write the report for people."""
@@ -123,7 +123,7 @@ class Estimate:
                     Option("source_check"),
                 )
             )
-        notes = [f"note: {note}" for note in self.notes]
+        notes = [Message("note: ", note) for note in self.notes]
         return [*out, *self._hints(), *notes]
 
     def _disk(self) -> str:

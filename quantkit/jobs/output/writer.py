@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
+from quantkit.base.messages import Message
 from quantkit.base.progress import Progress, in_phase
 from quantkit.errors import (
     CheckpointError,
@@ -220,7 +221,7 @@ class Writer:
             note = None
         if note is None:
             return []
-        return [f"{self._work.source.path}: {note}"]
+        return [Message(f"{self._work.source.path}: ", note)]
 
     def read_source(self, *, check: bool) -> None:
         """Hash the source in the background, and `check` it on a sample text; see
