@@ -80,7 +80,7 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
     return lines
 
 
-@click.command(cls=options.BareJson)
+@click.command(cls=options.Command)
 @click.argument("path", type=options.PATH)
 @options.weights
 @options.tensors_only
@@ -285,7 +285,6 @@ def convert(data: str | None, **params: Any) -> None:
         metavar="FILE",
         help="JSON with a default scheme and overrides.",
     ),
-    click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe."),
 )
 @section(OUTPUT, options.data)
 def quantize(data: str | None, **params: Any) -> None:
@@ -335,7 +334,7 @@ def list_input_files(params: dict[str, Any]) -> list[Any]:
     """List the files that `quantkit quantize` reads in addition to the model; None for options
     that are not given.
     """
-    return [params[name] for name in ("calibration", "recipe", "plan", "certify_text")]
+    return [params[name] for name in ("calibration", "recipe", "certify_text")]
 
 
 def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
@@ -360,12 +359,6 @@ def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
     from quantkit.tensors.recipe import Recipe
 
     path = params.pop("recipe")
-    old_path = params.pop("plan")
-    if old_path is not None:
-        note("--plan is called --recipe now; the old name goes with the next release")
-        if path is not None:
-            raise RequestError("--plan is the old name of --recipe; give one of them")
-        path = old_path
     sources = {
         "--scheme": params["scheme"],
         "--recipe": path,

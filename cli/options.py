@@ -21,7 +21,6 @@ from quantkit.base.json_values import format_value
 from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, find_option_fields
 from quantkit.base.processors import set_threads, validate_threads
 from quantkit.cli.hints import set_command, spell
-from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
 from quantkit.kernels import BACKENDS
@@ -290,13 +289,6 @@ def parse_memory(text: str) -> int:
 
     Raises `RequestError` otherwise.
     """
-    # A number without a unit is an amount in GB, the old spelling.
-    if _AMOUNT.fullmatch(text.strip()) and text.strip()[-1] in "0123456789.":
-        note(
-            f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next"
-            " release"
-        )
-        text += "G"
     return _parse_bytes(text, "amount of memory")
 
 
@@ -648,22 +640,3 @@ def _set_threads(context: click.Context, option: click.Parameter, count: int | N
 def plot(subject: str) -> Decorator:
     """Create the option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {subject}: a .png, .pdf or .svg file.")
-
-
-class BareJson(Command):
-    """Accepts ``--json`` without a path for ``--json -``, the old spelling."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--json" not in args:
-            return super().parse_args(ctx, args)
-        place = args.index("--json")
-        next_args = args[place + 1 : place + 2]
-        if next_args and (next_args == ["-"] or not next_args[0].startswith("-")):
-            try:
-                # click empties the list, which is needed again for the old spelling.
-                return super().parse_args(ctx, list(args))
-            except click.MissingParameter:
-                # The model's path was parsed as that of --json.
-                ctx.params.clear()
-        note("--json takes a path now, and - for stdout; without one it goes with the next release")
-        return super().parse_args(ctx, [*args[:place], "--json=-", *args[place + 1 :]])

@@ -45,7 +45,7 @@ def plan() -> None:
     """
 
 
-@plan.command("generate", cls=options.BareJson)
+@plan.command("generate", cls=options.Command)
 @click.argument("model", shell_complete=options.complete_files)
 @click.option(
     "--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ..."
@@ -189,4 +189,4 @@ for _name, _params, _planned, _more in (
     ("refine", _refine_params(), _plan_refine, _ABOUT_SLICES),
 ):
     _about = _ABOUT.format(_name) + _more
-    plan.add_command(options.BareJson(_name, params=_params, callback=_planned, help=_about))
+    plan.add_command(options.Command(_name, params=_params, callback=_planned, help=_about))

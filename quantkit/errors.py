@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from quantkit.base.messages import Message, Option
 
@@ -196,15 +195,3 @@ class GroupError(QuantkitError):
     """The processes of one job were started with different arguments, or one of them died."""
 
     exit_code = 9
-
-
-# The old name still works at run time; type checkers do not know it.
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name != "NotHeldError":
-            raise AttributeError(f"module 'quantkit.errors' has no attribute '{name}'")
-        warnings.warn(
-            "`NotHeldError` is now `NotRepresentableError`", DeprecationWarning, stacklevel=2
-        )
-        return NotRepresentableError

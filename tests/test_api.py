@@ -18,7 +18,6 @@ from paths import ROOT
 
 import quantkit
 from quantkit import errors
-from quantkit.distributed.group import SINGLE
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, TargetName, targets
@@ -82,13 +81,6 @@ def test_everything_is_there_and_torch_is_not_until_it_is_used() -> None:
     } <= set(names.split())
     assert set(found.split()) == {"True"}
     assert sorted(dir(quantkit)) == names.split()
-
-
-def test_old_names_still_work_and_say_so() -> None:
-    with pytest.warns(DeprecationWarning, match="is now `NotRepresentableError`"):
-        assert errors.NotHeldError is errors.NotRepresentableError
-    with pytest.warns(DeprecationWarning, match="is now `is_rank0`"):
-        assert SINGLE.first
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

@@ -11,7 +11,6 @@ import os
 import pickle
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,12 +70,6 @@ class ProcessGroup:
     def is_rank0(self) -> bool:
         """Return whether this process prints and writes for all."""
         return self.rank == 0
-
-    @property
-    def first(self) -> bool:
-        """Deprecated: use `is_rank0`."""
-        warnings.warn("`ProcessGroup.first` is now `is_rank0`", DeprecationWarning, stacklevel=2)
-        return self.is_rank0
 
     def share(self, count: int, rank: int | None = None) -> slice:
         """Compute the part of `count` items that is this process's, or that of process `rank`."""

@@ -30,8 +30,6 @@ from quantkit.version import __version__
 NAME = MANIFEST
 FORMAT_VERSION = 2
 _WAIT_SECONDS = 1.0
-_RENAMED = {"plan": "recipe", "tensors": "modules"}
-"""Keys of version 1, and what they are called since."""
 
 
 def build(
@@ -59,11 +57,10 @@ def build(
 
 
 def read(model: Path) -> dict[str, Any]:
-    """Read the manifest of a folder or a file, and translate the keys of older versions to those of
-    this one.
+    """Read the manifest of a folder or a file.
 
     Raises:
-        CheckpointError: if it is missing, not a manifest, or of a newer format.
+        CheckpointError: if it is missing, not a manifest, or of another format version.
     """
     path = manifest_path(model)
     manifest = read_json(path)
@@ -74,17 +71,13 @@ def read(model: Path) -> dict[str, Any]:
     version = manifest.get("format_version")
     if not isinstance(version, int) or not has_files:
         raise CheckpointError("is not a quantkit manifest", path=path)
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            "was written by a newer quantkit", path=path, found=version, expected=FORMAT_VERSION
-        )
-    if version == FORMAT_VERSION:
-        return dict(manifest)
-    # An old manifest still describes its folder, so only the names of keys are translated.
-    translated = {}
-    for key, value in manifest.items():
-        translated[_RENAMED.get(key, key)] = value
-    return translated
+    if version != FORMAT_VERSION:
+        if version > FORMAT_VERSION:
+            problem = "was written by a newer quantkit"
+        else:
+            problem = "has a format version that no release wrote"
+        raise CheckpointError(problem, path=path, found=version, expected=FORMAT_VERSION)
+    return dict(manifest)
 
 
 def models_in(folder: Path) -> list[Path]:

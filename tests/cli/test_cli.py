@@ -268,9 +268,7 @@ def test_a_quantization_that_makes_no_sense_exits_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
-    demo_model: Path, tmp_path: Path, capfd: Capture
-) -> None:
+def test_a_recipe_is_read(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.write_text(
         '{"default": "int8", "overrides": [{"pattern": "*.down_proj", "scheme": "int4-g32"}]}'
@@ -279,30 +277,11 @@ def test_a_recipe_is_read_and_its_old_option_works_with_a_note(
         capfd, "quantize", demo_model, tmp_path / "new", "--method", "rtn", "--recipe", recipe
     )
     assert (code, err) == (0, "")
-    code, _, err = run(
-        capfd, "quantize", demo_model, tmp_path / "old", "--method", "rtn", "--plan", recipe
-    )
-    assert (code, err) == (
-        0,
-        "quantkit: note: --plan is called --recipe now; the old name goes with the next release\n",
-    )
-    manifests = [(tmp_path / name / "quantkit.json").read_bytes() for name in ("new", "old")]
-    assert manifests[0] == manifests[1]
-    made = json.loads(manifests[0])
+    made = json.loads((tmp_path / "new" / "quantkit.json").read_text())
     assert made["format_version"] == 2
     assert made["recipe"] == json.loads(recipe.read_text())
     assert made["modules"]["model.layers.0.mlp.down_proj"]["scheme"] == "int4-g32"
     assert not {"plan", "tensors"} & set(made)
-
-
-def test_both_names_of_the_recipe_at_once_are_refused(
-    demo_model: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    code, _, err = run(
-        capfd, "quantize", demo_model, tmp_path / "out", "--plan", "a.json", "--recipe", "b.json"
-    )
-    assert code == 2
-    assert "--plan is the old name of --recipe" in err
 
 
 def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(

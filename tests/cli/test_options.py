@@ -175,16 +175,9 @@ def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Cap
     assert capfd.readouterr().err == ""
 
 
-def test_memory_without_a_unit_is_of_gigabytes_for_now(capfd: Capture) -> None:
-    assert parse_memory("4") == 4 * 10**9
-    err = capfd.readouterr().err
-    assert (
-        err == "quantkit: note: amounts of memory have units now: 4GB; without one it goes with the"
-        " next release\n"
-    )
-
-
-@pytest.mark.parametrize("spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9"])
+@pytest.mark.parametrize(
+    "spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9", "4"]
+)
 def test_what_is_no_memory_is_refused(spelled: str) -> None:
     with pytest.raises(RequestError, match=r"no amount of memory \(found .*4GB, 512MB or 2GiB"):
         parse_memory(spelled)

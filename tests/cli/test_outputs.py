@@ -176,53 +176,6 @@ def test_verify_of_one_folder_writes_what_it_found(
     }
 
 
-# Old spellings
-
-
-@pytest.mark.parametrize("place", ["last", "first", "before an option"])
-def test_json_without_a_path_is_stdout_with_a_note(
-    place: str, demo_model: Path, capfd: Capture
-) -> None:
-    arguments: list[str | Path] = {
-        "last": ["inspect", demo_model, "--json"],
-        "first": ["inspect", "--json", demo_model],
-        "before an option": ["inspect", "--json", "--weights", "meta", demo_model],
-    }[place]
-    code, out, err = run(capfd, *arguments)
-    assert code == 0
-    assert json.loads(out)["parameters"] > 0
-    assert (
-        err.splitlines()[0]
-        == "quantkit: note: --json takes a path now, and - for stdout; without one it goes with the"
-        " next release"
-    )
-
-
-def test_plan_takes_json_without_a_path_too(
-    demo_model: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    for arguments in (
-        ["convert", demo_model, tmp_path / "out", "--json"],
-        ["convert", "--json", demo_model, "out"],
-    ):
-        code, out, err = run(capfd, "plan", *arguments)
-        assert code == 0
-        assert json.loads(out)["disk_bytes"] > 0
-        assert "--json takes a path now" in err
-
-
-def test_json_with_a_path_has_no_note(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    for arguments in (
-        ["--json", tmp_path / "a", demo_model],
-        [demo_model, f"--json={tmp_path / 'a'}"],
-    ):
-        code, _, err = run(capfd, "inspect", *arguments)
-        assert (code, err) == (0, "")
-        assert json.loads((tmp_path / "a").read_text())
-    assert run(capfd, "inspect", "--json", tmp_path / "b")[0] == 2  # as it is taken for the model
-    assert not (tmp_path / "b").exists()
-
-
 # What is refused
 
 
