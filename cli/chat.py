@@ -57,7 +57,9 @@ _REMOTE = ("api_key", "model")
         help="Chat with a server of OpenAI's API, such as http://HOST:PORT/v1.",
     ),
     options.api_key("Key that the server requires."),
-    click.option("--model", metavar="NAME", help="Model of the server. Default: its only one."),
+    click.option(
+        "--model", metavar="NAME", help="Name of the model on the server. Default: its only model."
+    ),
 )
 @section(
     "Conversation",
@@ -74,7 +76,10 @@ _REMOTE = ("api_key", "model")
     click.option(
         "--context",
         type=int,
-        help="Tokens of the conversation to keep. Default: the model's context, at most 8192.",
+        help=(
+            "Maximum number of tokens in the conversation. Default: the model's context, at most"
+            " 8192."
+        ),
     ),
 )
 @section("Sampling", options.sampling(1024, " in an answer"))
@@ -105,9 +110,9 @@ def chat(url: str | None, api_key: str | None, model: str | None, **params: Any)
 
     if (url is None) == (params["path"] is None):
         if url:
-            problem = "PATH and --url exclude each other"
+            problem = "PATH and --url are mutually exclusive"
         else:
-            problem = "give PATH, or --url for a server"
+            problem = "neither PATH nor --url is given"
         raise RequestError(problem)
     if url is not None:
         _require_unused(_LOCAL, "PATH")
@@ -141,14 +146,14 @@ def _is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def _require_unused(names: Collection[str], goes_with: str) -> None:
+def _require_unused(names: Collection[str], required: str) -> None:
     """Raise a `RequestError` for an option on the command line that only makes sense with
     another one.
     """
     for option in click.get_current_context().command.params:
         if option.name in names and _is_given(option.name):
             spelling = "/".join((*option.opts, *option.secondary_opts))
-            raise RequestError(f"{spelling} goes with {goes_with}")
+            raise RequestError(f"{spelling} requires {required}")
 
 
 def _talk_to_server(
@@ -156,7 +161,7 @@ def _talk_to_server(
 ) -> None:
     """Chat with the model of a server."""
     if not is_single_process():
-        raise RequestError("--url goes with one process, not with torchrun")
+        raise RequestError("--url cannot be used under torchrun")
     require_stdout()
     request: dict[str, Any] = dict(options.validate_sampling_options(params))
     # The option's default is for local models. Without the option, the server's maximum applies.

@@ -151,7 +151,7 @@ def verify(
     quantized model, measured again, with those in the manifest.
     """
     if strict and b is None:
-        raise RequestError("--strict goes with two models")
+        raise RequestError("--strict requires two models")
     require_models(a, b)
     outputs = Outputs(data)
 
@@ -368,15 +368,16 @@ def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
     chosen = [name for name, value in sources.items() if value is not None]
     if not chosen:
         raise RequestError(
-            f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE"
+            f"no scheme is given: use --scheme {SPELLINGS}, --target-bits, --max-size or"
+            " --recipe FILE"
         )
     if len(chosen) > 1:
         has_size = params["target_bits"] is not None or params["max_size"] is not None
         if has_size:
             hint = "a size chooses the schemes"
         else:
-            hint = "a recipe's default is its scheme"
-        raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
+            hint = "a recipe has its own default scheme"
+        raise RequestError(f"{' and '.join(chosen)} are mutually exclusive", hint=hint)
     if path is None:
         scheme = params["scheme"]
         # The job takes the name of a mix, which is not the name of one scheme.
@@ -385,7 +386,8 @@ def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "scheme": scheme}
     if params["head"] is not None:
         raise RequestError(
-            "--head does not go with --recipe", hint="a recipe names lm_head among its overrides"
+            "--head cannot be combined with --recipe",
+            hint="add an override for lm_head to the recipe",
         )
     return {**params, "scheme": Recipe.from_json(path)}
 

@@ -110,8 +110,8 @@ def _answer_lines(session: Answerer, group: Group) -> None:
                     return
                 continue
             note(
-                f"{name} is not a command, so the line is a question; //{name[1:]} makes that"
-                " explicit"
+                f"{name} is not a command, so the line is sent as a question; //{name[1:]}"
+                " makes that explicit"
             )
         for piece in session.ask(_unescape_question(line)):
             raise_if_interrupted()
@@ -290,7 +290,7 @@ def _run_command(session: Answerer, name: str, text: str) -> str:
         return "There is no system prompt."
     if name not in (*_COMMANDS, *_LEAVE):
         raise RequestError(
-            "no such command",
+            "unknown command",
             found=name,
             expected=", ".join(_COMMANDS),
             hint=f"/{name} begins a question with {name}",

@@ -63,15 +63,18 @@ class Outputs:
         self._plot = plot
         if self._data is not None and self._data.is_dir():
             raise DestinationError(
-                "is a folder; --json takes the path of a file, or - for stdout", path=data
+                "is a folder; --json requires the path of a file, or - for stdout", path=data
             )
         if report is not None and report.suffix.lower() not in _MARKDOWN + _PAGES:
             raise RequestError(
-                "no such report", path=report, found=report.suffix, expected=".md or .html"
+                "unknown report format", path=report, found=report.suffix, expected=".md or .html"
             )
         if plot is not None and plot.suffix.lower() not in _PICTURES:
             raise RequestError(
-                "no such picture", path=plot, found=plot.suffix, expected=".png, .pdf or .svg"
+                "unknown picture format",
+                path=plot,
+                found=plot.suffix,
+                expected=".png, .pdf or .svg",
             )
         for option, path in (("--report", report), ("--plot", plot)):
             if path is not None and str(path) == STDOUT:
@@ -79,12 +82,12 @@ class Outputs:
                     hint = "--table markdown prints tables for a report"
                 else:
                     hint = None
-                raise RequestError(f"{option} takes the path of a file, not {STDOUT}", hint=hint)
+                raise RequestError(f"{option} requires the path of a file, not {STDOUT}", hint=hint)
         files = [path for path in (self._data, report, plot) if path is not None]
         # Two names may be links to one file.
         real_paths = {os.path.realpath(path) for path in files}
         if len(real_paths) < len(files):
-            raise RequestError("two outputs go to one file", path=files[0])
+            raise RequestError("two outputs have the same path", path=files[0])
         for path in files:
             _require_writable(path, reads, makes)
         if plot is not None:
@@ -200,21 +203,21 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not _is_writable(path):
         raise DestinationError(
-            "cannot be written there", path=path, expected="a folder that can be written in"
+            "cannot be written to this folder", path=path, expected="a writable folder"
         )
     real = Path(os.path.realpath(path))
     # Files with other names may be added to a model's folder, but never replaced in it.
     names_a_model = real.name in read_names() or real.name.endswith(_MODEL_SUFFIXES)
     if is_model_folder(real.parent) and (path.exists() or names_a_model):
         raise DestinationError(
-            "is a file of a model's folder, or would be read as one",
+            "is part of a model folder, or would be read as part of it",
             path=path,
             hint="choose another name",
         )
     for read in reads:
         if read is not None and path.exists() and os.path.realpath(read) == str(real):
             raise DestinationError(
-                "is read by this command; it is not overwritten",
+                "is an input of this command, which does not overwrite it",
                 path=path,
                 hint="choose another name",
             )

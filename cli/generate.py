@@ -49,7 +49,7 @@ _OWN_OPTIONS = {
         "n",
         type=int,
         default=1,
-        help=f"Samples of each prompt, up to {MAX_SAMPLES}. Default: 1.",
+        help=f"Number of samples per prompt, up to {MAX_SAMPLES}. Default: 1.",
     ),
     "logit_bias": click.option(
         "--logit-bias",

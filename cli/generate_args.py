@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 _USAGE = (
-    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file:'
-    " --prompt-file FILE, - for stdin; or one of many prompts: --prompts FILE.jsonl"
+    'put it after the folder: quantkit generate DIR "Once upon a time"; or use a file:'
+    " --prompt-file FILE, - for stdin; or a file of many prompts: --prompts FILE.jsonl"
 )
 
 
@@ -47,10 +47,13 @@ class GenerateArgs:
     path: Path
     text: str | None
     prompt: str | None = option(
-        _PROMPT, "Instead of PROMPT: for a text that begins with a dash.", metavar="TEXT"
+        _PROMPT, "Prompt text, instead of PROMPT, if it begins with a dash.", metavar="TEXT"
     )
     prompt_file: str | None = option(
-        _PROMPT, "Instead of PROMPT: a file to read it from; - is stdin.", "file", metavar="FILE"
+        _PROMPT,
+        "File to read the prompt from, instead of PROMPT; - is stdin.",
+        "file",
+        metavar="FILE",
     )
     truncate: bool = option(
         _PROMPT,
@@ -60,17 +63,17 @@ class GenerateArgs:
     )
     prompts: str | None = option(
         _MANY,
-        "Instead of PROMPT: JSON lines, each with prompt or messages; - is stdin. See"
+        "JSON Lines file of prompts or messages, instead of PROMPT; - is stdin. See"
         " docs/generation.md.",
         "file",
         metavar="FILE",
     )
     output: str | None = option(
-        _MANY, "The new file for the results; - is stdout.", "file", metavar="FILE"
+        _MANY, "Write the results to this new file; - is stdout.", "file", metavar="FILE"
     )
     resume: bool = option(_MANY, default=False)
     batch: int | None = option(
-        _MANY, f"Maximum number of sequences that run together. Default: {BATCH_SIZE}.", int
+        _MANY, f"Batch size: maximum number of concurrent sequences. Default: {BATCH_SIZE}.", int
     )
     template: str | None = option(_MANY)
     echo: bool = option(_MANY, "Begin each text with its prompt.", bool, default=False)
@@ -118,7 +121,7 @@ class GenerateArgs:
     )
     raw: bool = option(
         OTHER,
-        "On a terminal, print control characters as they are instead of spelled, such as \\x1b.",
+        "On a terminal, print control characters unescaped. Default: escaped, such as \\x1b.",
         bool,
         default=False,
     )
@@ -168,7 +171,7 @@ class GenerateArgs:
         }
         used_sources = [name for name, value in sources.items() if value is not None]
         if not used_sources:
-            raise RequestError("there is no prompt", hint=_USAGE)
+            raise RequestError("no prompt is given", hint=_USAGE)
         if len(used_sources) > 1:
             raise RequestError(
                 "the prompt is given twice",
@@ -226,41 +229,41 @@ class GenerateArgs:
                 xla and not_in_xla,
                 (
                     "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup, --draft"
-                    " and --draft-tokens do not go with --backend xla"
+                    " and --draft-tokens cannot be combined with --backend xla"
                 ),
             ),
             (
                 transformers and not_in_transformers,
                 (
                     "--prompts, --n, --draft, --draft-tokens, --device, --dtype, --allow-slow,"
-                    " --int8-cache, --compile, --eager and --warmup do not go with --backend"
-                    " transformers"
+                    " --int8-cache, --compile, --eager and --warmup cannot be combined with"
+                    " --backend transformers"
                 ),
             ),
             (
                 not transformers and self.trust_remote_code,
-                "--trust-remote-code goes with --backend transformers",
+                "--trust-remote-code requires --backend transformers",
             ),
-            (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
+            (many and self.multi_host, "--multi-host cannot be combined with --prompts"),
             (
                 not xla and (self.tp is not None or self.multi_host),
-                "--tp and --multi-host go with --backend xla",
+                "--tp and --multi-host require --backend xla",
             ),
             (
                 many and (self.draft is not None or self.stats),
-                "--draft and --stats go with one prompt, not with --prompts",
+                "--draft and --stats cannot be combined with --prompts",
             ),
             (
                 not many and has_file_options,
-                "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts",
+                "--output, --resume, --batch, --template, --echo and --logprobs require --prompts",
             ),
             (
                 many and self.output is None,
-                "--prompts needs --output FILE.jsonl, or --output - for stdout",
+                "--prompts requires --output FILE.jsonl, or --output - for stdout",
             ),
             (
                 self.resume and self.output == STDIN,
-                "--resume goes with a file, not with --output -",
+                "--resume cannot be combined with --output -",
             ),
         ):
             if is_wrong:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -33,6 +35,16 @@ def set_command(command: click.Command) -> None:
     _command = command
 
 
+@contextmanager
+def command_scope() -> Iterator[None]:
+    """Forget the running command at the end: what a script does later concerns no command."""
+    global _command
+    try:
+        yield
+    finally:
+        _command = None
+
+
 def spell(text: str) -> str:
     """Return a message of the library with the command line's spelling of its options.
 
@@ -46,7 +58,7 @@ def spell(text: str) -> str:
     if strict and _command is not None and not text.startswith("{"):
         for name in _BACKQUOTED.findall(text):
             if _find_parameter(_command, name) is not None:
-                raise UnknownOptionError(f"{_command.name}: `{name}` is no `Option`: {text}")
+                raise UnknownOptionError(f"{_command.name}: `{name}` is not an `Option`: {text}")
     return text
 
 

@@ -14,7 +14,7 @@ from click.shell_completion import shell_complete
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
 from quantkit.cli.generate import generate
-from quantkit.cli.hints import spell
+from quantkit.cli.hints import command_scope, spell
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
 from quantkit.cli.output import drop_output, mention, report_interrupted, say, with_kept
@@ -50,7 +50,7 @@ def _store_verbose(context: click.Context, option: click.Parameter, requested: b
 def _show_version(context: click.Context, option: click.Parameter, requested: bool) -> None:
     """Print the version, with --verbose the environment too, and exit."""
     if context.meta["verbose"] and not requested:
-        raise click.UsageError("--verbose goes with --version", context)
+        raise click.UsageError("--verbose requires --version", context)
     # click parses resiliently while a shell completes words, and wants no output then.
     if not requested or context.resilient_parsing:
         return
@@ -113,6 +113,7 @@ for command in (*_JOBS, apply_delta, plan, push, completion):
     quantkit.add_command(command)
 
 
+@command_scope()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()

@@ -78,7 +78,7 @@ _SHARED = (
         shell_complete=options.complete_named,
         help="The reference model, with which the others are compared.",
     ),
-    click.option("--window", type=int, help="Tokens in a window. Default: see docs/evals.md."),
+    click.option("--window", type=int, help="Window size in tokens. Default: see docs/evals.md."),
     click.option(
         "--positions",
         type=int,
@@ -201,7 +201,7 @@ def evaluate(
         "quantized",
         type=options.Scheme(),
         multiple=True,
-        help="Scheme of the random weights; repeatable. Default: floats.",
+        help="Scheme of the random weights; repeatable. Default: unquantized.",
     ),
     click.option(
         "--head",
@@ -216,14 +216,14 @@ def evaluate(
         "--prompt-lengths",
         default="16,128,512",
         show_default=True,
-        help="Lengths of prefill, in tokens.",
+        help="Prefill lengths, in tokens.",
     ),
     click.option(
         "--batch",
         "batches",
         default="1,4,8",
         show_default=True,
-        help="Numbers of sequences in a batch.",
+        help="Batch sizes for decoding.",
     ),
     click.option(
         "--contexts",
@@ -264,11 +264,13 @@ def bench(
     Under torchrun all processes share one model, and the figures are those of rank 0.
     """
     if bool(models) == (synthetic is not None):
-        raise RequestError("give folders, or --synthetic and a shape")
+        raise RequestError("expected either model folders or --synthetic SHAPE")
     if quantized and synthetic is None:
-        raise RequestError("--scheme goes with --synthetic", hint="a folder has its own schemes")
+        raise RequestError(
+            "--scheme requires --synthetic", hint="a model folder defines its own schemes"
+        )
     if head is not None and not quantized:
-        raise RequestError("--head goes with --scheme")
+        raise RequestError("--head requires --scheme")
     params["threads"] = threads
     for name in ("prompt_lengths", "batches", "contexts"):
         if params[name] is None:

@@ -299,7 +299,7 @@ def parse_file_size(text: str) -> int:
     """
     if text.strip().isdecimal():
         text = f"{text.strip()}B"
-    return _parse_bytes(text, "size of a file")
+    return _parse_bytes(text, "file size")
 
 
 def _parse_bytes(text: str, quantity: str) -> int:
@@ -307,7 +307,9 @@ def _parse_bytes(text: str, quantity: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or not (match["unit"] or match["bytes"]):
         raise RequestError(
-            f"no {quantity}", found=format_value(text), expected="one such as 4GB, 512MB or 2GiB"
+            f"not a valid {quantity}",
+            found=format_value(text),
+            expected="one such as 4GB, 512MB or 2GiB",
         )
     return int(float(match["number"]) * _UNITS[(match["unit"] or "").upper()])
 
@@ -326,7 +328,7 @@ weights = click.option(
 device = click.option(
     "--device",
     metavar="DEVICE",
-    help="Where to compute: cpu or cuda. Default: a GPU if there is one.",
+    help="Device to compute on: cpu or cuda. Default: a GPU if available.",
 )
 dtype = click.option(
     "--dtype",
@@ -343,7 +345,7 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache",
     is_flag=True,
-    help="Keep keys and values in 8 bits; see docs/kernels.md for the cost.",
+    help="Use an int8 KV cache; see docs/kernels.md for its cost.",
 )
 SPECULATION = "Speculative decoding"
 """The section of the two options that follow."""
@@ -352,28 +354,29 @@ draft = click.option(
     "--draft",
     type=PATH,
     metavar="MODEL",
-    help="A smaller model with the same tokens, which proposes what comes next.",
+    help="Draft model for speculative decoding: smaller, with the same vocabulary.",
 )
 draft_tokens = click.option(
     "--draft-tokens",
     type=int,
     help=(
-        "Tokens proposed at a time at most, by the draft or from the text so far; 0 to"
-        f" {MAX_DRAFT_TOKENS}. Default: {DRAFT_TOKENS} where that is exact: on CPUs, or with a"
-        " draft."
+        "Maximum number of speculative tokens per step, from the draft model or from the text so"
+        f" far; 0 to {MAX_DRAFT_TOKENS}. Default: {DRAFT_TOKENS} on CPUs or with a draft model."
     ),
 )
 via = click.option(
     "--backend",
     type=click.Choice(VIAS),
     metavar=f"[{'|'.join(VIAS)}]",
-    help="What runs the models. Default: own code where it knows the family, else transformers.",
+    help=(
+        "Code that runs the models. Default: quantkit's own for known families, else transformers."
+    ),
 )
 allow_slow = click.option(
     "--allow-slow",
     is_flag=True,
     help=(
-        "Run quantized linears that have no kernels here on the slow reference backend, instead of"
+        "Run quantized linears without a kernel here on the slow reference backend, instead of"
         " failing."
     ),
 )
@@ -392,12 +395,12 @@ table = click.option(
     type=click.Choice(["terminal", "markdown", "latex", "csv"]),
     default="terminal",
     show_default=True,
-    help="How tables are printed.",
+    help="Format of printed tables.",
 )
 trust_remote_code = click.option(
     "--trust-remote-code",
     is_flag=True,
-    help="Run the code in the model's folder, with transformers. Read it first.",
+    help="Let transformers run the code in the model's folder. Read that code first.",
 )
 tensors_only = click.option(
     "--tensors-only", is_flag=True, help="Accept any architecture, without running the model."
@@ -489,12 +492,12 @@ _SHARED: dict[str, Decorator] = {
         type=click.Choice(get_args(IfExists)),
         default="fail",
         show_default=True,
-        help="skip: accept a DST that this command would write again.",
+        help="skip: succeed if DST already is what this command would write.",
     ),
     "allow_nonfinite": click.option(
         "--allow-nonfinite",
         is_flag=True,
-        help="Write NaN, Inf and floats that overflow as they are.",
+        help="Write NaN, Inf and overflowing values unchanged, instead of failing.",
     ),
     "source_check": click.option(
         "--source-check/--no-source-check",
@@ -588,7 +591,9 @@ def parse_token_bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise RequestError(
-            "no bias of a token", found=format_value(text), expected="ID=NUMBER, such as 1234=-100"
+            "not a valid token bias",
+            found=format_value(text),
+            expected="ID=NUMBER, such as 1234=-100",
         ) from None
 
 

@@ -50,7 +50,7 @@ def plan() -> None:
 @click.option(
     "--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ..."
 )
-@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
+@click.option("--batch", type=int, default=1, show_default=True, help="Batch size.")
 @click.option(
     "--context",
     type=int,
@@ -59,7 +59,7 @@ def plan() -> None:
 @click.option(
     "--scheme",
     type=options.Scheme(),
-    help="Scheme of a model without weights, such as int4-g128. Default: floats.",
+    help="Scheme of a model without weights, such as int4-g128. Default: unquantized.",
 )
 @options.dtype
 @options.data
@@ -111,10 +111,11 @@ def _plan_refine(
         return
     if params["against"] is None:
         raise RequestError(
-            "give the float model with --against", hint="or --target SLICE for a TPU slice"
+            "--against or --target is required",
+            hint="--against SRC for this machine, or --target SLICE for a TPU slice",
         )
     if scheme is not None:
-        raise RequestError("--scheme goes with --target")
+        raise RequestError("--scheme requires --target")
     require_models(quantized, params["against"], makes=dst)
 
     from quantkit.jobs.plan import refine as job
@@ -139,7 +140,7 @@ def _plan_training(
     defaults = {"source_check": True}
     for name, value in params.items():
         if value not in (None, defaults.get(name, False)):
-            raise RequestError(f"--{name.replace('_', '-')} does not go with --target")
+            raise RequestError(f"--{name.replace('_', '-')} cannot be combined with --target")
 
     from quantkit.evals.synthetic import open_shape_checkpoint
     from quantkit.formats.checkpoint import schemes

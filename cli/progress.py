@@ -138,7 +138,9 @@ class ProgressDisplay:
             )
             # A phase that goes back begins again, with a rate of its own.
             if current is None or not continues or done < current.done:
-                self._phase = _Phase(phase, total, unit, done, now, done, now)
+                self._phase = _Phase(
+                    name=phase, total=total, unit=unit, first=done, began=now, done=done, since=now
+                )
             elif done > current.done:
                 current.done = done
                 current.since = now

@@ -27,37 +27,41 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
         "--host",
         default="127.0.0.1",
         show_default=True,
-        help="Address; any but this machine's needs a key.",
+        help="Address to listen on; one that other machines can reach requires --api-key.",
     ),
     click.option(
-        "--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."
+        "--port",
+        type=int,
+        default=PORT,
+        show_default=True,
+        help="Port to listen on; 0 chooses a free one.",
     ),
-    options.api_key("Key that requests must have as Bearer token."),
+    options.api_key("API key that requests must send as a Bearer token."),
     click.option(
         "--allowed-host",
         multiple=True,
         metavar="NAME",
         help=(
-            "Name by which requests may call this server, such as a proxy's; repeatable. Default:"
-            " this machine's."
+            "Host name that requests may use for this server, such as a proxy's; repeatable."
+            " Default: this machine's names."
         ),
     ),
     click.option(
-        "--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."
+        "--name", metavar="NAME", help="Model name in the API. Default: the folder's name."
     ),
     click.option(
         "--waiting",
         type=int,
         default=WAITING,
         show_default=True,
-        help="Requests that may wait; others get 429.",
+        help="Maximum number of queued requests; further ones get 429.",
     ),
     click.option(
         "--connections",
         type=int,
         default=CONNECTIONS,
         show_default=True,
-        help="Connections that one address may have open; silent ones give way.",
+        help="Maximum number of open connections per client address; idle ones are closed first.",
     ),
     click.option(
         "--time-limit",
@@ -65,7 +69,7 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
         default=TIME_LIMIT,
         show_default=True,
         metavar="SECONDS",
-        help="What a request may take, with waiting; then it gets 504.",
+        help="Seconds allowed per request, including queueing; then 504.",
     ),
 )
 @section(options.SPECULATION, options.draft, options.draft_tokens)
@@ -76,8 +80,8 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
         metavar="PATH",
         type=options.PATH,
         help=(
-            "Append a JSON line for each request to this file; - is stdout. It holds no prompts and"
-            " no keys."
+            "Append a JSON line for each request to this file; - is stdout. Prompts and"
+            " keys are not logged."
         ),
     ),
     click.option(
@@ -91,7 +95,7 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
         type=int,
         default=SLOTS,
         show_default=True,
-        help="Sequences that run at the same time.",
+        help="Maximum number of concurrent sequences.",
     ),
     click.option(
         "--kept",
@@ -99,20 +103,19 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
         default=KEPT,
         show_default=True,
         help=(
-            "Sequences that stay in the cache when they end, for later ones with the same"
-            " beginning."
+            "Number of finished sequences kept in the KV cache, for requests with the same prefix."
         ),
     ),
     click.option(
         "--context",
         type=int,
-        help="Tokens of a sequence. Default: the model's context, at most 8192.",
+        help="Maximum number of tokens per sequence. Default: the model's context, at most 8192.",
     ),
     click.option(
         "--template",
         metavar="NAME",
         shell_complete=options.complete_files,
-        help="Chat template; see chat.",
+        help="Chat template, as in quantkit chat.",
     ),
     options.dtype,
     options.backend(),
@@ -129,7 +132,7 @@ def serve(path: Path, log: Path | None, **params: Any) -> None:
     SIGTERM lets running requests end, for half a minute at most.
     """
     if params["log_prompts"] and log is None:
-        raise RequestError("--log-prompts goes with --log")
+        raise RequestError("--log-prompts requires --log")
     require_models(path, params["draft"])
 
     from quantkit.serve.log_file import LogFile

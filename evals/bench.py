@@ -142,7 +142,7 @@ class BenchArguments:
             validate_threads(self.threads)
         if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
-                f"contexts must be at least {MIN_CONTEXT}, and need batches",
+                f"contexts must be at least {MIN_CONTEXT}, and require batches",
                 found=format_value(min(self.contexts)),
             )
         if self.price_per_hour is not None:
@@ -211,7 +211,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
     for model in models:
         require_room(model, options)
     if group.size > 1 and len(models) > 1:
-        raise RequestError("several processes measure one model at a time", found=len(models))
+        raise RequestError("several processes can only measure one model", found=len(models))
     allowed = dispatch.list_allowed_backends(options.backend, allow_slow=options.allow_slow)
     for model in models:
         checkpoint = model.checkpoint()
@@ -261,7 +261,7 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
     memory = total_bytes()
     if cache > memory:
         raise RequestError(
-            "keys and values do not fit in memory",
+            "the KV cache does not fit in memory",
             path=model.path,
             found=f"{format_value(positions)} tokens",
             expected=f"at most {memory * positions // cache}",
@@ -306,7 +306,7 @@ def _measure_in_new_process(
         if code == -signal.SIGKILL:
             hint = "it may have run out of memory; request fewer tokens"
         raise RequestError(
-            "the process that measures was ended",
+            "the measuring process was terminated",
             path=model.path,
             found=f"exit code {code}",
             hint=hint,

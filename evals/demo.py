@@ -221,7 +221,9 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     # Only the name: the folder of the installation does not interest a reader.
     source = replace(inspect(DEMO_MODEL), path=DEMO_MODEL.name)
     left_out = [scheme for scheme in SCHEMES if scheme not in schemes]
-    return DemoReport(source.lines()[:2], rows, verdicts, samples, left_out)
+    return DemoReport(
+        source=source.lines()[:2], rows=rows, verdicts=verdicts, samples=samples, left_out=left_out
+    )
 
 
 def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) -> list[Row]:

@@ -140,7 +140,7 @@ def evaluate(
     if text_column is not None:
         as_string("text_column", text_column)
         if not files:
-            raise RequestError(Message(Option("text_column"), " goes with ", Option("texts")))
+            raise RequestError(Message(Option("text_column"), " requires ", Option("texts")))
     require_flags(
         speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code
     )
@@ -149,11 +149,11 @@ def evaluate(
     has_reference = against is not None
     position_limits = _validate_positions(positions, position_windows, against=has_reference)
     if data_folder is not None and not tasks:
-        raise RequestError("task data needs tasks, and none are named")
+        raise RequestError("task data requires tasks, and none are named")
     if cache_folder is not None and not has_reference:
-        raise RequestError("only the logits of a reference are cached, and no reference is given")
+        raise RequestError("caching logits requires a reference model, and none is given")
     if cache_folder is not None and group.size > 1:
-        raise RequestError("several processes cannot cache the logits of a reference")
+        raise RequestError("several processes cannot cache the logits of the reference model")
     device_name = None if device is None else str(device)
     run_device = _choose_device(device_name, group, used=bool(tasks) or speed)
     # The harness is asked before any model is opened: an unknown task is then an error at once.
@@ -181,7 +181,7 @@ def evaluate(
             path = run_by_others[0].checkpoint.path
             run_by = run_by_others[0].checkpoint.config.run_by
             raise RequestError(
-                Message(Option(name), " needs a model that quantkit runs itself"),
+                Message(Option(name), " requires a model that quantkit runs itself"),
                 path=path,
                 found=f"run by {run_by}",
             )
@@ -251,13 +251,13 @@ def evaluate(
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )
                 model_measures[text.name] = TextMeasures(
-                    tokens,
-                    documents,
-                    perplexity.value,
-                    divergence,
-                    perplexity.error,
-                    ratio_error,
-                    buckets,
+                    tokens=tokens,
+                    documents=documents,
+                    token_perplexity=perplexity.value,
+                    divergence=divergence,
+                    token_perplexity_error=perplexity.error,
+                    perplexity_ratio_error=ratio_error,
+                    positions=buckets,
                 )
         answers: list[_Answers] = []
         for model in models:
@@ -315,7 +315,12 @@ def _collect_notes(run_by_others: Sequence[Model], texts: Sequence[Text]) -> lis
 
 def _facts(text: Text) -> TextFacts:
     return TextFacts(
-        text.sha256, text.is_wikitext, text.in_template, len(text.documents), text.words, text.bytes
+        sha256=text.sha256,
+        is_wikitext=text.is_wikitext,
+        in_template=text.in_template,
+        documents=len(text.documents),
+        words=text.words,
+        bytes=text.bytes,
     )
 
 
@@ -323,10 +328,10 @@ def _choose_device(name: str | None, group: ProcessGroup, *, used: bool) -> torc
     """Choose the device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
         raise RequestError(
-            "a device goes with tasks or speed; perplexity is computed on the CPU", found=name
+            "a device requires tasks or speed; perplexity is computed on the CPU", found=name
         )
     if group.size > 1 and name not in (None, "cpu"):
-        raise RequestError("processes that share a model measure it on the CPU", found=name)
+        raise RequestError("several processes can only measure a model on the CPU", found=name)
     # Without a use for it, a GPU is not even looked for.
     if used and group.size == 1:
         return check_device(name)
@@ -484,13 +489,13 @@ def _validate_positions(
     if positions is None:
         if windows is not None:
             raise RequestError(
-                Message(Option("position_windows"), " goes with ", Option("positions"))
+                Message(Option("position_windows"), " requires ", Option("positions"))
             )
         return None
     length = as_integer("positions", positions, 2)
     count = None if windows is None else as_integer("position_windows", windows, 1)
     if not against:
-        raise RequestError("divergence by position is from a reference, and none is given")
+        raise RequestError("divergence by position requires a reference model, and none is given")
     return length, count
 
 

@@ -81,7 +81,7 @@ def open_models(
         # Results, listeners and tables refer to a model by its name.
         if names.count(name) > 1:
             raise RequestError(
-                "two models have one name", found=name, hint="give each another, as NAME=PATH"
+                "two models have the same name", found=name, hint="name them: NAME=PATH"
             )
     models = []
     for name, (_, path) in zip(names, requested, strict=True):
@@ -97,7 +97,10 @@ def open_models(
         if window is not None and not 2 <= window <= context:
             expected = f"2 to {context} tokens"
             raise RequestError(
-                "windows do not fit the model", path=path, found=window, expected=expected
+                "the window does not fit the model's context",
+                path=path,
+                found=window,
+                expected=expected,
             )
         rolling = window or min(context, ROLLING_WINDOW)
         models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
@@ -122,7 +125,7 @@ def _move_reference_first(
         else:
             models.append((name, path))
     if not models:
-        raise RequestError("there is no model but the reference", found=reference_path)
+        raise RequestError("the reference is the only model", found=reference_path)
     return [(reference_name, reference_path), *models]
 
 
@@ -149,12 +152,11 @@ def tokenize_streams(
         for model, ids in zip(models, ids_by_model, strict=True):
             if ids != ids_by_model[0]:
                 raise RequestError(
-                    f"{model.name} and {models[0].name} do not read the text '{text.name}' as the"
-                    " same tokens"
+                    f"{model.name} and {models[0].name} tokenize the text '{text.name}' differently"
                 )
     # The first token of a window predicts the second: one alone has nothing to measure.
     if min(map(len, ids_by_model)) < 2:
-        raise RequestError(f"the text '{text.name}' is too short to measure on")
+        raise RequestError(f"the text '{text.name}' is too short to measure")
     token_streams = []
     for ids in ids_by_model:
         # No token is added at the windows' beginnings: papers cut one stream.

@@ -139,7 +139,7 @@ class EvaluationData:
         """
         if text not in self.texts:
             raise RequestError(
-                "no such text was measured on",
+                "this text was not measured",
                 found=format_value(text),
                 expected=", ".join(self.texts),
             )

@@ -178,7 +178,13 @@ def _build_sample(
         for guess in guesses:
             if guess is not None:
                 shown_tokens += guess.tokens
-    return TextSample(places.start, tokens, _pieces(tokenizer, shown_tokens), reference, models)
+    return TextSample(
+        start=places.start,
+        tokens=tokens,
+        pieces=_pieces(tokenizer, shown_tokens),
+        reference=reference,
+        models=models,
+    )
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:

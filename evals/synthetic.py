@@ -186,7 +186,9 @@ def open_shape_checkpoint(source: str | Path, scheme: str | None) -> Checkpoint:
     if HF.present(folder) or not path.is_file():
         if scheme is not None:
             raise RequestError(
-                "a folder of weights defines its schemes", path=folder, found=f"scheme {scheme}"
+                "a folder with weights defines its own schemes",
+                path=folder,
+                found=f"scheme {scheme}",
             )
         return open_checkpoint(folder)
     raw = read_settings(path)

@@ -111,10 +111,10 @@ def open_tasks(
     # Checked first, so that a machine without a network fails at once.
     if absent and not _hub_answers():
         hint = Message(
-            f"give them as {absent[0]}.jsonl in a folder named with ", Option("task_data")
+            f"put it in a file {absent[0]}.jsonl, in the folder of ", Option("task_data")
         )
         raise RequestError(
-            f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint
+            f"the data of task '{absent[0]}' is not local, and the hub is unreachable", hint=hint
         )
     with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _fix_seeds():
         loaded = []
@@ -149,7 +149,7 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
             if unusable is not None:
                 path, line = unusable
                 raise RequestError(
-                    f"does not fit the task: {error!r}", path=path, found=line
+                    f"is not valid data for the task: {error!r}", path=path, found=line
                 ) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
     values = {**results["results"], **results.get("groups", {})}
@@ -185,13 +185,13 @@ def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | N
             metric = key
             break
     return TaskScore(
-        metric.removesuffix(",none"),
-        metrics[metric],
-        metrics,
-        shots if isinstance(shots, int) else None,
-        samples["effective"] if samples else None,
-        errors.get(metric),
-        errors,
+        metric=metric.removesuffix(",none"),
+        value=metrics[metric],
+        metrics=metrics,
+        shots=shots if isinstance(shots, int) else None,
+        documents=samples["effective"] if samples else None,
+        error=errors.get(metric),
+        errors=errors,
     )
 
 
@@ -205,7 +205,7 @@ def _local_files(names: Sequence[str], data: Path | None) -> dict[str, Path]:
     if data is None:
         return {}
     if not data.is_dir():
-        raise RequestError("is no folder with data of tasks", path=data)
+        raise RequestError("is not a folder of task data", path=data)
     files = {}
     for name in names:
         for suffix in _READERS:
@@ -241,7 +241,7 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
     spec: Any = name
     if file is not None:
         if _manager().task_index[name].kind.name != "TASK":
-            raise RequestError(f"'{name}' is a group; local data are for single tasks", path=file)
+            raise RequestError(f"'{name}' is a group; local data requires single tasks", path=file)
         spec = {"group": "local data", "task": [_local_task(name, file, scratch)]}
     try:
         with _suppress_output(), validate_hub_answers(name):
@@ -255,11 +255,11 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
             line = _first_bad_line(name, file, scratch)
             cause = error.__cause__ or error
             raise RequestError(
-                f"does not fit the task: {cause!r}", path=file, found=line
+                f"is not valid data for the task: {cause!r}", path=file, found=line
             ) from error
-        hint = Message(f"give them as {name}.jsonl in ", Option("task_data"))
+        hint = Message(f"put it in a file {name}.jsonl, in the folder of ", Option("task_data"))
         raise RequestError(
-            f"the data of task '{name}' cannot be had: {error!r}", hint=hint
+            f"the data of task '{name}' cannot be loaded: {error!r}", hint=hint
         ) from error
     if name in loaded.get("groups", {}):
         return [loaded["groups"][name]]

@@ -121,7 +121,14 @@ def read_text(
     rows = tuple(document for document in documents.documents or () if document.strip())
     if not rows:
         raise RequestError("the text is empty", path=source if isinstance(source, Path) else name)
-    return Text(name, documents.sha256, documents.text, rows, documents.specials, documents.notes)
+    return Text(
+        name=name,
+        sha256=documents.sha256,
+        raw=documents.text,
+        rows=rows,
+        in_template=documents.specials,
+        notes=documents.notes,
+    )
 
 
 def articles(raw: str) -> list[str]:

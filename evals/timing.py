@@ -475,7 +475,14 @@ def _measure_context(
     prompt_rate = prompt / decoding.fill()
     together = measure_rate(batch * CONTEXT_NEW, decoding.run, runs, group)
     peak = read_peak_bytes(device) if is_peak_known else None
-    return AtContext(context, batch, prompt_rate, together, decoding.engine.cache_bytes, peak)
+    return AtContext(
+        context=context,
+        batch=batch,
+        prompt_rate=prompt_rate,
+        together=together,
+        cache_bytes=decoding.engine.cache_bytes,
+        peak_bytes=peak,
+    )
 
 
 def read_peak_bytes(device: torch.device) -> int:

@@ -176,7 +176,7 @@ def _run(*commands: list[str]) -> str:
             )
             running.append((command[0], process))
         except OSError as error:
-            problem = f"the C++ compiler does not start: {error.strerror}"
+            problem = f"the C++ compiler cannot be started: {error.strerror}"
             raise UnsupportedError(problem, path=command[0], hint=_HINT) from error
     printed = [process.communicate() for _, process in running]
     for (compiler, process), (_, errors) in zip(running, printed, strict=True):

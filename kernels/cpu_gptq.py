@@ -123,6 +123,7 @@ def _pointer(tensor: Tensor, dtype: torch.dtype) -> c_void_p:
     """Take the address of a tensor; raise `ValueError` for one that C++ would read wrongly."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
-            f"expected {dtype} without gaps on the CPU, found {tensor.dtype} on {tensor.device}"
+            f"expected a contiguous {dtype} tensor on the CPU, found {tensor.dtype} on"
+            f" {tensor.device}"
         )
     return c_void_p(tensor.data_ptr())

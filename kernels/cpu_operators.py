@@ -162,7 +162,7 @@ class Operators:
         for weight in packed:
             # The head says the shape and the scheme.
             if weight.shape != first.shape or not torch.equal(weight[:_HEAD], first[:_HEAD]):
-                raise RuntimeError("weights of different shapes or schemes")
+                raise RuntimeError("the weights have different shapes or schemes")
         stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
         return torch.stack(list(packed), out=stacked)
 
@@ -306,7 +306,7 @@ class _View:
         dims = tensor.dim()
         if not (tensor.is_cpu and tensor.is_contiguous() and dims <= _DIMS):
             layout = f"{tuple(tensor.shape)} in steps of {tensor.stride()} on {tensor.device}"
-            raise RuntimeError(f"expected a tensor without gaps on the CPU, found {layout}")
+            raise RuntimeError(f"expected a contiguous tensor on the CPU, found {layout}")
         return _VIEWS[dims].pack(
             tensor.data_ptr(), _TYPES.get(tensor.dtype, _OTHER), dims, *tensor.shape
         )

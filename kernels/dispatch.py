@@ -188,7 +188,7 @@ def self_test(
             # A compiler's message may be long.
             return f"it fails on this machine: {message}"[:300]
         if wrong_tokens is not None:
-            return f"its products of {wrong_tokens} tokens are wrong on this machine"
+            return f"its results for {wrong_tokens} tokens are wrong on this machine"
     return None
 
 

@@ -67,9 +67,7 @@ def _choose_kernels(name: str | None) -> str:
         raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
     if name != NATIVE and not runs_here(name):
         # Such a library would end the process with an illegal instruction.
-        raise UnsupportedError(
-            f"the processor does not have the instructions of the {name} kernels"
-        )
+        raise UnsupportedError(f"the processor lacks the instructions that the {name} kernels use")
     return name
 
 
@@ -114,7 +112,7 @@ def _load_once(name: str) -> Operators | UnsupportedError:
             hint = "reinstall quantkit"
         else:
             hint = "name another folder in QUANTKIT_CACHE"
-        return UnsupportedError(f"the compiled kernels do not load: {error}", hint=hint)
+        return UnsupportedError(f"the compiled kernels cannot be loaded: {error}", hint=hint)
 
 
 def _reduce_operators(operators: Operators) -> tuple[Any, ...]:
@@ -132,7 +130,10 @@ def _open(path: Path, name: str) -> Operators:
     # Native kernels call themselves by the instructions that they were compiled for.
     if name != NATIVE and operators.instructions() != name:
         raise UnsupportedError(
-            "these are other kernels", path=path, found=operators.instructions(), expected=name
+            "the library was compiled for other instructions",
+            path=path,
+            found=operators.instructions(),
+            expected=name,
         )
     return operators
 

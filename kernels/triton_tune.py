@@ -130,7 +130,13 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
             if fits and split * tile <= units and split <= largest_split:
                 yield TileConfig(
-                    "gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages
+                    path="gemv",
+                    block_m=1 << (tokens - 1).bit_length(),
+                    block_n=block_n,
+                    units=tile,
+                    split=split,
+                    warps=warps,
+                    stages=stages,
                 )
     if tokens <= 16:
         block_m = 8 if tokens <= 8 else 16
@@ -142,7 +148,15 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
                 fits = split <= largest_split and split * tile <= units
                 # More programs than these need no split to fill a GPU.
                 if fits and (split == 1 or programs <= 1 << 14):
-                    yield TileConfig("skinny", block_m, block_n, tile, split, 1, stages)
+                    yield TileConfig(
+                        path="skinny",
+                        block_m=block_m,
+                        block_n=block_n,
+                        units=tile,
+                        split=split,
+                        warps=1,
+                        stages=stages,
+                    )
     if 16 <= tokens <= 1024:
         sizes = set()
         for part in (1, 2, 4):
@@ -159,17 +173,19 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
                 fits = in_memory and tile * split <= units and split <= largest_split
                 if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
                     yield TileConfig(
-                        "gemm",
-                        block_m,
-                        block_n,
-                        tile,
-                        split,
-                        triton_tiles.gemm_warps(block_n),
-                        stages,
+                        path="gemm",
+                        block_m=block_m,
+                        block_n=block_n,
+                        units=tile,
+                        split=split,
+                        warps=triton_tiles.gemm_warps(block_n),
+                        stages=stages,
                     )
     if tokens >= 128:
         for block_n, tile, warps in itertools.product((4, 16), (1, 4), (4, 8)):
-            yield TileConfig("matmul", 1, block_n, tile, 1, warps)
+            yield TileConfig(
+                path="matmul", block_m=1, block_n=block_n, units=tile, split=1, warps=warps
+            )
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:

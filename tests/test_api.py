@@ -312,7 +312,9 @@ def test_another_float_type_is_refused_everywhere(
 
 @pytest.mark.parametrize("memory", ["4GB", -1, float("nan")])
 def test_memory_is_a_number_of_bytes(memory: Any, demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"no number of bytes .*expected such as 4_000_000_000"):
+    with pytest.raises(
+        QuantkitError, match=r"not a valid number of bytes .*expected such as 4_000_000_000"
+    ):
         quantkit.plan.quantize(
             demo_model,
             tmp_path / "out",

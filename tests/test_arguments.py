@@ -355,7 +355,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
         lambda: quantkit.ChatSession(Engine(model, 20), tokenizer, chat),
     ):
         with pytest.raises(
-            CheckpointError, match="the tokenizer knows more tokens than the embedding has rows"
+            CheckpointError, match="the tokenizer has more tokens than the embedding has rows"
         ):
             use()
 

@@ -334,11 +334,17 @@ def _draw_points(
     if evaluation.reference is not None:
         sizes.append(evaluation.rows[0].megabytes)
     low, high, log = axis_range(bar_ends)
-    y = Axis(low, high, _BOTTOM, _TOP, log)
+    y = Axis(low=low, high=high, start=_BOTTOM, end=_TOP, log=log)
     log_sizes = max(sizes) >= LOG_RATIO * min(sizes)
     # A linear axis of sizes begins at 0, where distances show how much smaller a model is.
     smallest = min(sizes) / 1.6 if log_sizes else 0.0
-    x = Axis(smallest, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log_sizes)
+    x = Axis(
+        low=smallest,
+        high=max(sizes) * 1.12,
+        start=left_margin(y),
+        end=drawing.width - 8,
+        log=log_sizes,
+    )
     drawing.axes(x, y, "size, MB", cost)
     # What labels avoid: marks, the reference's name, and the labels before them.
     occupied_boxes: list[Box] = []
@@ -445,11 +451,11 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
     first = min(first_stops)
     last = max(last_stops)
     low, high, log = axis_range(kls)
-    y = Axis(low if log else 0.0, high, _BOTTOM, _TOP, log)
+    y = Axis(low=low if log else 0.0, high=high, start=_BOTTOM, end=_TOP, log=log)
     # Names are to the right of the lines, with room for a mark.
     right = drawing.width - 24 - max(name_widths)
     # A bucket is twice as long as the one before it: on a logarithmic axis, they are equally wide.
-    x = Axis(first / math.sqrt(2), last, left_margin(y), right, True)
+    x = Axis(low=first / math.sqrt(2), high=last, start=left_margin(y), end=right, log=True)
     ticks = []
     for power in range(first.bit_length() - 1, last.bit_length()):
         ticks.append(2**power)

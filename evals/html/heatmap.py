@@ -175,7 +175,9 @@ def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
         if expert is not None:
             place += f" {expert}"
     worst = f"{place}: {_percent(worst_error)}"
-    return HeatMap(row.name, worst, num_layers, rows, outside, scale)
+    return HeatMap(
+        name=row.name, worst=worst, layers=num_layers, rows=rows, outside=outside, scale=scale
+    )
 
 
 def _cell(

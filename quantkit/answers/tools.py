@@ -100,7 +100,7 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError(
-                "'tool_choice' goes with 'tools'",
+                "'tool_choice' requires 'tools'",
                 found=format_value(choice),
                 argument="tool_choice",
             )
@@ -123,7 +123,13 @@ def check_tools(tools: object, choice: object, parallel: object) -> Tools | None
     required = _find_required_functions(choice, tuple(parameters))
     # A choice of one function asks for one call.
     allow_several = parallel is not False and not _is_function_choice(choice)
-    return Tools(tools, parameters, frozenset(strict), required, allow_several)
+    return Tools(
+        definitions=tools,
+        parameters=parameters,
+        strict=frozenset(strict),
+        required=required,
+        parallel=allow_several,
+    )
 
 
 def _function(tool: object) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _function(tool: object) -> dict[str, Any]:
     name = as_string("function.name", function.get("name"))
     if not _NAME.fullmatch(name):
         raise RequestError(
-            "a tool has an impossible name",
+            "a tool has an invalid name",
             found=format_value(name),
             expected="up to 64 letters, digits, _ - .",
         )
@@ -147,7 +153,7 @@ def _function(tool: object) -> dict[str, Any]:
     strict = function.get("strict") or False
     if parameters is not None and not isinstance(parameters, Mapping):
         raise RequestError(
-            f"the parameters of {format_value(name)} are no JSON schema",
+            f"the parameters of {format_value(name)} are not a JSON schema",
             found=format_value(parameters),
         )
     if parameters and parameters.get("type", "object") != "object":

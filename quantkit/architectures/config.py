@@ -313,7 +313,7 @@ class ModelConfig:
             rope.require_fits(self.head_dim, path)
         if self.experts is not None and self.experts.per_token > self.experts.count:
             raise CheckpointError(
-                "a token is sent to more experts than there are",
+                "there are more experts per token than experts",
                 path=str(path),
                 found=self.experts.per_token,
                 expected=f"at most {self.experts.count}",
@@ -326,7 +326,7 @@ class ModelConfig:
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and token >= self.vocab_size:
                 raise CheckpointError(
-                    "the first or an end token is not in the vocabulary",
+                    "the BOS token or an EOS token is not in the vocabulary",
                     path=str(path),
                     found=token,
                     expected=f"at most {self.vocab_size - 1}",

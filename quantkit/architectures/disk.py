@@ -342,7 +342,7 @@ def _require_no_more_experts(
                 path=str(path),
                 found=f"expert {expert}",
                 expected=f"experts 0 to {count - 1}",
-                hint="the config is another model's",
+                hint="the config belongs to another model",
             )
 
 
@@ -386,7 +386,15 @@ def _build_stacked_tensor(stack: Stack, parts: Sequence[tuple[OpaqueTensor, Stac
     places = []
     interleaved = False
     for tensor, place in parts:
-        places.append(Place(tensor.name, tensor.shape, place.first, place.step, place.expert))
+        places.append(
+            Place(
+                name=tensor.name,
+                shape=tensor.shape,
+                first=place.first,
+                step=place.step,
+                expert=place.expert,
+            )
+        )
         # Rows of several linears alternate where a linear's rows are not adjacent.
         interleaved = interleaved or place.step > 1
     stacked = StackedExperts(stack.name, (), stack.transposed, interleaved)
@@ -542,7 +550,15 @@ def _disk_tensor(
     step = len(expert_parts) if stacked.interleaved else 1
     places = []
     for part in parts:
-        places.append(Place(part.name, part.shape, firsts[part.role], step, part.expert))
+        places.append(
+            Place(
+                name=part.name,
+                shape=part.shape,
+                first=firsts[part.role],
+                step=step,
+                expert=part.expert,
+            )
+        )
     matrix: tuple[int, ...] = (rows, *parts[0].shape[1:])
     experts = len(parts) // len(expert_parts)
     # Biases are vectors, which have no orientation.

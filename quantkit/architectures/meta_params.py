@@ -42,7 +42,7 @@ _NOT_IN_META = {
     "qk_norm": "q/k norms",
     "window": "sliding-window attention",
     "rotary": "layers without rotary positions",
-    "norms": "norms other than before attention and feed-forward",
+    "norms": "norms in other places than before attention and feed-forward",
     "sinks": "attention sinks",
 }
 """Descriptions of features whose names are not clear."""
@@ -70,7 +70,7 @@ def config_from_meta(
     path_text = settings.path
     if "hidden_size" in params or "model_type" in params:
         raise CheckpointError(
-            "holds Hugging Face keys",
+            "contains Hugging Face keys",
             path=path_text,
             found="'hidden_size'",
             expected="Meta's 'dim'",
@@ -153,7 +153,7 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         lost[f"{rope.type} rope scaling"] = None
     if lost:
         raise UnsupportedError(
-            f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead"
+            f"Meta's format does not support {', '.join(lost)}", hint="convert to 'hf' instead"
         )
     multiple_of, multiplier = _ffn_formula(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {

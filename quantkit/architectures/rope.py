@@ -229,7 +229,7 @@ class RopeConfig:
             factors = getattr(self, name)
             if factors is not None and len(factors) != pairs:
                 raise CheckpointError(
-                    f"{name} of rope scaling does not fit the heads",
+                    f"{name} of rope scaling does not match the head size",
                     path=str(path),
                     found=f"{len(factors)} factors",
                     expected=f"{pairs}",
@@ -294,7 +294,7 @@ def ropes_by_layer(
     unknown = sorted(set(kinds.values) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedError(
-            "rope_parameters are not by kind of layer",
+            "rope_parameters has unknown layer types",
             path=file_settings.path,
             found=format_value(unknown),
             expected=f"{FULL} and {SLIDING}",
@@ -305,7 +305,7 @@ def ropes_by_layer(
     def read(settings: Mapping[str, Any], theta: Any, default: float) -> RopeConfig:
         if settings.get("truncate", True) is not True:
             raise UnsupportedError(
-                "'truncate' of rope scaling by kind of layer is used by some readers and ignored by"
+                "'truncate' in rope scaling per layer type is used by some readers and ignored by"
                 " transformers 5",
                 path=file_settings.path,
                 found=format_value(settings["truncate"]),
@@ -333,7 +333,7 @@ def ropes_by_layer(
         return full_rope, None
     if window_rope.follows_length:
         raise UnsupportedError(
-            "rope scaling of layers with a window is not supported",
+            "rope scaling of sliding-window layers is not supported",
             path=file_settings.path,
             found=window_rope.type,
         )
@@ -369,7 +369,7 @@ def _merge_full_settings(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
             path=whole.path,
             found=format_value(scaling["type"]),
             expected="'rope_type'",
-            hint="rename the key if positions are to be scaled; remove rope_scaling if not",
+            hint="rename the key to scale positions, or remove rope_scaling",
         )
     return merged
 

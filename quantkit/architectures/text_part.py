@@ -267,7 +267,7 @@ class TextNames:
         ):
             if count != 1:
                 raise CheckpointError(
-                    f"has no single {part}",
+                    f"does not have exactly one {part}",
                     path=str(path),
                     found=", ".join(map(repr, stems)) or "none",
                     expected=(

@@ -371,13 +371,13 @@ def group_fused_linears(config: ModelConfig, layer: int) -> dict[str, tuple[str,
 def _attention(config: ModelConfig) -> Iterator[Item]:
     for part, size in (("q", "query"), ("k", "kv"), ("v", "kv")):
         yield Linear(
-            f"attention.{part}",
-            (size, "hidden"),
-            "attention.in",
-            "attention.qkv",
-            config.qkv_bias,
+            role=f"attention.{part}",
+            dims=(size, "hidden"),
+            site="attention.in",
+            fused="attention.qkv",
+            bias=config.qkv_bias,
             # Rotary positions apply to queries and keys only.
-            part != "v",
+            rotary=part != "v",
         )
     yield Linear("attention.output", ("hidden", "query"), "attention.out", bias=config.output_bias)
     if config.qk_norm is not None:
@@ -429,7 +429,13 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
 def _iter_gated_mlp(role: str, size: str, site: str, bias: bool) -> Iterator[Linear]:
     """Yield a gated feed-forward."""
     for part in ("gate", "up"):
-        yield Linear(f"{role}.{part}", (size, "hidden"), site, f"{role}.gate_up", bias)
+        yield Linear(
+            role=f"{role}.{part}",
+            dims=(size, "hidden"),
+            site=site,
+            fused=f"{role}.gate_up",
+            bias=bias,
+        )
     yield Linear(f"{role}.down", ("hidden", size), f"{role}.out", bias=bias)
 
 
@@ -458,7 +464,16 @@ def _parameters(
         leaves[item.leaf] = item.dims
     for leaf, dims in leaves.items():
         shape = tuple(counts[dim] for dim in dims)
-        yield Parameter(item.role, module, leaf, dims, shape, layer, expert, linear)
+        yield Parameter(
+            role=item.role,
+            module=module,
+            leaf=leaf,
+            dims=dims,
+            shape=shape,
+            layer=layer,
+            expert=expert,
+            linear=linear,
+        )
 
 
 def _describe_opaque(tensor: OpaqueTensor) -> Parameter:
@@ -466,15 +481,30 @@ def _describe_opaque(tensor: OpaqueTensor) -> Parameter:
     copied unchanged.
     """
     if not tensor.role:
-        return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
+        return Parameter(
+            role="", module=tensor.name, leaf="", dims=(), shape=tensor.shape, layer=tensor.layer
+        )
     if tensor.role == "embedding":
-        return Parameter(tensor.role, tensor.module, "weight", (), tensor.shape, tensor.layer)
+        return Parameter(
+            role=tensor.role,
+            module=tensor.module,
+            leaf="weight",
+            dims=(),
+            shape=tensor.shape,
+            layer=tensor.layer,
+        )
     if tensor.role == "float":
         linear = _OPAQUE_FLOAT
     else:
         linear = _OPAQUE
     return Parameter(
-        tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear
+        role=tensor.role,
+        module=tensor.module,
+        leaf="weight",
+        dims=linear.dims,
+        shape=tensor.shape,
+        layer=tensor.layer,
+        linear=linear,
     )
 
 

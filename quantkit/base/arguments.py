@@ -87,7 +87,7 @@ def as_seed(name: str, value: object) -> int:
     seed = as_integer(name, value)
     # torch reads a seed as a signed or as an unsigned integer of 64 bits.
     if not -(2**63) <= seed < 2**64:
-        raise RequestError(f"{name} does not fit 64 bits", found=seed, argument=name)
+        raise RequestError(f"{name} does not fit in 64 bits", found=seed, argument=name)
     return seed
 
 

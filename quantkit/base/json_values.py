@@ -18,7 +18,7 @@ MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 64
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 """The first bytes of what git checks out in place of a large file that it has not downloaded."""
-LINES_OF_ARRAY = "jq -c '.[]' makes lines of it"
+LINES_OF_ARRAY = "convert it to lines with jq -c '.[]'"
 """The hint for an array where a file needs JSON lines."""
 _SHOWN = 60
 # Control characters, and halves of surrogate pairs.
@@ -49,10 +49,10 @@ def parse_object(text: str, path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
-        raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
+        raise CheckpointError("is not a JSON object", path=path, found=type(value).__name__)
     if measure_depth(value) > MAX_DEPTH:
         raise CheckpointError(
-            "holds lists or objects nested too deep",
+            "contains lists or objects nested too deep",
             path=path,
             expected=f"at most {MAX_DEPTH} deep",
         )
@@ -77,7 +77,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         for value in collect_values(setting):
             if isinstance(value, float) and not math.isfinite(value):
                 raise CheckpointError(
-                    f"'{key}' holds a number that is not finite",
+                    f"'{key}' contains a number that is not finite",
                     path=path,
                     found=format_value(setting),
                     expected="JSON's numbers",
@@ -233,7 +233,7 @@ class Settings:
 
     def wrong_type(self, key: str, expected: str) -> NoReturn:
         raise CheckpointError(
-            f"holds a value of the wrong type for '{self._full(key)}'",
+            f"has a value of the wrong type for '{self._full(key)}'",
             path=self.path,
             found=format_value(self.values[key]),
             expected=expected,

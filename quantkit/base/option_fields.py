@@ -33,7 +33,8 @@ TEXT_HELP = (
     "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
 )
 COLUMN_HELP = (
-    "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
+    "Column or key with the text. Default: text, messages, conversations, or the only string"
+    " column."
 )
 """Of the text that samples are drawn from, and of what holds it in a dataset."""
 # The key of an `OptionInfo` in the metadata of a dataclass's field.
@@ -72,7 +73,14 @@ def option(
     changes_result: bool = True,
 ) -> Any:
     """Declare a field of a job's options; see `OptionInfo`."""
-    info = OptionInfo(section, help, kind, metavar, choices, changes_result)
+    info = OptionInfo(
+        section=section,
+        help=help,
+        kind=kind,
+        metavar=metavar,
+        choices=choices,
+        changes_result=changes_result,
+    )
     return field(default=default, metadata={_KEY: info})
 
 

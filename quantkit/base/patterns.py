@@ -159,7 +159,7 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
             path=path,
             found=format_value(expression),
             expected=(
-                f"at most {_MAX_LENGTH} letters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH}"
+                f"at most {_MAX_LENGTH} characters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH}"
                 " nested groups"
             ),
         )

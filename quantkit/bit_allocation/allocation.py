@@ -176,14 +176,14 @@ def size_target(
             set_options.append(Message(Option(name)))
     if len(set_options) > 1:
         raise RequestError(
-            Message(join_messages(" and ", set_options), " exclude each other"),
+            Message(join_messages(" and ", set_options), " are mutually exclusive"),
             hint="a size chooses the schemes",
         )
     if target_bits is not None:
         bits = as_number("target_bits", target_bits)
         if not 0 < bits < math.inf:
             raise RequestError(
-                Message(Option("target_bits"), " is no number of bits"),
+                Message(Option("target_bits"), " is not a valid number of bits"),
                 found=bits,
                 expected="such as 4.5",
             )

@@ -69,7 +69,7 @@ class Fit:
         and the largest size; a format that cannot mix schemes is an `UnsupportedError`.
         """
         if not self.units:
-            raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
+            raise RequestError("there is no linear to choose a scheme for", path=self.source.path)
         self._require_mixed()
         smallest = self._measure_size(self._uniform(last=False))
         largest = self._measure_size(self._uniform(last=True))
@@ -84,7 +84,7 @@ class Fit:
                 "no choice of schemes has this size",
                 path=self.source.path,
                 found=self._format_size(size),
-                expected=f"at least {low}, and less than the {high} of its floats",
+                expected=f"at least {low}, and less than {high}, its unquantized size",
                 hint=self._hint(size) if size < smallest else None,
             )
 
@@ -108,7 +108,7 @@ class Fit:
                 further = f" and {len(self._preset_specs) - 1} more"
             else:
                 further = ""
-            return f"linears that are kept or named count too: {first_module}{further}"
+            return f"linears with a fixed scheme count too: {first_module}{further}"
         # Modules that could be quantized too, by the name of their option.
         quantizable: dict[str, str] = {}
         # The rows of the first unit are as long as those of head and embedding.
@@ -124,11 +124,13 @@ class Fit:
             return None
         options = [Message(Option(name, value=str(INT8))) for name in quantizable]
         if len(quantizable) == 1:
-            keep = "keeps its"
+            verb = "stays"
         else:
-            keep = "keep their"
+            verb = "stay"
         names = join_messages(" and ", options)
-        return Message("there is one with ", names, f", which {keep} floats now")
+        return Message(
+            "this size is possible with ", names, f", which {verb} unquantized otherwise"
+        )
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -328,7 +330,7 @@ class Fit:
         name = self.codes.name
         path = self.source.path
         if not schemes:
-            raise UnsupportedError(f"{name} holds none of the schemes to choose among", path=path)
+            raise UnsupportedError(f"{name} supports none of the candidate schemes", path=path)
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(schemes)}
         # Writing the settings of invented modules is the check: only the method knows which schemes
         # its settings can express together.
@@ -337,7 +339,7 @@ class Fit:
                 self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{name} does not support a size to fit: {error.problem}",
+                f"{name} cannot mix schemes, as a target size requires: {error.problem}",
                 path=path,
                 found=error.found,
                 hint="choose a scheme, or another format",

@@ -235,13 +235,13 @@ def _block_errors(
         for module, weight in weights.items():
             if not all_finite(weight):
                 raise NonFiniteError(
-                    f"tensor '{module}.weight' holds NaN or Inf",
+                    f"tensor '{module}.weight' contains NaN or Inf",
                     path=source.path,
                     hint=(
                         Message(
-                            "it has no codes; repair the source, or ",
+                            "it cannot be quantized; repair the source, or ",
                             Option("keep", value=module),
-                            " leaves it as it is",
+                            " leaves it unquantized",
                         )
                     ),
                 )

@@ -127,11 +127,11 @@ class Collector:
                 hint=f"did you mean '{near[0]}'?" if near else None,
             )
         raise RequestError(
-            f"no column of {place} has the text",
+            f"the text column of {place} is unknown",
             path=self._path,
             found=found,
             expected=" or ".join(self._columns),
-            hint=Message("name the column that has it with ", Option("text_column")),
+            hint=Message("name the text column with ", Option("text_column")),
         )
 
     def collect(self, rows: Iterable[tuple[str, object]]) -> None:
@@ -198,12 +198,17 @@ class Collector:
         if self._refused:
             count = len(self._refused) + len(self._documents)
             notes.append(
-                f"{self._path}: {len(self._refused)} of {count} documents are left out, as the chat"
-                f" template does not render them: {self._refused[0]}"
+                f"{self._path}: {len(self._refused)} of {count} documents are skipped,"
+                f" because the chat template cannot render them: {self._refused[0]}"
             )
         digest = sha256 or hashlib.sha256(text.encode()).hexdigest()
         return DocumentText(
-            text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes)
+            text=text,
+            sha256=digest,
+            source=source,
+            documents=tuple(self._documents),
+            specials=bool(self._specials),
+            notes=tuple(notes),
         )
 
     def _render_conversation(
@@ -225,11 +230,13 @@ class Collector:
             # What is rendered in time depends on the machine.
             if self._budget.spent:
                 problem = (
-                    f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the"
-                    " conversations"
+                    f"rendering the conversations with the chat template takes more than"
+                    f" {TEMPLATE_SECONDS:g} seconds"
                 )
                 raise RequestError(
-                    problem, path=self._path, hint="give fewer or shorter ones, or plain text"
+                    problem,
+                    path=self._path,
+                    hint="use fewer or shorter conversations, or plain text",
                 ) from error
             self._refused.append(f"{place}: {error.problem}")
             return None

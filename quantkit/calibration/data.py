@@ -214,7 +214,7 @@ def _require_enough_text(
         return
     fitting = MAX_REUSE * num_tokens // length
     raise RequestError(
-        "the calibration text is too short for so many samples",
+        "the calibration text is too short for this number of samples",
         path=path,
         found=f"{num_tokens} tokens for {samples} samples of {length}",
         expected=(

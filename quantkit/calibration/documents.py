@@ -219,10 +219,10 @@ def _load_saved_dataset(path: Path) -> Any:
     from_disk = load_from_disk(str(path))
     if isinstance(from_disk, dict):
         raise RequestError(
-            "is a DatasetDict, not one split of it",
+            "is a DatasetDict, not one of its splits",
             path=path,
             found=", ".join(from_disk),
-            hint=f"give the folder of a split: {path / next(iter(from_disk))}",
+            hint=f"use the folder of a split: {path / next(iter(from_disk))}",
         )
     return from_disk
 
@@ -264,7 +264,7 @@ def _json_rows(file: BinaryIO, path: Path) -> Iterator[tuple[str, object]]:
             continue
         if number == 1 and line.lstrip().startswith(b"["):
             raise RequestError(
-                "holds a JSON array",
+                "contains a JSON array",
                 path=path,
                 expected="a JSON object on each line",
                 hint=LINES_OF_ARRAY,

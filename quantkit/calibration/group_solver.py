@@ -91,7 +91,7 @@ class GroupSolver:
             NonFiniteError: if a weight or the Hessian holds NaN or Inf.
         """
         if not all(all_finite(linear.weight) for linear in linears.values()):
-            raise NonFiniteError("a weight holds NaN or Inf")
+            raise NonFiniteError("a weight contains NaN or Inf")
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
         for name in linears:
             by_scheme[self.schemes[name]].append(name)

@@ -76,7 +76,13 @@ class LockstepQuantizer(RtnQuantizer):
         dtype = choose_scale_dtype(
             self.source, (spec for block in blocks for spec in block.tensors)
         )
-        solver = GroupSolver(self.schemes, dtype, SINGLE, self.kernels_of(_CPU), self.shared)
+        solver = GroupSolver(
+            schemes=self.schemes,
+            scale_dtype=dtype,
+            group=SINGLE,
+            kernels=self.kernels_of(_CPU),
+            shared=self.shared,
+        )
         streams = _Streams(self, solver, written, stored)
         spill = Spill(written.folder / SCRATCH, self.memory_bytes)
         try:

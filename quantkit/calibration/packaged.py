@@ -113,11 +113,11 @@ class PackagedText:
             ]
         if len({token for kind in kinds for token in kind.tokens.tolist()}) < _MIN_DISTINCT:
             raise RequestError(
-                "the tokenizer makes next to nothing of the calibration text",
+                "the tokenizer yields too few distinct tokens for the calibration text",
                 found=f"{sum(len(kind.tokens) for kind in kinds)} tokens",
-                expected=f"{_MIN_DISTINCT} different ones",
+                expected=f"{_MIN_DISTINCT} distinct tokens",
                 hint=Message(
-                    "give text with ",
+                    "provide text with ",
                     Option("calibration"),
                     ", or round with ",
                     Option("method", value="rtn"),
@@ -198,7 +198,12 @@ class PackagedText:
             )
         order = torch.randperm(len(tokens), generator=generator)
         return Calibration(
-            tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes)
+            tokens=tokens[order],
+            sha256=self.sha256,
+            seed=seed,
+            source=PACKAGED,
+            dropped=dict(dropped.most_common()),
+            notes=tuple(notes),
         )
 
 
@@ -268,7 +273,10 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
             found=f"{samples} samples of {length} tokens",
             expected=f"at most {_MAX_PASSES * tokens // length}",
             hint=Message(
-                "give your text with ", Option("calibration"), ", or fewer ", Option("samples")
+                "provide your own text with ",
+                Option("calibration"),
+                ", or fewer ",
+                Option("samples"),
             ),
         )
 

@@ -201,13 +201,13 @@ class RtnQuantizer:
             Option("keep", value=module),
             " and ",
             Option("allow_nonfinite", value=True),
-            " leave it as it is",
+            " leave it unchanged",
         )
         if module == EMBEDDING:
             keep = Message(
-                "leave the scheme of the embedding out, and ",
+                "do not quantize the embedding: then ",
                 Option("allow_nonfinite", value=True),
-                " leaves it as it is",
+                " leaves it unchanged",
             )
         hint = Message("it cannot be quantized; repair the source, or ", keep)
         cast_finite(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
@@ -306,7 +306,12 @@ class GptqQuantizer(RtnQuantizer):
                     dtype = choose_scale_dtype(self.source, output)
                     factors = self._factors(store)
                     self._solver = GroupSolver(
-                        self.schemes, dtype, self.group, kernels, self.shared, factors
+                        schemes=self.schemes,
+                        scale_dtype=dtype,
+                        group=self.group,
+                        kernels=kernels,
+                        shared=self.shared,
+                        factors=factors,
                     )
                     own = tokens[self.group.share(len(tokens))]
                     self._streams = Streams(

@@ -89,16 +89,16 @@ def scale_out_of_range(
         scheme: of the weight; None if every format has it.
     """
     module = name.removesuffix(".weight")
-    ways: list[str] = [Message(Option("keep", value=module), " leaves it as it is")]
+    ways: list[str] = [Message(Option("keep", value=module), " leaves it unquantized")]
     if module == EMBEDDING:
-        ways = ["leave the scheme of the embedding out"]
+        ways = ["do not quantize the embedding"]
     if dtype is DType.FLOAT16 and source.config.dtype != DType.FLOAT16:
         way = Message(Option("to", value=NATIVE.name))
         if scheme is not None and isinstance(choose_codec(NATIVE, scheme), Reason):
             # Such as for K-quants, which GGUF alone has.
             way += Message(" with ", Option("scheme", value=_NATIVE_SCHEME))
         ways.append(Message(way, f" stores scales in {source.config.dtype}"))
-    problem = f"tensor '{name}' holds values {values} for scales in {dtype}"
+    problem = f"tensor '{name}' has values {values} for scales in {dtype}"
     return NonFiniteError(problem, path=source.path, hint=join_messages(", or ", ways))
 
 

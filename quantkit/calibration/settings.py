@@ -180,13 +180,13 @@ def sample_settings(
         activation_memory = min(effort.ACTIVATION_MEMORY, available_bytes() // 2)
     seed = effort.SEED if seed is None else seed
     return GptqSettings(
-        tokenizer,
-        calibration,
-        text_column,
-        samples,
-        length,
-        seed,
-        effort_name,
-        int(activation_memory),
-        device,
+        tokenizer=tokenizer,
+        text=calibration,
+        column=text_column,
+        samples=samples,
+        length=length,
+        seed=seed,
+        effort=effort_name,
+        memory_bytes=int(activation_memory),
+        device=device,
     )

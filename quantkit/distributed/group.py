@@ -354,7 +354,13 @@ def _group(device: torch.device, store: Store | None) -> ProcessGroup:
     assert world is not None
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_JOB)
     return ProcessGroup(
-        dist.get_rank(), dist.get_world_size(), device, world.group_name, store, world, patient
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        name=world.group_name,
+        _store=store,
+        _world=world,
+        _patient=patient,
     )
 
 

@@ -101,7 +101,7 @@ def split_model(
             if config.num_heads % number == 0:
                 divisors.append(number)
         raise RequestError(
-            "the processes do not divide the attention heads",
+            "the attention heads cannot be divided among the processes",
             found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
         )
@@ -150,7 +150,7 @@ def split_model(
     for name, tensor in split.items():
         if name not in ranges:
             raise UnsupportedError(
-                "processes cannot share this architecture", found=f"tensor '{tensor}'"
+                "this architecture cannot be split among processes", found=f"tensor '{tensor}'"
             )
     experts = config.experts
     if experts is not None:

@@ -81,7 +81,7 @@ def diagnose(
     require_flags(deep=deep)
     if runtime is not None and as_string("runtime", runtime) not in RUNTIMES:
         raise RequestError(
-            "no such runtime", found=format_value(runtime), expected=", ".join(RUNTIMES)
+            "unknown runtime", found=format_value(runtime), expected=", ".join(RUNTIMES)
         )
     if not 1 <= as_integer("tp", tp) <= _MAX_DEGREE:
         raise RequestError(
@@ -119,13 +119,13 @@ def diagnose(
     # Two checks may report the same fault of the same tensor.
     findings = list(dict.fromkeys(findings))
     return Diagnosis(
-        str(path),
-        checks.describe_kind(),
-        runtime,
-        _sort_findings(findings, runtime),
-        checks.list_checked_parts(),
-        checks.list_unchecked_parts(source is not None),
-        layers,
+        path=str(path),
+        kind=checks.describe_kind(),
+        runtime=runtime,
+        findings=_sort_findings(findings, runtime),
+        looked_at=checks.list_checked_parts(),
+        left_out=checks.list_unchecked_parts(source is not None),
+        layers=layers,
     )
 
 

@@ -140,7 +140,7 @@ class Folder(SideFiles):
             if model_path.suffix.lower() not in _READERS:
                 patterns = ", ".join("*" + suffix for suffix in _READERS)
                 raise RequestError(
-                    "holds no weights",
+                    "contains no weights",
                     path=self.path,
                     expected=f"a folder, or a file *.gguf, {patterns}",
                 )

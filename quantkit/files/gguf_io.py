@@ -105,7 +105,7 @@ def read_header(path: Path) -> GgufHeader:
         if not key.isprintable():
             cursor.fail(f"a metadata key is {key!r:.80}")
         if key in metadata:
-            cursor.fail(f"the metadata key '{key:.80}' comes twice")
+            cursor.fail(f"the metadata key '{key:.80}' occurs twice")
         metadata[key] = cursor.read_value(key)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not _is_valid_alignment(alignment):
@@ -121,7 +121,13 @@ def read_header(path: Path) -> GgufHeader:
     entries = [_read_tensor_entry(cursor) for _ in range(tensor_count)]
     data_start = _align_up(cursor.position, alignment)
     tensors = _resolve_offsets(entries, data_start, alignment, cursor)
-    return GgufHeader(source, alignment, metadata, tensors, _read_split(metadata, path))
+    return GgufHeader(
+        source=source,
+        alignment=alignment,
+        metadata=metadata,
+        tensors=tensors,
+        split=_read_split(metadata, path),
+    )
 
 
 def _is_valid_alignment(alignment: Any) -> bool:
@@ -163,11 +169,11 @@ def build_header(
         if len(name.encode()) > MAX_NAME or not 1 <= len(shape) <= MAX_DIMS:
             expected = f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes"
             raise UnsupportedError(
-                f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected
+                f"GGUF cannot store tensor '{name}'", found=list(shape), expected=expected
             )
         if shape[-1] % kind.block:
             raise UnsupportedError(
-                f"{kind} cannot hold tensor '{name}'",
+                f"{kind} cannot store tensor '{name}'",
                 found=f"rows of {shape[-1]}",
                 expected=f"a multiple of {kind.block}",
             )
@@ -251,8 +257,8 @@ class _Cursor:
             self.fail(f"{description} is an array of arrays")
         if self._items > _MAX_ITEMS:
             self.fail(
-                f"{description} is an array of {count} items, and all arrays may have {_MAX_ITEMS}"
-                " together"
+                f"{description} is an array of {count} items, and the limit for all arrays together"
+                f" is {_MAX_ITEMS}"
             )
         return self._read_values(kind, count, description)
 
@@ -284,12 +290,12 @@ def _require_known_version(cursor: _Cursor) -> None:
     path = cursor.source.path
     # A small number whose bytes are in reverse order has no lower bits.
     if version & 0xFFFF == 0 and version:
-        hint = "gguf-convert-endian converts it"
+        hint = "convert it with gguf-convert-endian"
         raise UnsupportedError(
             "is a big-endian GGUF file", path=path, expected="little-endian", hint=hint
         )
     if version not in _VERSIONS:
-        problem = "is of a version of GGUF that is not read"
+        problem = "has a GGUF version that is not supported"
         hint = "download a newer file of the model"
         raise UnsupportedError(
             problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint
@@ -336,7 +342,7 @@ def _resolve_offsets(
     end = cursor.position
     for tensor in listed:
         if tensor.name in tensors:
-            cursor.fail(f"tensor '{tensor.name}' comes twice")
+            cursor.fail(f"tensor '{tensor.name}' occurs twice")
         require_adjacent(tensor.name, tensor.offset, position - start, path)
         tensors[tensor.name] = replace(tensor, offset=position)
         end = position + tensor.nbytes
@@ -390,7 +396,7 @@ def _pack_typed_value(key: str, value: Any) -> bytes:
     if kind is None:
         kinds = {_kind_of(key, item, ValueType.INT32) for item in plain}
         if len(kinds) != 1:
-            raise ValueError(f"{key}: an array that is empty or of several kinds needs `Typed`")
+            raise ValueError(f"{key}: an array that is empty or has mixed types needs `Typed`")
         (kind,) = kinds
     return (
         _WORD.pack(ValueType.ARRAY)
@@ -412,5 +418,5 @@ def _pack_values(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:
 def _kind_of(key: str, value: Any, integer: ValueType) -> ValueType:
     kinds = {str: ValueType.STRING, bool: ValueType.BOOL, float: ValueType.FLOAT32, int: integer}
     if type(value) not in kinds:
-        raise ValueError(f"{key}: GGUF has no {type(value).__name__}")
+        raise ValueError(f"{key}: GGUF does not support {type(value).__name__} values")
     return kinds[type(value)]

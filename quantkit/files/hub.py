@@ -216,7 +216,7 @@ def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
     if "adapter_config.json" in names:
         # Opening it reports what is missing.
         return side_files
-    raise RequestError("the repository has no weights that are read", path=str(model))
+    raise RequestError("the repository has no weights in a supported format", path=str(model))
 
 
 def call_in_time(request: Callable[[], _Answer], path: str, repository_kind: str) -> _Answer:
@@ -288,11 +288,11 @@ def _require_space(size: int, model: HubModel) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise NoSpaceError(
-            f"too little space on the disk of the hub's cache for {model}",
+            f"the disk of the hub's cache has too little space for {model}",
             path=cache,
             found=f"{size_text(free)} free",
             expected=size_text(needed),
-            hint="HF_HOME chooses another disk",
+            hint="set HF_HOME to a folder on another disk",
         )
 
 

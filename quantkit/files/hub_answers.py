@@ -27,7 +27,7 @@ _ETAG = re.compile(r"[\w+=~-][\w.+=~-]{0,199}", re.ASCII)
 # Backslashes separate folders on Windows; control characters could drive a terminal.
 _NO_FILE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_SIZE = 1 << 60
-_HINT = "try again; HF_ENDPOINT chooses the hub"
+_HINT = "try again, or set HF_ENDPOINT to another hub"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def validate_commit(commit: object, path: str | None, expected: str | None = Non
         CheckpointError: if it is not a commit, or not the expected one.
     """
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
-        raise _make_answer_error("names no commit", path, commit, "40 hexadecimal digits")
+        raise _make_answer_error("does not name a commit", path, commit, "40 hexadecimal digits")
     if expected is not None and commit != expected:
         raise _make_answer_error("names the wrong commit", path, commit, expected)
     return commit
@@ -84,16 +84,16 @@ def files_by_name(info: Any, path: str) -> dict[str, Any]:
     """Collect the library's entries for the files of a repository, by name.
 
     Raises:
-        CheckpointError: if the answer lists no files, or a name that leads out of the folder.
+        CheckpointError: if the answer does not list files, or a name that leads out of the folder.
     """
     if not isinstance(info.siblings, list):
-        raise _make_answer_error("lists no files", path, info.siblings, "siblings")
+        raise _make_answer_error("does not list files", path, info.siblings, "siblings")
     siblings: dict[str, Any] = {}
     for sibling in info.siblings:
         name = sibling.rfilename
         if not is_file_name(name):
             raise _make_answer_error(
-                "lists a file whose name is none", path, name, "a path inside a folder"
+                "lists a file with an invalid name", path, name, "a path inside a folder"
             )
         siblings[name] = sibling
     return siblings
@@ -123,15 +123,18 @@ def parse_hub_file(sibling: Any, path: str) -> HubFile:
         key = "sha256"
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
         raise _make_answer_error(
-            f"announces no size of {format_value(name)}", path, sibling.size, "a number of bytes"
+            f"does not state the size of {format_value(name)}",
+            path,
+            sibling.size,
+            "a number of bytes",
         )
     if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
         raise _make_answer_error(
-            f"announces two sizes of {format_value(name)}", path, lfs.size, sibling.size
+            f"states two sizes of {format_value(name)}", path, lfs.size, sibling.size
         )
     if not isinstance(digest, str) or not digest_pattern.fullmatch(digest):
         raise _make_answer_error(
-            f"announces no hash of {format_value(name)}", path, digest, f"a {key}"
+            f"does not state the hash of {format_value(name)}", path, digest, f"a {key}"
         )
     return HubFile(name, sibling.size, digest)
 
@@ -178,7 +181,7 @@ def _install(file_download: Any) -> None:
         # The library may have made the address from the commit of an earlier answer.
         if resolve and not _is_relative(requested):
             raise _make_answer_error(
-                "leads to an address that is none of a file", expected.path, requested
+                "redirects to an address that is not a file's", expected.path, requested
             )
         try:
             metadata = original(url, *arguments, **options)
@@ -218,7 +221,7 @@ def _install(file_download: Any) -> None:
         if xet is not None:
             if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
                 raise _make_answer_error(
-                    "names no hash for its storage",
+                    "does not state the hash of its storage",
                     expected.path,
                     xet.file_hash,
                     "64 hexadecimal digits",
@@ -229,7 +232,7 @@ def _install(file_download: Any) -> None:
             hub_address = urlsplit(url)
             if (route.scheme, route.netloc) != (hub_address.scheme, hub_address.netloc):
                 raise _make_answer_error(
-                    "leads to another host for its storage",
+                    "redirects to another host for its storage",
                     expected.path,
                     xet.refresh_route,
                     hub_address.netloc,

@@ -58,11 +58,11 @@ def translate_read_error(
             "access to it on the hub is restricted", path=path, hint="log in: hf auth login"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return RequestError("the hub knows no such revision of it", path=path)
+        return RequestError("the hub has no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         # The hub does not tell strangers that a private repository exists.
         return RequestError(
-            f"the hub knows no such {repository_kind}",
+            f"the hub has no such {repository_kind}",
             path=path,
             hint="check the spelling; for a private one, log in: hf auth login",
         )
@@ -71,7 +71,9 @@ def translate_read_error(
     # Errors of the network are OSErrors too, without a file name.
     if isinstance(error, OSError) and error.filename is not None:
         problem = f"the hub's cache cannot be written: {error.strerror}"
-        return RequestError(problem, path=error.filename, hint="HF_HOME chooses another")
+        return RequestError(
+            problem, path=error.filename, hint="set HF_HOME to a folder on another disk"
+        )
     status = _status(error)
     if status == 401:
         return RequestError("the hub does not accept the access token", path=path, hint=_LOG_IN)

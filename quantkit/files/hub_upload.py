@@ -64,7 +64,7 @@ def require_token(name: str) -> None:
     # It becomes part of an HTTP header.
     if not token.isascii() or not token.isprintable() or " " in token:
         raise RequestError(
-            "the access token contains characters that none has", path=PREFIX + name, hint=hint
+            "the access token contains invalid characters", path=PREFIX + name, hint=hint
         )
 
 
@@ -103,7 +103,12 @@ def read_repository(name: str, branch: str | None = None) -> Repository | None:
         if repository is None:
             return None
         return Repository(
-            name, branch, repository.commit, repository.private, repository.files, has_branch=False
+            name=name,
+            branch=branch,
+            commit=repository.commit,
+            private=repository.private,
+            files=repository.files,
+            has_branch=False,
         )
 
 
@@ -247,7 +252,7 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
             remote_content = f"{remote_file.size} bytes, {remote_file.digest[:12]}"
             digest = _select_digest(file, remote_file)
         raise CheckpointError(
-            f"the hub does not hold '{file.name}' as it was sent, at commit {commit[:12]}",
+            f"'{file.name}' on the hub differs from what was sent, at commit {commit[:12]}",
             path=PREFIX + name,
             found=remote_content,
             expected=f"{file.size} bytes, {digest[:12]}",
@@ -295,7 +300,13 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
         private = info.private
     else:
         private = None
-    return Repository(name, branch, validate_commit(info.sha, path), private, files)
+    return Repository(
+        name=name,
+        branch=branch,
+        commit=validate_commit(info.sha, path),
+        private=private,
+        files=files,
+    )
 
 
 def _write(request: Callable[[], _Answer], name: str, doing: str, seconds: float) -> _Answer:

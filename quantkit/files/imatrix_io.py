@@ -108,7 +108,9 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     for name, entry in matrix.entries.items():
         if not (entry.means.isfinite().all() and (entry.means >= 0).all()):
             raise CheckpointError(
-                f"entry '{name}' holds NaN, Inf or a negative mean square", path=path, hint=_AGAIN
+                f"entry '{name}' contains NaN, Inf or a negative mean square",
+                path=path,
+                hint=_AGAIN,
             )
     return matrix
 
@@ -118,7 +120,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     kind = header.metadata.get("general.type")
     if kind != KIND:
         raise CheckpointError(
-            "is no importance matrix", path=path, found=f"general.type {kind}", expected=KIND
+            "is not an importance matrix", path=path, found=f"general.type {kind}", expected=KIND
         )
     entries: dict[str, Entry] = {}
     for tensor_name, sums_tensor in header.tensors.items():
@@ -131,14 +133,12 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
             or sums_tensor.type is not GgmlType.F32
             or counts_tensor.type is not GgmlType.F32
         ):
-            raise CheckpointError(
-                f"'{name}' has no counts, or not in float32", path=path, hint=_AGAIN
-            )
+            raise CheckpointError(f"'{name}' has no counts in float32", path=path, hint=_AGAIN)
         sums = _floats(header.source.read(sums_tensor.offset, sums_tensor.nbytes))
         counts = _floats(header.source.read(counts_tensor.offset, counts_tensor.nbytes))
         if not counts.numel() or sums.numel() % counts.numel():
             raise CheckpointError(
-                f"the counts of '{name}' do not fit its sums", path=path, hint=_AGAIN
+                f"the counts of '{name}' do not match its sums", path=path, hint=_AGAIN
             )
         sums = sums.view(counts.numel(), -1)
         # An expert that the router never chose has a count of 0, and sums of 0.
@@ -166,7 +166,7 @@ def _read_dat(path: Path, data: bytes) -> ImportanceMatrix:
         nonlocal position
         if not 0 <= count <= len(data) - position:
             raise CheckpointError(
-                "is no importance matrix, or is truncated", path=path, hint=_AGAIN
+                "is not an importance matrix, or is truncated", path=path, hint=_AGAIN
             )
         position += count
         return data[position - count : position]

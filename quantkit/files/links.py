@@ -57,9 +57,9 @@ def require_inside(path: Path, folder: Path) -> None:
     target = find_outside_target(path, folder)
     if target is not None:
         raise CheckpointError(
-            "is a link that leads out of the folder",
+            "is a link to a file outside the folder",
             path=path,
             found=target,
             expected="a file of the folder, or of the Hugging Face cache",
-            hint="if the file belongs to the model, put a copy of it in place of the link",
+            hint="if the file belongs to the model, replace the link with a copy",
         )

@@ -92,7 +92,9 @@ def hash_files(files: Mapping[str, Path], progress: Progress) -> dict[str, Local
         modified = path.stat().st_mtime_ns
         digest = source.sha256()
         source.require_unchanged()
-        local_files[name] = LocalFile(name, path, source.size, digest, modified)
+        local_files[name] = LocalFile(
+            name=name, content=path, size=source.size, sha256=digest, modified=modified
+        )
         done += source.size
     report_bytes(progress, "sha256", total, total)
     return local_files

@@ -63,7 +63,7 @@ def locate_existing_model(path: str | Path) -> Path:
         return model_path
     if model_path.is_symlink():
         raise RequestError(
-            "is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(model_path)}"
+            "is a broken or circular link", path=path, found=f"-> {os.readlink(model_path)}"
         )
     # Addresses copied from a browser. `Path` joins the two slashes after "https:".
     name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
@@ -138,7 +138,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
     if header.split is None or header.split.count == 1:
         if split_count(path.name) > 1:
             raise CheckpointError(
-                "has the name of a part of a model, and is a whole one", path=path
+                "is named like a part of a model, but is a complete model", path=path
             )
         return [header]
     stem = split_stem(path.name)
@@ -146,7 +146,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
     count = header.split.count
     # The names of the other parts follow from the name of this one.
     if stem is None or path.name != split_name(stem, index, count):
-        problem = f"is part {index + 1} of {count} of a model, and has another name"
+        problem = f"is part {index + 1} of {count} of a model, but is not named like it"
         raise CheckpointError(
             problem, path=path, expected=split_name(stem or path.stem, index, count)
         )
@@ -179,11 +179,11 @@ def read_parts(path: Path) -> list[GgufHeader]:
         # Every part states the number of tensors of the whole model.
         if part.split is not None and part.split.tensors != len(paths_by_tensor):
             raise CheckpointError(
-                "the parts have another number of tensors than the model",
+                "the parts and the model have different numbers of tensors",
                 path=part.path,
                 found=len(paths_by_tensor),
                 expected=part.split.tensors,
-                hint="a part is another model's",
+                hint="a part belongs to another model",
             )
     return parts
 

@@ -190,7 +190,7 @@ class Unpickler:
                 # The hash of nested tuples that share their items may take forever.
                 raise TypeError(f"an entry's name is a {type(key).__name__}")
             if key in values:
-                raise ValueError(f"the entry {key!r:.80} comes twice")
+                raise ValueError(f"the entry {key!r:.80} occurs twice")
             values[key] = value
         self._push(values)
 
@@ -199,7 +199,7 @@ class Unpickler:
         name = argument.replace(" ", ".", 1)
         if name not in _GLOBALS:
             raise CheckpointError(
-                "holds objects other than tensors; loading it could run code, so it is refused",
+                "contains objects other than tensors; loading it could run code, so it is refused",
                 path=self._path,
                 found=f"{name[:80]!r}",
                 expected="a dictionary of tensors",
@@ -225,10 +225,12 @@ class Unpickler:
         if kind != "storage" or not isinstance(dtype, DType) or type(key) not in (str, int):
             raise TypeError("a persistent id that is not a storage")
         if any(part is not None for part in view):
-            raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
+            raise ValueError(
+                "a storage is a view of another storage, as in files from torch before version 0.4"
+            )
         storage = Storage(str(key), dtype, check_size(count))
         if self.storages.setdefault(storage.key, storage) != storage:
-            raise ValueError(f"storage {storage.key!r:.80} comes in two sizes or types")
+            raise ValueError(f"storage {storage.key!r:.80} has two sizes or types")
         self._push(storage)
 
 
@@ -272,7 +274,13 @@ def _rebuild_typed_tensor(
         return Other("a conjugate or negated view")
     if not isinstance(storage, Storage) or not isinstance(dtype, DType):
         raise TypeError("a tensor without a storage or a dtype")
-    tensor = Reference(storage, dtype, check_size(offset), check_sizes(shape), check_sizes(stride))
+    tensor = Reference(
+        storage=storage,
+        dtype=dtype,
+        offset=check_size(offset),
+        shape=check_sizes(shape),
+        stride=check_sizes(stride),
+    )
     if len(tensor.shape) != len(tensor.stride):
         raise ValueError("a tensor's shape and strides differ in length")
     end = (tensor.offset + compute_extent(tensor.shape, tensor.stride)) * dtype.itemsize

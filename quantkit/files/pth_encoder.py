@@ -198,7 +198,11 @@ def _pickle_tensors(tensors: Sequence[StoredTensor]) -> bytes:
     for index, tensor in enumerate(tensors):
         storage = Storage(str(index), tensor.dtype, math.prod(tensor.shape))
         values[tensor.name] = Reference(
-            storage, tensor.dtype, 0, tensor.shape, contiguous_strides(tensor.shape)
+            storage=storage,
+            dtype=tensor.dtype,
+            offset=0,
+            shape=tensor.shape,
+            stride=contiguous_strides(tensor.shape),
         )
     buffer = io.BytesIO()
     # Protocol 2, as torch.save.

@@ -83,7 +83,7 @@ def open_file(path: Path) -> TensorFile:
     length = min(source.size - start, len(tar_signature))
     if source.read(start, length) == tar_signature:
         raise _make_unsupported_error(
-            "is a tar archive, as torch wrote it before version 0.2", path
+            "is a tar archive, as written by torch before version 0.2", path
         )
     return _open_legacy(source)
 
@@ -206,7 +206,7 @@ def _extract_tensors(value: Any, path: Path) -> dict[str, Reference]:
         value = value["model"]
     if not isinstance(value, dict) or not value:
         raise CheckpointError(
-            "does not hold a dictionary of tensors", path=path, found=type(value).__name__
+            "does not contain a dictionary of tensors", path=path, found=type(value).__name__
         )
     for name, tensor in value.items():
         if isinstance(name, str) and isinstance(tensor, Other):
@@ -298,7 +298,7 @@ class ZipRecords:
         for info in sorted(entries, key=lambda info: info.header_offset):
             record = self._locate_record(info, position, directory)
             if record.name in self.records:
-                raise self._contradiction(record.name, "is there twice")
+                raise self._contradiction(record.name, "occurs twice")
             self.records[record.name] = record
             position = record.start + info.compress_size
         self.checksums: list[Checksum] | None = None
@@ -364,7 +364,7 @@ class ZipRecords:
             raise make_damaged_file_error(f"record '{name}' is missing", self._file.path)
         if not record.stored:
             raise _make_unsupported_error(
-                f"record '{name}' is compressed", self._file.path, "records stored as they are"
+                f"record '{name}' is compressed", self._file.path, "uncompressed records"
             )
         return record
 
@@ -395,7 +395,7 @@ class ZipRecords:
         name = info.filename
         start = info.header_offset
         if not first <= start <= directory - LOCAL.size:
-            raise self._contradiction(name, "overlaps another or lies outside the file")
+            raise self._contradiction(name, "overlaps another record or is outside the file")
         fields = LOCAL.unpack(self._file.read(start, LOCAL.size))
         signature, _, flags, method, _, _, crc, packed, size, name_length, extra_length = fields
         data = start + LOCAL.size + name_length + extra_length
@@ -408,7 +408,7 @@ class ZipRecords:
         else:
             encoding = "cp437"
         if head[:name_length] != info.orig_filename.encode(encoding):
-            raise self._contradiction(name, "has another name than in the directory")
+            raise self._contradiction(name, "has a different name than in the directory")
         if (flags | info.flag_bits) & _ALTERED:
             raise UnsupportedError(f"record '{name}' is encrypted or a patch", path=self._file.path)
         if data + info.compress_size > directory:
@@ -419,11 +419,13 @@ class ZipRecords:
         # torch writes a record's header before it knows these; then they follow the data.
         is_deferred = flags & _SIZES_FOLLOW and content == (0, 0, 0)
         if method != info.compress_type or (content != listed_content and not is_deferred):
-            raise self._contradiction(name, "differs from what the directory says of it")
+            raise self._contradiction(name, "differs from its directory entry")
         is_stored = method == zipfile.ZIP_STORED
         if is_stored and info.file_size != info.compress_size:
             raise self._contradiction(name, "is stored in two sizes")
-        return Record(name, data, info.compress_size, info.CRC, is_stored)
+        return Record(
+            name=name, start=data, size=info.compress_size, crc=info.CRC, stored=is_stored
+        )
 
     def _contradiction(self, name: str, problem: str) -> CheckpointError:
         return make_damaged_file_error(f"record '{name}' {problem}", self._file.path)

@@ -82,7 +82,7 @@ def open_file(path: Path) -> TensorFile:
         )
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__ holds other values than strings")
+            raise ValueError("__metadata__ has values that are not strings")
         entries = [_parse_entry(name, entry) for name, entry in header.items()]
         # By first and last byte: the JSON object may have any order.
         entries.sort(key=lambda entry: entry[:2])
@@ -131,7 +131,9 @@ def require_readable(path: Path) -> None:
             library_shapes[name] = tuple(handle.get_slice(name).get_shape())
     shapes = {name: tensor.shape for name, tensor in open_file(path).tensors.items()}
     if library_shapes != shapes:
-        raise RuntimeError(f"the safetensors library reads other tensors from {path} than quantkit")
+        raise RuntimeError(
+            f"the safetensors library and quantkit read different tensors from {path}"
+        )
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
@@ -149,7 +151,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"the key {key!r:.80} comes twice")
+            raise ValueError(f"the key {key!r:.80} occurs twice")
         values[key] = value
     return values
 
@@ -173,7 +175,7 @@ def build_header(
     for tensor in tensors:
         if tensor.dtype not in _SPELLINGS:
             raise UnsupportedError(
-                f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype
+                f"safetensors cannot store tensor '{tensor.name}'", found=tensor.dtype
             )
         end = position + tensor.nbytes
         dtype = _SPELLINGS[tensor.dtype]

@@ -107,7 +107,7 @@ class SourceFile:
             if count == 0:
                 current_size = os.fstat(self._descriptor).st_size
                 raise CheckpointError(
-                    "was cut off while it was read",
+                    "was truncated while it was read",
                     path=self.path,
                     found=f"{current_size} bytes",
                     expected=f"{self.size} bytes",
@@ -218,9 +218,9 @@ def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
     """Raise a `CheckpointError` if a tensor does not begin where the one before it ends."""
     if offset != expected:
         if offset < expected:
-            problem = "overlaps another"
+            problem = "overlaps another tensor"
         else:
-            problem = "leaves a hole before it"
+            problem = "is preceded by a gap"
         raise CheckpointError(
             f"tensor '{name}' {problem}", path=path, found=f"offset {offset}", expected=expected
         )

@@ -99,7 +99,7 @@ def require_runnable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that is known by its tensors only."""
     if not checkpoint.config.runnable:
         raise UnsupportedError(
-            "the model is known by its tensors only, it cannot be run here",
+            "the model is known by its tensors only, so it cannot be run here",
             path=checkpoint.path,
             found=checkpoint.config.architecture,
             hint=(
@@ -116,7 +116,7 @@ def require_calibratable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that no samples can be sent through."""
     if not checkpoint.config.measurable:
         raise UnsupportedError(
-            "the model is known by its tensors only, it cannot be calibrated",
+            "the model is known by its tensors only, so it cannot be calibrated",
             path=checkpoint.path,
             found=checkpoint.config.architecture,
             expected=Message(Option("method", value="rtn")),
@@ -187,7 +187,7 @@ def require_tensors(
             f"tensor '{missing[0]}' is missing",
             path=path,
             found=f"{len(expected) - len(missing)} of {len(expected)} tensors",
-            hint="a weight file is missing or the config is another model's",
+            hint="a weight file is missing or the config belongs to another model",
         )
     for name, shape in expected.items():
         if specs[name].shape != shape:
@@ -196,7 +196,7 @@ def require_tensors(
             raise CheckpointError(problem, path=path, found=shapes[0], expected=shapes[1])
         if specs[name].dtype not in FLOATS:
             raise UnsupportedError(
-                f"tensor '{name}' is not stored as floats",
+                f"tensor '{name}' is not stored in a float type",
                 path=path,
                 found=specs[name].dtype,
                 hint="the source is quantized already in a scheme that its config does not name",
@@ -228,9 +228,9 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
         # DeepSeek's and GLM's multi-token prediction layers merge two inputs with `eh_proj`.
         if is_extra_layer(name, {}) or name.endswith(".eh_proj.weight"):
             hint = Message(
-                "layers that predict further tokens are carried with ",
+                "to copy multi-token prediction layers, add ",
                 Option("tensors_only", value=True),
-                ", or by ",
+                " or ",
                 Option("via", value="transformers"),
             )
             break
@@ -273,19 +273,19 @@ def require_unquantized(
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
         if scheme is not None:
             raise CheckpointError(
-                f"tensor '{name}' is part of no weight in a scheme that is read",
+                f"tensor '{name}' does not belong to a weight in a supported scheme",
                 path=path,
                 found=f"{spec.dtype} {list(spec.shape)}",
-                expected=f"codes and scales of {method}, each once",
-                hint="the folder is damaged, or another tool's; download it again",
+                expected=f"quantized weights and scales of {method}, each once",
+                hint="the folder is damaged or was written by another tool; download it again",
             )
         is_mxfp4_part = spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales"))
         if floats and (is_mxfp4_part or spec.dtype in SMALL_FLOATS):
             raise CheckpointError(
-                f"tensor '{name}' lacks its codes or scales: they must come together",
+                f"tensor '{name}' lacks its quantized weight or its scales",
                 path=path,
                 found=f"{spec.dtype} {list(spec.shape)} alone",
-                expected=f"codes and scales of {method}",
+                expected=f"quantized weights and scales of {method}",
                 hint=DAMAGED_FILE,
             )
 

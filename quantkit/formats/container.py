@@ -321,7 +321,7 @@ class Container(Protocol):
 
 def _make_not_written_error(title: str) -> RequestError:
     return RequestError(
-        f"{title}'s files are read, not written", expected=Message("another ", Option("to"))
+        f"{title} files can be read, but not written", expected=Message("another ", Option("to"))
     )
 
 

@@ -115,7 +115,7 @@ def open_unfinished(
     if not candidates and not folder.is_dir():
         # Raises if it is not a regular file.
         SourceFile(folder)
-        expected = "the folder that holds it with its config and tokenizer"
+        expected = "the folder that contains it, its config and its tokenizer"
         raise CheckpointError("is a file", path=folder, expected=expected)
     if weights is None:
         kind, container = _choose(folder, candidates)
@@ -127,7 +127,7 @@ def open_unfinished(
         raise CheckpointError(f"has no {weights} weights", path=folder, found=present_kinds)
     if tensors_only and container is not HF:
         problem = (
-            "only Hugging Face folders are taken by their tensors; all tensors of"
+            "only Hugging Face folders can be read by their tensors; all tensors of"
             f" {container.title} are known"
         )
         raise RequestError(problem, path=folder)
@@ -212,7 +212,7 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
             descriptions.append(container.weights[kind])
             options.append(Message(Option("weights", value=kind)))
         raise CheckpointError(
-            "holds two sets of weights",
+            "contains two sets of weights",
             path=folder,
             found=" and ".join(descriptions),
             hint=Message("pick one with ", join_messages(" or ", options)),
@@ -227,7 +227,7 @@ def _make_no_weights_error(folder: Path) -> Exception:
     if gguf_files:
         file_names = ", ".join(path.name for path in gguf_files)
         return CheckpointError(
-            "holds several models in GGUF", path=folder, found=file_names, hint="name the file"
+            "contains several GGUF models", path=folder, found=file_names, hint="name the file"
         )
     problem = "has no weights"
     # An output with several results has a folder for each.

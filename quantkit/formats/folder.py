@@ -89,11 +89,11 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
     """Raise `CheckpointError` if an embedding has fewer rows than a tokenizer has tokens."""
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
-            "the tokenizer knows more tokens than the embedding has rows",
+            "the tokenizer has more tokens than the embedding has rows",
             path=path,
             found=f"{tokenizer.vocab_size} tokens",
             expected=f"at most {rows}",
-            hint="the tokenizer is another model's",
+            hint="the tokenizer belongs to another model",
         )
 
 

@@ -55,9 +55,9 @@ TYPES: Mapping[str, tuple[DType, ...]] = {
 }
 """The types of scales and zero points that are read."""
 _AGAIN = Message(
-    "quantize the cache again, or drop its scales: ",
+    "quantize the cache again, or remove its scales: ",
     Option("dequantize", value=True),
-    " writes floats",
+    " writes an unquantized model",
 )
 Place = tuple[int, str, str]
 """Layer, part and kind of a tensor, see `CacheTensor`."""
@@ -176,7 +176,7 @@ class KvCache:
             )
             if count is not None:
                 raise CheckpointError(
-                    f"{description} does not fit the scheme",
+                    f"{description} does not match the scheme",
                     path=file.path,
                     found=f"shape {list(tensor.shape)}",
                     expected=f"{count} elements" if count > 1 else "one element",
@@ -221,9 +221,11 @@ class KvCache:
         if run_here:
             reason = why_not_run(self.scheme)
         else:
-            reason = "our decoder does not run the model"
+            reason = "quantkit's decoder does not run the model"
         if reason is not None:
-            return f"the KV cache is to be quantized ({self.line()}); not used here: {reason}"
+            return (
+                f"the KV cache is to be quantized ({self.line()}); this is not used here: {reason}"
+            )
         note = f"the KV cache is quantized ({self.line()}): keys and values are rounded to it"
         scaled_parts = {part for _, part, _ in _places(self.tensors)}
         if scaled_parts - {"k", "v"}:
@@ -374,7 +376,14 @@ def extract_kv_cache(
         del stored[name], files[name]
     if not tensors and scheme is None:
         return None
-    return KvCache(path, scheme, tensors, layers, config.num_heads, config.num_kv_heads)
+    return KvCache(
+        path=path,
+        scheme=scheme,
+        tensors=tensors,
+        layers=layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+    )
 
 
 def _require_understood(
@@ -396,7 +405,7 @@ def _require_understood(
         if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
             number_kind = "float" if kind == "scale" else "number"
             raise UnsupportedError(
-                f"tensor '{name}', a {kind} of the KV cache, is no {number_kind}",
+                f"tensor '{name}', a {kind} of the KV cache, is not a {number_kind}",
                 path=path,
                 found=f"{tensor.dtype} {list(tensor.shape)}",
                 expected=" or ".join(TYPES[entry.kind]),
@@ -489,13 +498,13 @@ def why_not_run(scheme: Scheme | None) -> str | None:
     # The defaults are those of compressed-tensors' `QuantizationArgs`.
     number_type = str(scheme.get("type", "int")).lower()
     if number_type != "float" or scheme.get("num_bits", 8) != 8:
-        return "only float8 is run"
+        return "only float8 is supported"
     if scheme.get("dynamic"):
-        return "only static scales are run"
+        return "only static scales are supported"
     if _strategy(scheme) != _TENSOR:
-        return "only one scale per tensor is run"
+        return "only one scale per tensor is supported"
     if not scheme.get("symmetric", True):
-        return "zero points are not run"
+        return "zero points are not supported"
     return None
 
 

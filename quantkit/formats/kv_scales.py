@@ -41,7 +41,14 @@ def scale_names(layer: int) -> tuple[str, str]:
 def build_fp8_cache(config: ModelConfig, path: Path) -> KvCache:
     """Describe a cache with the scheme that is written, for a folder at a path."""
     # Without tensors: the folder's own tensors include the scales.
-    return KvCache(path, FP8, {}, config.num_layers, config.num_heads, config.num_kv_heads)
+    return KvCache(
+        path=path,
+        scheme=FP8,
+        tensors={},
+        layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+    )
 
 
 def is_scale(name: str) -> bool:

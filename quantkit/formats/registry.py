@@ -82,7 +82,7 @@ def target(name: str) -> Target:
     """Look up one of `targets` by its name; any other raises `RequestError`."""
     by_name = targets()
     if name not in by_name and name in {*CONTAINERS, *METHODS}:
-        raise RequestError(f"{name} is read, not written", expected=", ".join(by_name))
+        raise RequestError(f"{name} can be read, but not written", expected=", ".join(by_name))
     if name not in by_name:
         raise RequestError(
             "unknown target format", found=format_value(name), expected=", ".join(by_name)

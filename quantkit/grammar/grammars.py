@@ -86,7 +86,7 @@ class Grammars:
                 ends.append(end_id)
         if not ends:
             raise RequestError(
-                "the model has no end token, so no answer could end where its format does"
+                "the model has no end token, so an answer could not end with its format"
             )
         start = START if reasoning is None else START_AFTER_REASONING
         full_grammar = start + grammar
@@ -94,7 +94,7 @@ class Grammars:
         if compiled is None:
             # One compilation at a time, because each may need much memory.
             if not self._compiling.acquire(timeout=_WAIT_SECONDS):
-                raise RequestError("other formats of answers are being compiled", hint="try again")
+                raise RequestError("other answer formats are being compiled", hint="try again")
             try:
                 # Another thread may have compiled the grammar while this one waited.
                 compiled = self._find_compiled(full_grammar) or self._matcher(full_grammar)
@@ -175,8 +175,8 @@ class Grammars:
         token_bytes = self._tokenizer.token_bytes
         if token_bytes is None:
             raise RequestError(
-                "the format of answers cannot be restricted, as the bytes of the tokenizer's tokens"
-                " are not known",
+                "the answer format cannot be constrained, because the bytes of the"
+                " tokenizer's tokens are unknown",
                 found=self._tokenizer.kind,
             )
         # Tokens without bytes are never part of an answer. The constraint itself allows the end
@@ -260,7 +260,7 @@ def _make_matcher_error(matcher: LLMatcher) -> QuantkitError:
     return QuantkitError(
         "no token can follow in the requested format",
         found=_reason(matcher) or None,
-        hint="the vocabulary does not spell what must follow, or the format is too complex",
+        hint="the vocabulary cannot produce what must follow, or the format is too complex",
     )
 
 

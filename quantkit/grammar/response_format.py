@@ -62,7 +62,7 @@ def _schema(described: Any) -> Any:
     if not _NAME.fullmatch(as_string("json_schema.name", described.get("name"))):
         expected = "up to 64 letters, digits, _ and -"
         raise RequestError(
-            "'json_schema.name' is not possible",
+            "'json_schema.name' is invalid",
             found=format_value(described["name"]),
             expected=expected,
         )

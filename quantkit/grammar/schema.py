@@ -281,7 +281,8 @@ class _Reader:
                 node = node[key]
             else:
                 raise RequestError(
-                    "the JSON schema has a reference to a place that is not in it", found=reference
+                    "the JSON schema has a reference to a place that does not exist",
+                    found=reference,
                 )
         return node
 
@@ -294,9 +295,9 @@ def _drop_implied_minimum(keywords: dict[str, Any], place: str) -> dict[str, Any
         return keywords
     if fewest > len(set(keywords.get("required", []))):
         raise RequestError(
-            "'minProperties' is above 1, and more than there are required properties",
+            "'minProperties' is above 1, and above the number of required properties",
             found=place,
-            hint="list properties that must be there in 'required'",
+            hint="list the mandatory properties in 'required'",
         )
     return {key: value for key, value in keywords.items() if key != "minProperties"}
 
@@ -351,7 +352,7 @@ def _count(value: Any, place: str) -> int:
     # that changes no answer.
     if value > _MAX_COUNT and keyword in _LOWER:
         raise RequestError(
-            f"'{keyword}' is more than any answer has",
+            f"'{keyword}' is larger than any answer can reach",
             found=place,
             expected=f"at most {_MAX_COUNT}",
         )

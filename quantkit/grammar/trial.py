@@ -76,9 +76,7 @@ def _ensure_process() -> subprocess.Popen[str]:
             start_new_session=True,
         )
     except OSError as error:
-        raise QuantkitError(
-            f"the process that tries out formats does not start: {error}"
-        ) from error
+        raise QuantkitError(f"the process that tests formats does not start: {error}") from error
     _owner = os.getpid()
     return _process
 

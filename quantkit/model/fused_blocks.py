@@ -82,7 +82,12 @@ class FusedBlocks:
             cached = [(cache.keys[number], cache.values[number]) for number in self.layers]
         turned = [angles.of(layer) for layer in self.layers.values()]
         step = BlockStep(
-            positions, slots, angles.query_scale, first or cache is None, turned, cached
+            positions=positions,
+            slots=slots,
+            query_scale=angles.query_scale,
+            first=first or cache is None,
+            angles=turned,
+            cached=cached,
         )
         return self.run(x.to(self.dtype), step)
 
@@ -159,18 +164,18 @@ def _collect_weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
     gate_up, down = feed_forward or (None, None)
     attention = block.self_attn
     return BlockWeights(
-        _norm(block.input_layernorm),
-        qkv,
-        _norm(attention.q_norm),
-        _norm(attention.k_norm),
-        _floats(attention.sinks),
-        out,
-        _norm(block.attention_output_layernorm),
-        _norm(block.post_attention_layernorm),
-        gate_up,
-        down,
-        _norm(block.mlp_output_layernorm),
-        _to_routed_experts(block.mlp) if isinstance(block.mlp, Experts) else None,
+        input_norm=_norm(block.input_layernorm),
+        qkv=qkv,
+        q_norm=_norm(attention.q_norm),
+        k_norm=_norm(attention.k_norm),
+        sinks=_floats(attention.sinks),
+        out=out,
+        attention_output_norm=_norm(block.attention_output_layernorm),
+        mlp_norm=_norm(block.post_attention_layernorm),
+        gate_up=gate_up,
+        down=down,
+        mlp_output_norm=_norm(block.mlp_output_layernorm),
+        experts=_to_routed_experts(block.mlp) if isinstance(block.mlp, Experts) else None,
     )
 
 
@@ -179,31 +184,31 @@ def _to_routed_experts(experts: Experts) -> RoutedExperts:
     gate = experts.shared_expert_gate
     assert bank is not None
     return RoutedExperts(
-        experts.gate.weight.detach(),
-        _floats(experts.gate.bias),
-        bank.gate_up,
-        bank.down,
-        None if gate is None else _floats(gate.weight),
-        experts.config.per_token,
-        experts.config.normalized,
+        router=experts.gate.weight.detach(),
+        router_bias=_floats(experts.gate.bias),
+        gate_up=bank.gate_up,
+        down=bank.down,
+        shared_gate=None if gate is None else _floats(gate.weight),
+        per_token=experts.config.per_token,
+        normalized=experts.config.normalized,
     )
 
 
 def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
     return BlockSettings(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        layer.window,
-        layer.rotary,
-        config.attention_scale,
-        config.attention_softcap,
-        config.clip_qkv,
-        config.activation,
-        config.activation_limit,
-        config.activation_alpha,
-        config.norm_eps,
-        config.residual_multiplier,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        window=layer.window,
+        rotary=layer.rotary,
+        attention_scale=config.attention_scale,
+        attention_softcap=config.attention_softcap,
+        clip_qkv=config.clip_qkv,
+        activation=config.activation,
+        activation_limit=config.activation_limit,
+        activation_alpha=config.activation_alpha,
+        norm_eps=config.norm_eps,
+        residual_multiplier=config.residual_multiplier,
     )
 
 

@@ -136,7 +136,7 @@ def read_record(kind: type[T], value: Any, path: Path, description: str) -> T:
         return cast(T, _decode_value(kind, value))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise CheckpointError(
-            f"does not state {description}", path=path, hint="make it again"
+            f"does not state {description}", path=path, hint="create it again"
         ) from None
 
 

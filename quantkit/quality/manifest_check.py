@@ -41,7 +41,7 @@ of these.
 def neither_true_nor_false(report: object) -> NoReturn:
     """Refuse to be used as a boolean, as any report of a difference would be true."""
     raise TypeError(
-        f"a {type(report).__name__} is neither true nor false: use `report.is_same` or `report.ok`"
+        f"a {type(report).__name__} has no truth value: use `report.is_same` or `report.ok`"
     )
 
 
@@ -214,14 +214,14 @@ def verify_model(
         if weights is None:
             texts = measure_again(readable, model_manifest, checkpoint, progress=progress)
     return FolderReport(
-        model,
-        len(model_manifest["files"]) - len(edited),
-        edited,
-        texts,
-        model_manifest,
-        weights,
-        run_by,
-        not_run,
+        path=model,
+        files=len(model_manifest["files"]) - len(edited),
+        edited=edited,
+        texts=texts,
+        manifest=model_manifest,
+        weights=weights,
+        run_by=run_by,
+        not_run=not_run,
     )
 
 
@@ -272,11 +272,11 @@ def measure_again(
         is_close = math.isclose(measured, expected, rel_tol=REPEATABLE)
         if not math.isfinite(measured) or not is_close:
             raise QualityError(
-                f"perplexity on '{check.recorded.text}' is not what the manifest says",
+                f"perplexity on '{check.recorded.text}' differs from the manifest",
                 path=model,
                 found=f"{measured:.4g}",
                 expected=f"{expected:.4g}",
-                hint="make it again",
+                hint="create the model again",
             )
     gate_failure = _build_failure(recorded, "gate", quality, model)
     certificate_failure = _find_certificate_failure(model_manifest, model)
@@ -300,7 +300,9 @@ def read_input_roundings(
         activations = {scheme: Activations(kind) for scheme, kind in types_by_scheme.items()}
     except (AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=types_by_scheme
+            f"{ACTIVATIONS} does not map schemes to activation dtypes",
+            path=manifest_path(model),
+            found=types_by_scheme,
         ) from error
     roundings: dict[str, InputRounding] = {}
     for module, scheme in schemes(checkpoint).items():

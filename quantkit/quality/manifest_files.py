@@ -59,11 +59,11 @@ def _require_own(path: Path, listed: Iterable[str]) -> None:
     for name in listed:
         if name != model_name and split_stem(name) != stem:
             raise CheckpointError(
-                "the manifest is that of another file",
+                "the manifest belongs to another file",
                 path=path,
                 found=name,
                 expected=model_name,
-                hint="give the model its name back, or `quantkit convert` it to the new name",
+                hint="rename the model back, or `quantkit convert` it to the new name",
             )
 
 
@@ -88,7 +88,7 @@ def require_as_written(
             raise CheckpointError(
                 "the manifest does not list this file",
                 path=path,
-                hint="remove it, or make the model again",
+                hint="remove it, or create the model again",
             )
     edited = {}
     for index, (name, expected) in enumerate(listed.items()):
@@ -104,13 +104,13 @@ def require_as_written(
         if name == _README:
             edited[name] = "removed" if digest is None else "edited"
         elif digest is None:
-            raise CheckpointError("a file of the manifest is missing", path=path)
+            raise CheckpointError("the manifest lists this file, but it is missing", path=path)
         else:
             raise CheckpointError(
-                "the file is not what quantkit wrote",
+                "the file has changed since quantkit wrote it",
                 path=path,
                 found=f"sha256 {digest[:12]}",
                 expected=expected[:12],
-                hint="copy or make it again",
+                hint="copy or create it again",
             )
     return model_manifest, edited

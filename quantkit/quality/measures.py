@@ -403,7 +403,12 @@ class Tally:
         # Both models find the same tokens hard: paired, the ratio has a smaller error than either.
         ratio = mean_estimate(losses - reference_losses).exp()
         return Quality(
-            divergence, reference.value, other.value, reference.error, other.error, ratio.error
+            divergence=divergence,
+            reference_perplexity=reference.value,
+            perplexity=other.value,
+            reference_perplexity_error=reference.error,
+            perplexity_error=other.error,
+            ratio_error=ratio.error,
         )
 
 

@@ -48,7 +48,7 @@ def position_windows(
     """
     windows = text_windows(ids, start, min(length, context))
     if windows.shape[-1] < _MIN_TOKENS:
-        raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
+        raise RequestError("the text is too short to measure", found=f"{len(ids)} tokens")
     notes = []
     window_tokens = windows.shape[1]
     if window_tokens < length:
@@ -134,5 +134,14 @@ def position_buckets(
         # KL is not negative, but sums are rounded.
         value = max(mean.value, 0.0)
         tokens = (stop - start) * len(kl)
-        buckets.append(PositionDivergence(start, stop, tokens, value, mean.error, share))
+        buckets.append(
+            PositionDivergence(
+                start=start,
+                stop=stop,
+                tokens=tokens,
+                kl=value,
+                kl_error=mean.error,
+                top1_agreement=share,
+            )
+        )
     return buckets

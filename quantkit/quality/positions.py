@@ -148,7 +148,7 @@ class PositionCertificate:
 
     def __post_init__(self) -> None:
         if not all(self.caches.get(cache) for cache in CACHES):
-            raise ValueError("a cache has no figures")
+            raise ValueError("a cache has no measurements")
 
     def problem(self) -> tuple[str, str, str] | None:
         """Describe the problem, what was found and what was expected; None if the certificate is

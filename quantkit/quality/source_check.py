@@ -33,7 +33,7 @@ NOTED_BITS_PER_BYTE = 3.0
 _LETTERS = 8192
 # Of the logits' range: rounding varies the logits of a model that ignores its input.
 _FLAT = 1e-3
-_SKIP = Message(Option("source_check", value=False), " goes on without this check")
+_SKIP = Message(Option("source_check", value=False), " skips this check")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def check_source(
             path=source.path,
             found=f"perplexity {perplexity:.4g}",
             expected=f"less than its {guess} tokens",
-            hint=Message("weights or tokenizer are damaged or another model's; ", _SKIP),
+            hint=Message(
+                "the weights or the tokenizer are damaged or belong to another model; ", _SKIP
+            ),
         )
     return SourceCheck(
         "speech",
@@ -148,7 +150,7 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
             "the model's logits do not depend on its input",
             path=source.path,
             found="the same prediction after every token of a text",
-            hint=Message("weights are missing, zero or all equal; ", _SKIP),
+            hint=Message("the weights are missing, zero or all equal; ", _SKIP),
         )
     return loss
 

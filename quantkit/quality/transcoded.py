@@ -135,10 +135,16 @@ def require_exact(
             # The tensor was cast to another float type.
             continue
         if not equal:
-            problem = f"tensor '{name}' is not what the source holds, as it is read back"
+            problem = f"tensor '{name}' differs from the source when it is read back"
             raise QuantkitError(problem, path=result.path, hint=_BUG)
     progress("exact", len(names), len(names), "tensors")
-    return Exact(quantized, quantized - scales_cast, floats, norms, scales_cast)
+    return Exact(
+        tensors=quantized,
+        equal=quantized - scales_cast,
+        floats=floats,
+        norms=norms,
+        scales_cast=scales_cast,
+    )
 
 
 def offset_of(config: ModelConfig, name: str) -> float:
@@ -160,7 +166,7 @@ def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
         is_same = stored == expected
     if not is_same:
         raise QuantkitError(
-            "the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG
+            "the scales of the KV cache differ from the source", path=result.path, hint=_BUG
         )
 
 

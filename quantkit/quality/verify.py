@@ -473,20 +473,20 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     else:
         verdict = Verdict.SAME
     return VerifyReport(
-        verdict,
-        problems,
-        formats,
-        len(names),
-        on_codes,
-        differing,
-        probes,
-        bound,
-        not runnable and not probes,
-        not_certified,
-        kv_cache,
-        reference.config.run_by if probes else None,
-        not_run,
-        settings,
+        verdict=verdict,
+        problems=problems,
+        formats=formats,
+        tensors=len(names),
+        on_codes=on_codes,
+        differing=differing,
+        probes=probes,
+        bound=bound,
+        weights_only=not runnable and not probes,
+        not_certified=not_certified,
+        kv_cache=kv_cache,
+        run_by=reference.config.run_by if probes else None,
+        not_run=not_run,
+        settings=settings,
     )
 
 
@@ -640,11 +640,29 @@ def _probe_logits(
         if name in texts:
             ratio = quality.perplexity / quality.reference_perplexity
             is_within = not exceeds(quality, bound)
-            probes[name] = Probe(divergence, ratio, quality.ratio_error, bound, is_within)
+            probes[name] = Probe(
+                divergence=divergence,
+                perplexity_ratio=ratio,
+                ratio_error=quality.ratio_error,
+                bound=bound,
+                within=is_within,
+            )
         elif strict:
-            probes[name] = Probe(divergence, None, None, bound, divergence.kl <= bound.kl)
+            probes[name] = Probe(
+                divergence=divergence,
+                perplexity_ratio=None,
+                ratio_error=None,
+                bound=bound,
+                within=divergence.kl <= bound.kl,
+            )
         else:
-            probes[name] = Probe(divergence, None, None, None, math.isfinite(divergence.kl))
+            probes[name] = Probe(
+                divergence=divergence,
+                perplexity_ratio=None,
+                ratio_error=None,
+                bound=None,
+                within=math.isfinite(divergence.kl),
+            )
     return probes
 
 

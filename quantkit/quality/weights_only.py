@@ -42,7 +42,7 @@ class WeightsOnly:
 
     def __post_init__(self) -> None:
         if self.parameters <= 0 or not math.isfinite(self.worst_error):
-            raise ValueError("there must be parameters, and the error a number")
+            raise ValueError("parameters must be positive, and the error finite")
 
     @property
     def share(self) -> float:
@@ -89,7 +89,13 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
     worst = max(errors, key=lambda module: errors[module])
     quantized = sum(math.prod(result.info(f"{module}.weight").shape) for module in assigned)
     carried = len(_find_carried_tensors(result))
-    return WeightsOnly(parameter_count(result), quantized, carried, worst, errors[worst])
+    return WeightsOnly(
+        parameters=parameter_count(result),
+        quantized=quantized,
+        carried=carried,
+        worst=worst,
+        worst_error=errors[worst],
+    )
 
 
 def describe_carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
@@ -199,11 +205,11 @@ def require_as_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any], pat
     for name in {**recorded, **stored}:
         if recorded.get(name) != stored.get(name):
             raise CheckpointError(
-                f"the scheme of '{name}' is not what the manifest says",
+                f"the scheme of '{name}' differs from the manifest",
                 path=path,
-                found=stored.get(name, "floats"),
-                expected=format_value(recorded.get(name, "floats")),
-                hint="copy or make it again",
+                found=stored.get(name, "unquantized"),
+                expected=format_value(recorded.get(name, "unquantized")),
+                hint="copy or create it again",
             )
     for problem in summary_problems(checkpoint):
-        raise CheckpointError(problem, path=path, hint="copy or make it again")
+        raise CheckpointError(problem, path=path, hint="copy or create it again")

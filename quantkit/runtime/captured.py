@@ -265,7 +265,7 @@ class CapturedDecode:
         try:
             replay = self._recorder.record(step)
             if not torch.equal(draw_tokens(replay), draw_tokens(step)):
-                raise RuntimeError("the captured step draws other tokens")
+                raise RuntimeError("the captured step draws different tokens")
         # Drivers and compilers have their own exception types.
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -131,9 +131,7 @@ class ChatSession:
         if isinstance(model, Engine):
             if context is not None:
                 raise RequestError(
-                    Message(
-                        Option("context"), " goes with a model; an engine has its length already"
-                    )
+                    Message(Option("context"), " requires a model; an engine already has a length")
                 )
             self._engine = model
         else:
@@ -220,7 +218,7 @@ class ChatSession:
                 with self._alone():
                     if answer is not self._answer:
                         raise RequestError(
-                            "the answer was left for another question; it cannot go on"
+                            "the answer cannot continue, because another question was asked"
                         )
                     piece = next(answer, None)
                 if piece is None:
@@ -333,7 +331,7 @@ class ChatSession:
                 "the message is too long for the context",
                 found=f"{len(ids)} tokens with the system prompt",
                 expected=f"fewer than {length}, so that there is room for an answer",
-                hint=Message("give a shorter one, or a larger ", Option("context")),
+                hint=Message("use a shorter message, or a larger ", Option("context")),
             )
         return dropped, ids
 

@@ -187,5 +187,5 @@ def require_same_tokens(model: Decoder, draft: Decoder) -> None:
     model_size = model.config.vocab_size
     if abs(draft_size - model_size) > _PADDING:
         raise RequestError(
-            "the draft model has another vocabulary", found=draft_size, expected=model_size
+            "the draft model has a different vocabulary", found=draft_size, expected=model_size
         )

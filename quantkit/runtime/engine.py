@@ -204,7 +204,7 @@ class Engine:
         if length > self.length:
             expected = f"at most {self.length}"
             raise RequestError(
-                "prompt and new tokens exceed the engine", found=length, expected=expected
+                "prompt and new tokens exceed the engine's length", found=length, expected=expected
             )
 
     @torch.inference_mode()
@@ -419,7 +419,7 @@ class Engine:
             )
         if not all(0 <= slot < self.slots for slot in slots):
             raise RequestError(
-                "there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}"
+                "slot is out of range", found=max(slots), expected=f"0 to {self.slots - 1}"
             )
 
 

@@ -138,9 +138,7 @@ def generate_batch(
     for number, prompt in enumerate(prompts):
         try:
             if isinstance(prompt, str) and tokenizer is None:
-                raise RequestError(
-                    "a prompt that is a string needs a tokenizer", hint="give `tokenizer`"
-                )
+                raise RequestError("a string prompt requires a tokenizer", hint="pass `tokenizer`")
             ids = prompt_ids(prompt, tokenizer, specials=specials)
             if truncate and ids:
                 ids = truncate_prompt(ids, max_tokens, options.max_new_tokens, config.bos_token_id)

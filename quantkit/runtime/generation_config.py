@@ -158,7 +158,7 @@ def _require_sequences(settings: Settings) -> None:
         return
     if sequences > beams:
         raise CheckpointError(
-            "'num_return_sequences' is more than the search has",
+            "'num_return_sequences' exceeds the number of beams",
             path=settings.path,
             found=settings.values["num_return_sequences"],
             expected=f"at most {beams:g}",

@@ -87,14 +87,14 @@ class Reader:
             end_token = self._of.end_token
             end_logprobs = self._of.end_logprobs
         return Completion(
-            self.number,
-            self._of.sample,
-            [*echoed, *tokens],
-            text,
-            reason,
-            stopped,
-            len(request.prompt),
-            logprobs,
+            prompt=self.number,
+            sample=self._of.sample,
+            token_ids=[*echoed, *tokens],
+            text=text,
+            finish_reason=reason,
+            stop=stopped,
+            prompt_tokens=len(request.prompt),
+            logprobs=logprobs,
             end_token=end_token,
             end_logprobs=end_logprobs,
         )

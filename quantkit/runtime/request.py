@@ -233,7 +233,7 @@ def check_stop_strings(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     """
     stops = stop_strings(stop)
     if stops and tokenizer is None:
-        raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
+        raise RequestError("stop strings require a tokenizer", hint="pass `tokenizer`")
     return stops
 
 
@@ -337,7 +337,9 @@ def create_promptless_request(
     new_tokens = as_integer("max_new_tokens", max_new_tokens)
     # One of the two options suggests that the prompt is to be scored, which needs both.
     if new_tokens == 0 and echo != (top is not None):
-        hint = Message("prompts are scored with both ", Option("echo"), " and ", Option("logprobs"))
+        hint = Message(
+            "scoring a prompt requires both ", Option("echo"), " and ", Option("logprobs")
+        )
         raise RequestError(
             "nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens"
         )
@@ -348,7 +350,15 @@ def create_promptless_request(
             "a prompt that is only scored has one result", found=f"n = {count}", argument="n"
         )
     drafts = None if draft_tokens is None else check_draft_tokens(draft_tokens)
-    return Request([], new_tokens, params, count, top, echo, draft_tokens=drafts)
+    return Request(
+        prompt=[],
+        max_new_tokens=new_tokens,
+        sampling=params,
+        samples=count,
+        logprobs=top,
+        echo=echo,
+        draft_tokens=drafts,
+    )
 
 
 def check_draft_tokens(value: object) -> int:
@@ -386,7 +396,7 @@ def create_prompt_logprobs_error(name: str) -> RequestError:
     """Create the error for log-probabilities of prompts if XLA runs the model; `name` is the
     argument to leave out.
     """
-    problem = "log-probabilities of prompts are not given through XLA"
+    problem = "XLA does not support log-probabilities of prompts"
     return RequestError(problem, hint=Message("leave out ", Option(name)), argument=name)
 
 
@@ -403,13 +413,15 @@ def check_total_length(
     # An embedding lookup beyond the vocabulary is undefined on some devices.
     if min(ids) < 0 or max(ids) >= config.vocab_size:
         valid_ids = f"0 to {config.vocab_size - 1}"
-        raise RequestError("the prompt holds token ids outside the vocabulary", expected=valid_ids)
+        raise RequestError(
+            "the prompt contains token ids outside the vocabulary", expected=valid_ids
+        )
     # The embeddings of such tokens are placeholders for the output of an encoder.
     media = set(ids).intersection(config.media_tokens)
     if media:
         raise RequestError(
-            "the prompt has a token that stands for an image, video or sound, which the model is"
-            " not given here",
+            "the prompt contains a placeholder token for an image, video or sound, which is not"
+            " supported here",
             found=f"token {min(media)}",
             expected="text",
         )
@@ -428,7 +440,7 @@ def check_total_length(
             found=length,
             expected=f"at most {max_tokens}",
             # Fewer new tokens help only if the prompt leaves room for enough of them.
-            hint="give a shorter prompt"
+            hint="use a shorter prompt"
             if room < min_new_tokens
             else Message("lower ", Option("max_new_tokens")),
         )

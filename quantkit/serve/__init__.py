@@ -73,7 +73,7 @@ def host_name(host: str) -> str:
         name = host
     if not _NAME.fullmatch(name):
         raise RequestError(
-            Message(Option("allowed_host"), " has a name that no host has"),
+            Message(Option("allowed_host"), " is not a valid host name"),
             found=format_value(host),
             expected="a name or an address, without a port",
             argument="allowed_host",

@@ -448,7 +448,7 @@ def _usage_requested(options: object, stream: bool) -> bool:
             argument="stream_options",
         )
     if options and not stream:
-        raise RequestError("'stream_options' goes with 'stream'", argument="stream_options")
+        raise RequestError("'stream_options' requires 'stream'", argument="stream_options")
     # OpenAI's obfuscation pads pieces; the option has no effect here.
     _require_keys(options, {"include_usage", "include_obfuscation", "continuous_usage_stats"})
     flags = {key: value for key, value in options.items() if value is not None}

@@ -70,8 +70,8 @@ class Server:
         # The address is not shown in this error, as it may contain a password.
         if "@" in url:
             raise RequestError(
-                Message(Option("url"), " has the name of a user"),
-                hint=Message("leave it out, and give ", Option("api_key")),
+                Message(Option("url"), " contains a user name"),
+                hint=Message("remove it, and use ", Option("api_key")),
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             expected = "an address such as http://127.0.0.1:8000/v1"
@@ -177,7 +177,7 @@ class Server:
         """Yield the data of server-sent events, up to ``[DONE]`` or the end of the response."""
         content_type = response.headers.get_content_type()
         if content_type != "text/event-stream":
-            raise create_other_api_error(self.url, f"{content_type}, no stream")
+            raise create_other_api_error(self.url, f"{content_type}, not an event stream")
         while line := response.readline(_LINE_BYTES):
             name, _, value = line.rstrip(b"\r\n").partition(b":")
             if name != b"data":
@@ -187,7 +187,7 @@ class Server:
             if not line.endswith(b"\n"):
                 if len(line) < _LINE_BYTES:
                     raise create_lost_error(self.url)
-                raise create_other_api_error(self.url, "a line without end")
+                raise create_other_api_error(self.url, "an unterminated line")
             if value.strip() == b"[DONE]":
                 return
             event = self._parse_json(value)

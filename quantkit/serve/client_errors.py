@@ -38,9 +38,9 @@ def create_refusal_error(url: str, response: HTTPResponse, *, with_key: bool) ->
     if 300 <= status < 400:
         location = response.headers.get("Location", "")
         return RequestError(
-            f"{url} redirects, which is not followed",
+            f"{url} sends a redirect, which is not followed",
             found=format_value(location),
-            hint="give that address if you trust it",
+            hint="use that address if you trust it",
         )
     if status in (401, 403):
         if with_key:
@@ -49,7 +49,7 @@ def create_refusal_error(url: str, response: HTTPResponse, *, with_key: bool) ->
                 hint=Message("check ", Option("api_key")),
             )
         return RequestError(
-            f"{url} needs an API key: {answered}", hint=Message("give ", Option("api_key"))
+            f"{url} requires an API key: {answered}", hint=Message("set ", Option("api_key"))
         )
     if status == 404:
         if code == "model_not_found":
@@ -68,7 +68,7 @@ def create_refusal_error(url: str, response: HTTPResponse, *, with_key: bool) ->
             hint = f"try again in {int(after)} s"
         else:
             hint = "try again later"
-        return UnreachableError(f"{url} has too many requests: {answered}", hint=hint)
+        return UnreachableError(f"{url} is receiving too many requests: {answered}", hint=hint)
     if status >= 500:
         # Without a message, `answered` has the status.
         status_text = f"status {status}" if message else None
@@ -95,7 +95,8 @@ def create_unreachable_error(url: str, error: Exception) -> UnreachableError:
     else:
         reason = _reason(error)
     return UnreachableError(
-        f"{url} cannot be reached: {reason}", hint="check the address, and whether the server runs"
+        f"{url} cannot be reached: {reason}",
+        hint="check the address, and that the server is running",
     )
 
 
@@ -107,7 +108,7 @@ def create_lost_error(url: str, error: Exception | None = None) -> RequestError:
         error, OSError
     )
     if is_protocol_error and not is_incomplete:
-        return create_other_api_error(url, "no HTTP")
+        return create_other_api_error(url, "not HTTP")
     if error is None or is_incomplete:
         reason = "it was closed"
     else:

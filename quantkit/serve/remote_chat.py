@@ -91,7 +91,7 @@ class RemoteChat:
             if len(models) > 1:
                 names = ", ".join(format_value(name) for name in models)
                 raise RequestError(
-                    f"{server.url} has several models",
+                    f"{server.url} serves several models",
                     found=names,
                     hint=Message("select one with ", Option("model")),
                 )

@@ -134,9 +134,9 @@ class ServeOptions:
             raise RequestError(Message(Option("api_key"), " is empty"))
         if self.api_key is None and not self.local:
             raise RequestError(
-                "other machines could use this server without a key",
+                "other machines could use this server without an API key",
                 found=self.host,
-                hint=Message("give ", Option("api_key")),
+                hint=Message("set ", Option("api_key")),
             )
 
     @property

@@ -15,10 +15,10 @@ from quantkit.tensors.qtensor import QuantTensor, row_chunks
 _HINT = Message(
     "use the source's own dtype or repair it; ",
     Option("allow_nonfinite", value=True),
-    " writes it all the same",
+    " writes it anyway",
 )
 _OF_CODES = Message(
-    "repair the source; ", Option("allow_nonfinite", value=True), " carries its scales all the same"
+    "repair the source; ", Option("allow_nonfinite", value=True), " copies its scales anyway"
 )
 
 
@@ -48,7 +48,7 @@ def cast_finite(
         narrowed = dtype == torch.float16 and tensor.dtype != dtype
         if narrowed and not cast.any() and tensor.any():
             raise NonFiniteError(
-                f"tensor '{name}' holds only values that {dtype} has as zero",
+                f"tensor '{name}' contains only values that round to zero in {dtype}",
                 path=path,
                 found=f"at most {tensor.abs().max().item():.3g}",
                 hint=Message("use ", Option("dtype", value="bf16")),
@@ -61,7 +61,7 @@ def cast_finite(
     else:
         problem = f"{after} values that overflow {dtype}"
     raise NonFiniteError(
-        f"tensor '{name}' holds {problem}",
+        f"tensor '{name}' contains {problem}",
         path=path,
         found=f"{after} of {cast.numel()}",
         hint=hint,
@@ -86,10 +86,10 @@ def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfin
         for start, stop in row_chunks(*value.shape):
             count += _count_nonfinite(value.rows(start, stop).dequantize())
         total = value.codes.numel()
-        problem = "values that overflow float32: scales times codes"
+        problem = "values that overflow float32 when dequantized"
     if count:
         raise NonFiniteError(
-            f"tensor '{name}' holds {count} {problem}",
+            f"tensor '{name}' contains {count} {problem}",
             path=path,
             found=f"{count} of {total}",
             hint=_OF_CODES,

@@ -118,7 +118,7 @@ class QuantTensor:
         is_expected: bool,
     ) -> None:
         if (value is not None) != is_expected:
-            raise ValueError(f"{name} goes with a scheme that has it, and only with one")
+            raise ValueError(f"{name} must be set if and only if the scheme has it")
         if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
             raise ValueError(
                 f"{name} must be {dtype} {shape}, found {value.dtype} {tuple(value.shape)}"
@@ -379,13 +379,13 @@ def concatenate_rows(parts: Sequence[QuantTensor]) -> QuantTensor:
     codes = torch.cat([part.codes for part in parts])
     scale = torch.cat([part.scale for part in parts])
     return QuantTensor(
-        codes,
-        scale,
-        concatenate_field(lambda part: part.zero),
-        first.scheme,
-        concatenate_field(lambda part: part.minimum),
-        concatenate_field(lambda part: part.outer),
-        concatenate_field(lambda part: part.outer_minimum),
+        codes=codes,
+        scale=scale,
+        zero=concatenate_field(lambda part: part.zero),
+        scheme=first.scheme,
+        minimum=concatenate_field(lambda part: part.minimum),
+        outer=concatenate_field(lambda part: part.outer),
+        outer_minimum=concatenate_field(lambda part: part.outer_minimum),
     )
 
 

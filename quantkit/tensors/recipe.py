@@ -189,7 +189,7 @@ class Recipe:
             matches_router = any(map(override.matches, routers))
             if matches_router and override.scheme is not None:
                 raise RequestError(
-                    "routers and gates of shared experts keep their floats", found=pattern
+                    "routers and gates of shared experts are not quantized", found=pattern
                 )
             if not matches_router:
                 expected = "a glob such as 'model.layers.0.*' or '*.down_proj'"

@@ -119,7 +119,7 @@ class QuantScheme:
             fits = self.scales not in _OF_SMALL_FLOATS
         if not fits:
             raise RequestError(
-                "codes and scales do not go together",
+                "this weight type and this kind of scales cannot be combined",
                 found=f"{self.bits} bits, {self.codes}, {self.scales}",
                 expected=", ".join(_FLOAT_NAMES.values()),
             )
@@ -238,7 +238,7 @@ class QuantScheme:
             return self
         if size % 8 or self.scales is not Scales.FLOATS:
             raise RequestError(
-                f"a cut through a group of {self} leaves too small a part",
+                f"a group of {self} would be split into parts that are too small",
                 found=f"{size} columns",
                 expected="a multiple of 8",
                 hint="use fewer processes",
@@ -320,9 +320,11 @@ GGUF_SCHEMES |= {"q4_0": Q4_0, "q8_0": Q8_0}
 """Those that a user may request for GGUF, by name."""
 GGUF_SPELLINGS = "q3_k, q4_k, q5_k, q6_k, q4_0, q4_1, q5_0, q5_1, q8_0"
 FP8 = QuantScheme(8, None, codes=Codes.E4M3)
-FP8_BLOCK = QuantScheme(8, TILE, True, Scales.TILES, Codes.E4M3)
-MXFP4 = QuantScheme(4, 32, True, Scales.POWERS, Codes.E2M1)
-NVFP4 = QuantScheme(4, 16, True, Scales.NESTED, Codes.E2M1)
+FP8_BLOCK = QuantScheme(
+    bits=8, group_size=TILE, symmetric=True, scales=Scales.TILES, codes=Codes.E4M3
+)
+MXFP4 = QuantScheme(bits=4, group_size=32, symmetric=True, scales=Scales.POWERS, codes=Codes.E2M1)
+NVFP4 = QuantScheme(bits=4, group_size=16, symmetric=True, scales=Scales.NESTED, codes=Codes.E2M1)
 FLOAT_SCHEMES = {_FLOAT_NAMES[scheme.scales]: scheme for scheme in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
 """Those in small floats that a user may request for compressed-tensors, by name; there are no
 kernels for them here.

@@ -260,12 +260,12 @@ def describe_json(
         kinds[number] = Kind.SPECIAL if token.special else Kind.ADDED
         spellings[token.content] = number
         added_tokens[number] = AddedToken(
-            file_ids.get(token.content, number),
-            token.content,
-            token.single_word,
-            token.lstrip,
-            token.rstrip,
-            token.normalized,
+            id=file_ids.get(token.content, number),
+            spelling=token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
         )
     return CanonicalVocabulary(
         contents=contents,

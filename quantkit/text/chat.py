@@ -435,7 +435,7 @@ def message_text(message: ChatMessage) -> str:
         for key in ("tool_calls", "function_call"):
             if message.get(key):
                 raise RequestError(
-                    f"this format has no tools, and a message has '{key}'",
+                    f"this format does not support tools, but a message has '{key}'",
                     found=format_value(message[key]),
                 )
     if isinstance(message, Mapping):
@@ -590,7 +590,7 @@ def _part_text(part: object) -> str:
     # A part without a type counts as text.
     if kind not in (None, "text"):
         raise RequestError(
-            f"a message has a part of type {format_value(kind)}",
+            f"message parts of type {format_value(kind)} are not supported",
             expected="only parts of type 'text'",
         )
     if not isinstance(text, str):
@@ -610,4 +610,4 @@ def _require_plain(
 ) -> None:
     _require_messages(messages)
     if tools is not None or variables.keys() - _HINTS:
-        raise RequestError(f"the format {name} has neither tools nor variables")
+        raise RequestError(f"the format {name} supports neither tools nor variables")

@@ -182,7 +182,7 @@ class ChatTemplate:
     def _error(self, kind: str, reason: str) -> QuantkitError:
         """Build the error for a failed rendering; a refusal concerns the conversation."""
         if kind == "refusal":
-            return RequestError(f"the chat template refuses this: {reason}", path=self._path)
+            return RequestError(f"the chat template rejects the input: {reason}", path=self._path)
         if kind == "conversation":
             return RequestError(
                 f"the chat template fails for this conversation: {reason}", path=self._path
@@ -238,7 +238,7 @@ class ChatTemplates:
             chosen = "default"
         if name is None and chosen not in self._sources and self._sources:
             raise RequestError(
-                "has chat templates, and none of them is the default",
+                "has several chat templates, but no default",
                 path=self.folder,
                 found=", ".join(map(repr, self._sources)),
                 hint=Message("name one of them as ", Option("template")),
@@ -320,7 +320,7 @@ def _parse_listed_templates(value: object, path: Path) -> dict[str, tuple[Path, 
     if isinstance(value, str):
         value = [{"name": "default", "template": value}]
     if not isinstance(value, list):
-        raise CheckpointError("holds a chat template that is not a string", path=path)
+        raise CheckpointError("has a chat template that is not a string", path=path)
     sources: dict[str, tuple[Path, str]] = {}
     for entry in value:
         name = None
@@ -342,9 +342,7 @@ def _normalize_newlines(source: str, path: Path) -> str:
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(
-            "holds a chat template that is not valid Unicode", path=path
-        ) from error
+        raise CheckpointError("has a chat template that is not valid Unicode", path=path) from error
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -211,7 +211,7 @@ def _fill_vocabulary(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabul
             path=folder,
             found=f"{count} tokens",
             expected=f"at most {rows}",
-            hint="the tokenizer is another model's",
+            hint="the tokenizer belongs to another model",
         )
     missing_ids = range(count, rows)
     scores: list[float] = []
@@ -263,7 +263,7 @@ def _find_added_ends(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) ->
     before, after = ids_around_text(tokenizer)
     if len(before) > 1 or after not in ([], [ids.get("eos_token")]):
         raise UnsupportedError(
-            "llama.cpp adds no other tokens to text than BOS and EOS",
+            "llama.cpp adds only BOS and EOS tokens to text",
             path=folder,
             found=f"{before} and {after}",
             hint="write another format",

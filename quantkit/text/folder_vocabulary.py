@@ -83,7 +83,15 @@ def read_tiktoken_vocabulary(path: Path) -> FoundTokenizer:
     tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
     types = [PieceType.NORMAL] * len(ranks) + [PieceType.CONTROL] * len(specials)
     pre = pipeline.names_of((LLAMA3_PATTERN,), has_bos=True)[True]
-    vocabulary = Vocabulary(keys.BPE, tokens, types, [], merges_by_rank(ranks, ranks), pre, False)
+    vocabulary = Vocabulary(
+        model=keys.BPE,
+        tokens=tokens,
+        types=types,
+        scores=[],
+        merges=merges_by_rank(ranks, ranks),
+        pre=pre,
+        space_prefix=False,
+    )
     ids = {"bos_token": specials["<|begin_of_text|>"], "eos_token": specials["<|end_of_text|>"]}
     return FoundTokenizer(vocabulary, ids)
 
@@ -120,7 +128,16 @@ def read_sentencepiece_vocabulary(
         if number >= 0:
             ids[f"{name}_token"] = number
     return FoundTokenizer(
-        Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids
+        Vocabulary(
+            model=keys.SPM,
+            tokens=tokens,
+            types=types,
+            scores=scores,
+            merges=[],
+            pre="",
+            space_prefix=model.space_prefix,
+        ),
+        ids,
     )
 
 
@@ -184,7 +201,16 @@ def _from_json(folder: Path) -> FoundTokenizer:
         parts["pre_tokenizer"] = pipeline.with_mistral_regex(parts["pre_tokenizer"])
     flags = _list_flags(added)
     tokenizer = FoundTokenizer(
-        Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**parts}
+        Vocabulary(
+            model=keys.BPE,
+            tokens=tokens,
+            types=types,
+            scores=[],
+            merges=merges,
+            pre="",
+            space_prefix=False,
+        ),
+        pipeline={**parts},
     )
     if flags:
         tokenizer.pipeline["added_tokens"] = flags
@@ -362,7 +388,15 @@ def _to_scored(
     if _has_space_runs(tokens, types):
         other_tokens = {token for token in apart if token.strip(pipeline.SPACE)}
         tokenizer.run_merges = run_merges(old.merges, other_tokens)
-    tokenizer.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
+    tokenizer.vocabulary = Vocabulary(
+        model=keys.SPM,
+        tokens=tokens,
+        types=types,
+        scores=scores,
+        merges=[],
+        pre="",
+        space_prefix=prefix,
+    )
     return tokenizer
 
 
@@ -408,5 +442,5 @@ def _require_bytes(tokens: Collection[str], path: Path) -> None:
 
 def _refuse(path: Path, feature: str) -> NoReturn:
     raise UnsupportedError(
-        f"llama.cpp does not have {feature}", path=path, hint="write another format"
+        f"llama.cpp does not support {feature}", path=path, hint="write another format"
     )

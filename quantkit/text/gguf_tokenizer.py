@@ -479,7 +479,7 @@ def _read_pipeline_settings(settings: Settings) -> Settings:
     unknown_keys = sorted(set(parts) - known_keys)
     if unknown_keys:
         first_key = format_value(unknown_keys[0])
-        raise CheckpointError("holds an unknown key", path=path, found=first_key)
+        raise CheckpointError("has an unknown key", path=path, found=first_key)
     return Settings(parts, path)
 
 

@@ -286,13 +286,13 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
         scores = _read_scores(settings, path)
         return Vocabulary(
-            SPM,
-            tokens,
-            types,
-            scores[: len(types)],
-            [],
-            "",
-            settings.flag(SPACE_PREFIX, True),
+            model=SPM,
+            tokens=tokens,
+            types=types,
+            scores=scores[: len(types)],
+            merges=[],
+            pre="",
+            space_prefix=settings.flag(SPACE_PREFIX, True),
         )
     if settings.has(PRE):
         pre = settings.string(PRE)
@@ -311,7 +311,13 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path
         )
     return Vocabulary(
-        BPE, tokens, types, [], _read_merges(settings, tokens=set(tokens)), pre, False
+        model=BPE,
+        tokens=tokens,
+        types=types,
+        scores=[],
+        merges=_read_merges(settings, tokens=set(tokens)),
+        pre=pre,
+        space_prefix=False,
     )
 
 
@@ -333,7 +339,7 @@ def _read_scores(settings: Settings, path: Path) -> list[float]:
     for number, score in enumerate(_read_values(settings, SCORES, (int, float), "numbers")):
         if not math.isfinite(score):
             raise CheckpointError(
-                f"{SCORES} holds a number that is not finite",
+                f"{SCORES} contains a number that is not finite",
                 path=path,
                 found=f"token {number}",
             )
@@ -399,7 +405,7 @@ def read_added_ends(
     for key, is_added, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
         if is_added and name not in ids:
             raise CheckpointError(
-                f"{key} is true, and there is no {ID_KEYS[name]}", path=settings.path
+                f"{key} is true, but there is no {ID_KEYS[name]}", path=settings.path
             )
     return bos, eos
 
@@ -444,14 +450,14 @@ def _read_tokens(settings: Settings) -> list[str]:
         token = token or f"[EMPTY_{number}]"
         if token in spellings:
             raise CheckpointError(
-                f"{TOKENS} holds a token twice", path=settings.path, found=format_value(token)
+                f"{TOKENS} contains a token twice", path=settings.path, found=format_value(token)
             )
         tokens.append(token)
         spellings.add(token)
         longest = max(longest, len(token))
     if longest > LONGEST_TOKEN:
         raise CheckpointError(
-            f"{TOKENS} holds a token that is too long",
+            f"{TOKENS} contains a token that is too long",
             path=settings.path,
             found=longest,
             expected=f"at most {LONGEST_TOKEN}",

@@ -125,7 +125,12 @@ def _parse_model(data: bytes) -> SentencePieceFile:
     else:
         rules = sha256(repr(normalization).encode()).hexdigest()
     return SentencePieceFile(
-        pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules
+        pieces=pieces,
+        byte_pair=training.get(3, 1) == _BPE,
+        space_prefix=normal.get(3, 1) == 1,
+        plain=plain,
+        ids=ids,
+        rules=rules,
     )
 
 
@@ -156,7 +161,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (_FIXED32, _FIXED64):
             length = 4 if kind == _FIXED32 else 8
         else:
-            raise ValueError(f"byte {place} begins no field")
+            raise ValueError(f"byte {place} does not begin a field")
         if place + length > len(data):
             raise ValueError(f"it ends within the field at byte {place}")
         yield tag >> 3, data[place : place + length]
@@ -174,7 +179,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, place + index + 1
-    raise ValueError(f"byte {place} begins no number")
+    raise ValueError(f"byte {place} does not begin a number")
 
 
 def _bytes(value: int | bytes) -> bytes:

@@ -60,7 +60,10 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
         lines = path.read_bytes().splitlines()
     if len(lines) > _MAX_TOKENS:
         raise CheckpointError(
-            "holds too many tokens", path=path, found=len(lines), expected=f"at most {_MAX_TOKENS}"
+            "contains too many tokens",
+            path=path,
+            found=len(lines),
+            expected=f"at most {_MAX_TOKENS}",
         )
     for number, line in enumerate(lines, 1):
         if not line:
@@ -73,7 +76,7 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
             raise CheckpointError(f"line {number} is not 'base64 rank'", path=path) from error
         require_length(len(decoded), path)
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise CheckpointError("has gaps or doubles in its ranks", path=path)
+        raise CheckpointError("has missing or duplicate ranks", path=path)
     # Merging begins with single bytes: without all of them some text has no tokens.
     for byte in range(256):
         if bytes([byte]) not in ranks:
@@ -97,7 +100,7 @@ def require_length(length: int, path: Path) -> None:
     """Raise a `CheckpointError` for a token that is too long."""
     if length > LONGEST_TOKEN:
         raise CheckpointError(
-            "holds a token that is too long",
+            "contains a token that is too long",
             path=path,
             found=length,
             expected=f"at most {LONGEST_TOKEN}",

@@ -159,7 +159,7 @@ class _LibraryTokenizer(Tokenizer):
             raise wrong_type("ids", ids, "integers in a list, or a tensor [T] or [1, T]") from error
         if row and min(row) < 0:
             raise RequestError(
-                "`ids` holds a negative number", found=min(row), expected="token ids"
+                "`ids` contains a negative number", found=min(row), expected="token ids"
             )
         with convert_library_errors(self._path, "cannot decode these tokens"):
             return self._decode([number for number in row if number < self.vocab_size], specials)

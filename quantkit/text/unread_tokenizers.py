@@ -59,9 +59,9 @@ def require_no_unread_tokenizer(folder: Path) -> None:
                 folder=json.dumps(str(folder)), file=json.dumps(str(folder / kind.files[0]))
             )
             raise UnsupportedError(
-                "the tokenizer is of a kind that is not read",
+                "this type of tokenizer is not supported",
                 path=folder,
                 found=" with ".join(kind.files),
                 expected="tokenizer.json or tokenizer.model",
-                hint=f"transformers makes a tokenizer.json: python -c {shlex.quote(code)}",
+                hint=f"create a tokenizer.json with transformers: python -c {shlex.quote(code)}",
             )

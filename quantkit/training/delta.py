@@ -120,15 +120,15 @@ class Delta:
         except SafetensorError as error:
             # In quantkit's errors, backticks mark the names of options.
             reason = str(error).replace("`", "'")
-            raise CheckpointError(f"is no delta: {reason}", path=path, hint=_DAMAGED) from error
+            raise CheckpointError(f"is not a delta: {reason}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
             raise CheckpointError(
-                "is no delta", path=path, found=metadata.get("format"), expected=FORMAT
+                "is not a delta", path=path, found=metadata.get("format"), expected=FORMAT
             )
         head = metadata.get("head", "")
         self.check = _check(head, self.tensors)
         if metadata.get("sha256") != self.check:
-            raise CheckpointError("is not as it was written", path=path, hint=_DAMAGED)
+            raise CheckpointError("has changed since it was written", path=path, hint=_DAMAGED)
         # The hash shows that the file is complete, not that a version of quantkit wrote it, so the
         # types of its fields are checked too.
         try:
@@ -151,7 +151,7 @@ class Delta:
         # Raises its own error if the recorded gate is not valid.
         _ = Gate.from_json(recorded, path)
         if not self.curve:
-            raise CheckpointError("states no KL", path=path, hint=_DAMAGED)
+            raise CheckpointError("does not state a KL", path=path, hint=_DAMAGED)
 
     def require_fits(self, model: Checkpoint) -> None:
         """Raise `CheckpointError` unless the delta changes only tensors of a model, each from the
@@ -167,12 +167,12 @@ class Delta:
         ]
         if unknown:
             raise CheckpointError(
-                f"changes '{unknown[0]}', which is no tensor of the model", path=self.path
+                f"changes '{unknown[0]}', which is not a tensor of the model", path=self.path
             )
         for name, change in self.changed.items():
             if tensor_hash(model.load(name)) != change.before:
                 raise CheckpointError(
-                    f"belongs to another '{name}' than the model has", path=self.path
+                    f"was made for a different '{name}' than the model's", path=self.path
                 )
 
     def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
@@ -189,7 +189,7 @@ class Delta:
         first = differing[0]
         other = "another" if first in hashes else "no"
         raise CheckpointError(
-            f"the delta {self.path} belongs to another model, or one of its files has changed",
+            f"the delta {self.path} was made for another model, or one of its files has changed",
             path=model,
             found=f"{other} '{first}'",
             expected=f"sha256 {self.base.get(first, 'of no such file')}",
@@ -232,7 +232,7 @@ class DeltaCheckpoint(CheckpointView):
         if not isinstance(value, QuantTensor):
             norm: Tensor = tensors[name]
             if (norm.shape, norm.dtype) != (value.shape, value.dtype):
-                raise ValueError("another shape or type")
+                raise ValueError("different shape or dtype")
             return norm
         scale = tensors[name + SCALE]
         if value.minimum is None:
@@ -240,7 +240,7 @@ class DeltaCheckpoint(CheckpointView):
         else:
             minimum = tensors[name + MINIMUM]
         if scale.dtype != value.scale.dtype:
-            raise ValueError("another type of scales")
+            raise ValueError("different scale dtype")
         value = replace(value, scale=scale, minimum=minimum)
         compressed = tensors.get(name + CODES)
         if compressed is None:
@@ -253,12 +253,12 @@ class DeltaCheckpoint(CheckpointView):
         # int16 contains every sum of a uint8 and an int8.
         codes = value.codes.to(torch.int16) + differences
         if codes.min() < 0 or codes.max() >= value.scheme.levels:
-            raise ValueError("codes out of range")
+            raise ValueError("quantized weights out of range")
         return replace(value, codes=codes.to(torch.uint8))
 
     def _make_damage_error(self, name: str) -> CheckpointError:
         return CheckpointError(
-            f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED
+            f"does not yield the recorded tensor '{name}'", path=self._delta.path, hint=_DAMAGED
         )
 
 
@@ -266,7 +266,7 @@ def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
     """Read an entry of the curve. Raises `ValueError` if a figure is out of range."""
     evaluation = Evaluation(int(entry["step"]), float(entry["held_back"]))
     if not (evaluation.held_back > 0 and math.isfinite(evaluation.held_back)):
-        raise ValueError("a KL is positive")
+        raise ValueError("a KL must be positive")
     return evaluation
 
 

@@ -64,7 +64,7 @@ class TrainedNames:
                 norm_names.append(parameter.name)
         if not weights:
             raise UnsupportedError(
-                "no weight has scales that can be trained",
+                "no weight has trainable scales",
                 path=quantized.path,
                 expected="int4 or int8 codes, each group with a scale in floats",
             )

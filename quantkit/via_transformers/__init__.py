@@ -21,6 +21,6 @@ def require_no_code(trust_remote_code: bool, found: str) -> None:
     """
     if trust_remote_code:
         problem = Message(
-            Option("trust_remote_code", value=True), " goes with models that transformers runs"
+            Option("trust_remote_code", value=True), " requires a model that transformers runs"
         )
         raise RequestError(problem, found=found)

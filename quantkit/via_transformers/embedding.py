@@ -35,7 +35,7 @@ def with_embedding(config: ModelConfig, lazy: LazyModel, path: Path) -> ModelCon
     reason = _unfit(config, lazy)
     if reason is not None:
         raise RequestError(
-            "the embedding of this model keeps its floats",
+            "the embedding of this model cannot be quantized",
             path=path,
             found=reason,
             expected=f"one matrix, '{_STORED}'",

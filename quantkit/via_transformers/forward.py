@@ -342,7 +342,7 @@ def _require_installed_for(source: StoredCheckpoint) -> None:
                 Message(
                     "pip install 'quantkit[transformers]'; or ",
                     Option("tensors_only", value=True, job="convert"),
-                    ", or of quantize, takes its tensors as they are",
+                    ", or of quantize, reads its tensors without running it",
                 )
             ),
         )

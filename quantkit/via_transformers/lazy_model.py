@@ -30,7 +30,7 @@ from quantkit.via_transformers.experts import use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
 
 _Shape = tuple[int, ...]
-_ANOTHER = "a weight file is missing, or the config is another model's"
+_ANOTHER = "a weight file is missing, or the config belongs to another model"
 
 
 class LazyModel:
@@ -247,14 +247,14 @@ class LazyModel:
             # It is enough that one of tied parameters is on disk.
             if all(tied in info.missing_keys for tied in self._shared.get(name, [name])):
                 raise CheckpointError(
-                    f"no tensor on disk is '{name}'", path=self._source.path, hint=_ANOTHER
+                    f"no tensor on disk is named '{name}'", path=self._source.path, hint=_ANOTHER
                 )
 
     def _unfit(
         self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None
     ) -> CheckpointError:
         """Make the error for tensors on disk that do not make a parameter. It names the tensor that
-        has another shape, if that is known.
+        has a different shape, if that is known.
 
         Args:
             mismatch: the shapes that they make, and that the parameter has; None if they make none,
@@ -268,10 +268,10 @@ class LazyModel:
         odd = _odd(shapes)
         # A single tensor, which the loader does not change.
         if mismatch is not None and list(shapes.values()) == [mismatch[0]]:
-            problem = f"tensor '{first}' has another shape"
+            problem = f"tensor '{first}' has a different shape"
         elif odd is not None:
             odd_name, common_shape = odd
-            problem = f"tensor '{odd_name}' has another shape"
+            problem = f"tensor '{odd_name}' has a different shape"
             mismatch = (shapes[odd_name], common_shape)
         elif len(shapes) > 1:
             problem = (
@@ -414,7 +414,9 @@ def _built(source: Checkpoint) -> Any:
         raise UnsupportedError(
             problem,
             path=source.path,
-            hint=Message(Option("tensors_only", value=True), " copies or rounds it"),
+            hint=Message(
+                Option("tensors_only", value=True), " copies or quantizes it without running it"
+            ),
         ) from None
     except QuantkitError:
         raise

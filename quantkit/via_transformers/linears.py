@@ -121,7 +121,7 @@ def _roles(
     # Other linears of a model with some Conv1D can be quantized.
     if transposed and all_floats:
         raise UnsupportedError(
-            "the weights of its linear layers lie transposed (Conv1D), they are not rounded",
+            "its linear layers store their weights transposed (Conv1D), so they are not quantized",
             path=path,
             found=transposed[0],
         )

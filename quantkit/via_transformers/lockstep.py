@@ -112,7 +112,7 @@ class Lockstep:
             # Checked batch after batch, before its value reaches the caller.
             if key != first_key:
                 raise UnsupportedError(
-                    "samples take different ways through the model",
+                    "samples take different paths through the model",
                     found=f"{_place(first_key)} and {_place(key)}",
                 )
             if batch_stop is not None:
@@ -177,7 +177,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(output, Tensor):
                 # A result of weights that are not loaded would have arbitrary numbers.
                 if output.is_meta:
-                    raise NotLoaded("a weight is used outside the module that has it")
+                    raise NotLoaded("a weight is used outside the module that owns it")
                 self._tensor_refs.append(weakref.ref(output))
         return result
 

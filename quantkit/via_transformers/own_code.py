@@ -218,7 +218,7 @@ def _import_class(reference: str, folder: Path) -> Any:
                 "transformers' cache of modules cannot be written",
                 path=modules.HF_MODULES_CACHE,
                 found=error.strerror,
-                hint="let the environment variable HF_MODULES_CACHE be a folder that can",
+                hint="set the environment variable HF_MODULES_CACHE to a writable folder",
             ) from error
         reason = f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
         raise UnsupportedError(

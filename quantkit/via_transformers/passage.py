@@ -107,7 +107,7 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
         message = format_value(" ".join(str(error).split()))
         problem = f"the model's code fails{describe_location()} ({type(error).__name__}: {message})"
         hint = Message(
-            "it is given text alone, no image; ",
+            "its input is text without images; ",
             Option("tensors_only", value=True, job="quantize"),
             " takes its tensors without running it",
         )
@@ -270,7 +270,7 @@ class Passage:
         # A model may call parts of its body instead of the body.
         if len(states) != len(batches):
             raise UnsupportedError(
-                "the model does not run the module that transformers calls its body",
+                "the model does not run its base model, as transformers names it",
                 path=self._path,
                 found=type(self.lazy.body).__name__,
             )

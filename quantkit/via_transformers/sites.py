@@ -123,7 +123,13 @@ def _find_stacked_sites(lazy: LazyModel, target: str) -> Iterator[Site]:
                 continue
             parts = _parts(rows[:, 0].tolist(), first_rows)
             if parts:
-                yield Site(module, leaf, expert, tuple(parts), transposed)
+                yield Site(
+                    module=module,
+                    leaf=leaf,
+                    expert=expert,
+                    rows=tuple(parts),
+                    transposed=transposed,
+                )
                 break
 
 

@@ -29,7 +29,7 @@ def require_packages() -> None:
             raise RequestError(f"{name} is not installed", hint=_HINT)
         if installed != version:
             raise RequestError(
-                f"this version of {name} does not serve",
+                f"this version of {name} is not supported",
                 found=installed,
                 expected=version,
                 hint=_HINT,

@@ -97,7 +97,7 @@ def attend_by(attention: Callable[..., jax.Array]) -> None:
     ) -> Any:
         # The decoder uses nothing else.
         if dropout_p or is_causal == (attn_mask is not None):
-            raise NotImplementedError("attention is causal, or has a mask; nothing else")
+            raise NotImplementedError("attention must be causal or have a mask")
         return apply(functools.partial(attention, scale=scale), queries, keys, values, attn_mask)
 
     _environment().override_op_definition(F.scaled_dot_product_attention, attend)

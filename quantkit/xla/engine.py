@@ -147,14 +147,16 @@ def load_on_devices(
     """
     if checkpoint.kv_cache is not None:
         _log.warning(
-            "%s: keys and values are floats in XLA, not as the folder's KV cache has them",
+            "%s: XLA keeps keys and values in floating point and ignores the KV cache settings",
             checkpoint.path,
         )
     mesh = device_mesh(devices, multi_host=multi_host)
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
     dtype = dtype or DType(checkpoint.config.dtype).torch
     state = load_state(checkpoint, split, mesh, dtype, progress=progress)
-    return XlaModel(split, mesh, build_sharded_decoder(split), state, dtype)
+    return XlaModel(
+        split=split, mesh=mesh, decoder=build_sharded_decoder(split), state=state, dtype=dtype
+    )
 
 
 class CachedBatch:

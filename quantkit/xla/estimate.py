@@ -92,7 +92,7 @@ class SliceEstimate:
         ]
         for phase in self.phases:
             lines.append(phase.line())
-        lines.append(f"it fits: {gib(self.memory - self.peak_bytes)} of each chip are left")
+        lines.append(f"it fits: {gib(self.memory - self.peak_bytes)} of each chip are free")
         return lines
 
 
@@ -129,7 +129,7 @@ def estimate_slice(
         context = config.max_unscaled_context
     if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
-            "batch or context can't be",
+            "batch or context is out of range",
             found=f"{batch} and {context}",
             expected=f"at least 1, and a context of at most {config.max_unscaled_context}",
         )
@@ -164,7 +164,15 @@ def estimate_slice(
         _phase("a step of decoding", target, step.lower(state, cache, logits, rows, ends, None)),
         _phase(f"a prompt of {context}", target, prompt.lower(state, cache, tokens, numbers)),
     ]
-    estimate = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
+    estimate = SliceEstimate(
+        model=checkpoint.path.name,
+        target=target,
+        chips=chips,
+        memory=memory,
+        batch=batch,
+        context=context,
+        phases=phases,
+    )
     if estimate.peak_bytes > memory:
         raise make_memory_error(target, f"{gib(estimate.peak_bytes)} a chip", gib(memory))
     return estimate
@@ -191,11 +199,11 @@ def _phase(name: str, target: str, lowered: Any) -> Phase:
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     inputs = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Phase(
-        name,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        inputs + outputs + memory.generated_code_size_in_bytes,
-        collectives(compiled.as_text()),
+        name=name,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        total=inputs + outputs + memory.generated_code_size_in_bytes,
+        collectives=collectives(compiled.as_text()),
     )
 
 

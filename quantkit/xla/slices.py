@@ -71,10 +71,18 @@ class Chip:
 
 
 CHIPS = {
-    "v4": Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9, 2, _SPACE),
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 200e9, 1, _PLANE),
-    "v5p": Chip(int(94.75 * GIB), 459e12, 2765e9, 600e9, 2, _SPACE),
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 400e9, 1, _PLANE),
+    "v4": Chip(
+        memory=int(30.75 * GIB), flops=275e12, bandwidth=1228e9, links=300e9, cores=2, shapes=_SPACE
+    ),
+    "v5e": Chip(
+        memory=int(15.75 * GIB), flops=197e12, bandwidth=819e9, links=200e9, cores=1, shapes=_PLANE
+    ),
+    "v5p": Chip(
+        memory=int(94.75 * GIB), flops=459e12, bandwidth=2765e9, links=600e9, cores=2, shapes=_SPACE
+    ),
+    "v6e": Chip(
+        memory=int(31.25 * GIB), flops=918e12, bandwidth=1640e9, links=400e9, cores=1, shapes=_PLANE
+    ),
 }
 
 
@@ -115,7 +123,7 @@ class Slice:
         """List the compiler's devices for the chips, slice after slice.
 
         Raises:
-            RequestError: if libtpu does not start.
+            RequestError: if libtpu cannot be started.
         """
         return list(self.topology().devices)
 
@@ -134,7 +142,7 @@ class Slice:
         try:
             return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         except jax.errors.JaxRuntimeError as error:
-            raise RequestError(f"libtpu does not start: {error}") from error
+            raise RequestError(f"libtpu cannot be started: {error}") from error
 
 
 def make_memory_error(target: str, found: str, memory: str | None) -> RequestError:
@@ -143,7 +151,7 @@ def make_memory_error(target: str, found: str, memory: str | None) -> RequestErr
         f"the model does not fit {target}",
         found=found,
         expected=None if memory is None else f"at most {memory}",
-        hint="take more chips, fewer bits, a smaller batch or a shorter context",
+        hint="use more chips, fewer bits, a smaller batch or a shorter context",
     )
 
 

@@ -60,7 +60,7 @@ def require_served(config: ModelConfig) -> None:
         unserved |= {"qk_norm"}
     if unserved:
         names = ", ".join(name.replace("_", " ") for name in sorted(unserved))
-        raise UnsupportedError(f"{config.architecture} is not run by XLA", found=names)
+        raise UnsupportedError(f"{config.architecture} is not supported by XLA", found=names)
 
 
 def require_trainable(checkpoint: Checkpoint) -> None:
@@ -78,10 +78,10 @@ def require_trainable(checkpoint: Checkpoint) -> None:
             continue
         if scheme.has_minima or not has_trained_scales(scheme):
             raise UnsupportedError(
-                f"XLA does not train a model with weights like '{parameter.name}'",
+                f"XLA cannot train a model with weights like '{parameter.name}'",
                 path=checkpoint.path,
-                found="offsets of groups in floats" if scheme.has_minima else str(scheme),
-                expected="int4 or int8 codes in all layers",
+                found="float offsets of groups" if scheme.has_minima else str(scheme),
+                expected="int4 or int8 weights in all layers",
                 hint=Message("leave ", Option("backend"), " out"),
             )
 

@@ -55,7 +55,7 @@ def find_devices(*, multi_host: bool = False) -> list[Any]:
 def make_device_count_error(devices: Sequence[Any], count: int) -> RequestError:
     """Make the error for more devices than there are."""
     # Tests and trials use virtual devices of the CPU.
-    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
+    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} creates virtual devices"
     return RequestError(
         "too few devices",
         found=f"{len(devices)} of kind {devices[0].device_kind}",
@@ -84,7 +84,7 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
         raise make_device_count_error(devices, count)
     if multi_host and count < len(devices):
         raise RequestError(
-            "with several hosts all devices take part", found=count, expected=len(devices)
+            "with several hosts, all devices must be used", found=count, expected=len(devices)
         )
     # Only with all devices can JAX place neighbours of the mesh on neighbouring chips.
     if count < len(devices):

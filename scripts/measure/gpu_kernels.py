@@ -42,7 +42,18 @@ _SHARED = 200 << 10  # bytes of it that tiles may take
 def few(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
     for tokens, rows, split, stages in itertools.product((1, 16), (16, 32), (1, 4, 8, 16), (1, 3)):
         allowed = min(split, max_split(bits, tokens, columns), columns // 128)
-        yield tokens, TileConfig("skinny", 8 if tokens <= 8 else 16, rows, 1, allowed, 1, stages)
+        yield (
+            tokens,
+            TileConfig(
+                path="skinny",
+                block_m=8 if tokens <= 8 else 16,
+                block_n=rows,
+                units=1,
+                split=allowed,
+                warps=1,
+                stages=stages,
+            ),
+        )
 
 
 def gemv(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
@@ -50,7 +61,18 @@ def gemv(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
         ((8, 32, 4), (4, 32, 4), (4, 16, 2)) if bits == 4 else ((8, 16, 4), (4, 16, 4), (4, 8, 2))
     )
     for (rows, units, warps), stages in itertools.product(tiles, (1, 3)):
-        yield 1, TileConfig("gemv", 1, rows, min(units, columns // 128), 1, warps, stages)
+        yield (
+            1,
+            TileConfig(
+                path="gemv",
+                block_m=1,
+                block_n=rows,
+                units=min(units, columns // 128),
+                split=1,
+                warps=warps,
+                stages=stages,
+            ),
+        )
 
 
 def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
@@ -71,7 +93,13 @@ def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
                 yield (
                     tokens,
                     TileConfig(
-                        "gemm", min(block_m, tokens), rows, units, split, gemm_warps(rows), stages
+                        path="gemm",
+                        block_m=min(block_m, tokens),
+                        block_n=rows,
+                        units=units,
+                        split=split,
+                        warps=gemm_warps(rows),
+                        stages=stages,
                     ),
                 )
 

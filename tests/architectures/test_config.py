@@ -468,7 +468,7 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
             "gemma3_text",
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
             UnsupportedError,
-            "rope_parameters are not by kind of layer .*factor",
+            "rope_parameters has unknown layer types .*factor",
         ),
         (
             "gemma3_text",
@@ -477,16 +477,16 @@ def test_a_setting_that_is_not_computed_is_refused(changes: dict[str, Any], mess
                 "layer_types": ["full_attention", "full_attention", "sliding_attention"],
             },
             UnsupportedError,
-            "rope scaling of layers with a window .*dynamic",
+            "rope scaling of sliding-window layers .*dynamic",
         ),
         ("gemma2", {"hidden_activation": "gelu"}, UnsupportedError, "activation .*found gelu"),
         (
             "olmo3",
             {"rope_theta": 10000.0, "rope_parameters": None},
             UnsupportedError,
-            "readers differ on the rotary base",
+            "readers disagree on the rotary base",
         ),
-        ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window none"),
+        ("gemma2", {"sliding_window": None}, CheckpointError, "sliding_window is not set"),
         (
             "gemma2",
             {"attn_logit_softcapping": 0},
@@ -524,7 +524,7 @@ def test_a_rope_setting_that_is_no_number_is_refused(key: str, value: Any) -> No
         **config_keys("llama"),
         "rope_parameters": {**ROPES["llama3"], "rope_theta": 10000.0, key: value},
     }
-    with pytest.raises(CheckpointError, match=r"^x/config\.json: holds a value of the wrong type"):
+    with pytest.raises(CheckpointError, match=r"^x/config\.json: has a value of the wrong type"):
         config_from_hf(raw, "x/config.json")
 
 

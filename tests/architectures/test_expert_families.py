@@ -169,7 +169,7 @@ def test_a_recipe_may_keep_a_router_and_not_quantize_it(
         quantkit.quantize(source, tmp_path / "made", Recipe(INT8, (Override(pattern, INT8),)))
     assert (
         str(caught.value)
-        == f"routers and gates of shared experts keep their floats (found '{pattern}')"
+        == f"routers and gates of shared experts are not quantized (found '{pattern}')"
     )
     assert not (tmp_path / "made").exists()
     quantkit.quantize(source, tmp_path / "made", "int8", keep=[pattern])
@@ -238,11 +238,11 @@ def test_nan_in_experts_and_routers_is_refused_by_name(
 @pytest.mark.parametrize(
     ("case", "changes", "problem"),
     [
-        ("qwen3-moe", {"num_experts_per_tok": 7}, "more experts than there are"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "more experts per token than experts"),
         ("qwen3-moe", {"num_experts": 8}, "num_experts and num_local_experts disagree"),
         ("qwen3-moe", {"mlp_only_layers": [0.5]}, "'mlp_only_layers'"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step' is out of range"),
-        ("qwen2-moe", {"layer_types": ["sliding_attention"] * 3}, "sliding_window none"),
+        ("qwen2-moe", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is not set"),
         ("olmoe", {"clip_qkv": -1}, "'clip_qkv' is out of range"),
         ("gpt-oss", {"swiglu_limit": "7"}, "wrong type for 'swiglu_limit'"),
         ("gpt-oss", {"num_local_experts": 4096 * 2}, "out of range"),

@@ -271,7 +271,7 @@ def test_four_bits_are_refused_where_a_recipe_names_linear_attention(tmp_path: P
     recipe = quantkit.Recipe(INT8, (quantkit.Override("*.linear_attn.*", INT4),))
     with pytest.raises(
         RequestError,
-        match=r"it takes int8, or keeps its floats.*int4-g32 for '\*\.linear_attn\.\*'",
+        match=r"can only be int8 or unquantized.*int4-g32 for '\*\.linear_attn\.\*'",
     ):
         quantkit.quantize(
             _hybrid(tmp_path / "src"), tmp_path / "dst", recipe, method="rtn", tensors_only=True

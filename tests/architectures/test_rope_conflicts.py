@@ -95,7 +95,7 @@ def test_truncate_by_kind_of_layer_is_refused(kind: str, value: Any) -> None:
     }
     full = {**_YARN, "rope_theta": 5e5, "truncate": value}
     with pytest.raises(
-        UnsupportedError, match=r"'truncate' of rope scaling by kind of layer .* remove the key"
+        UnsupportedError, match=r"'truncate' in rope scaling per layer type .* remove the key"
     ):
         config_from_hf({**raw, "rope_parameters": {"full_attention": full}}, "config.json")
     kept = config_from_hf(
@@ -208,7 +208,8 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
             [
                 "rope_parameters.rope_type 'yarn' is ignored: rope_scaling states 'linear'",
                 "rope_parameters.factor 4.0 is ignored: rope_scaling states 8.0",
-                "rope_parameters.beta_fast 4 is ignored: rope_scaling is used and does not have it",
+                "rope_parameters.beta_fast 4 is ignored: rope_scaling is used and does not contain"
+                " it",
             ],
         ),
         (

@@ -132,7 +132,7 @@ def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:
     for load in (quantkit.load, load_by_transformers):
         model, _ = load(folder)
         with pytest.raises(
-            RequestError, match=rf"stands for an image, video or sound.*token {image}"
+            RequestError, match=rf"placeholder token for an image, video or sound.*token {image}"
         ):
             list(
                 model.generate([5, image, 6])
@@ -166,7 +166,7 @@ def test_a_folder_without_one_decoder_is_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     for other in ("config.json", "tokenizer.model"):
         (tmp_path / other).write_bytes((tiny_image_text_model("llava") / other).read_bytes())
-    with pytest.raises(CheckpointError, match="has no single text decoder"):
+    with pytest.raises(CheckpointError, match="does not have exactly one text decoder"):
         quantkit.load(tmp_path)
 
 

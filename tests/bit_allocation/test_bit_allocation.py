@@ -287,7 +287,7 @@ def test_a_resumed_run_keeps_its_choice(
             {"target_bits": 3},
             RequestError,
             "3 bits a weight",
-            "at least 4.125 bits a weight, and less than the 16 ",
+            "at least 4.125 bits a weight, and less than 16 ",
         ),
         ({"target_bits": 16}, RequestError, "16 bits a weight", "at least 4.125 bits"),
         (
@@ -300,7 +300,7 @@ def test_a_resumed_run_keeps_its_choice(
             {"max_size": 10**9},
             RequestError,
             "1000000000 bytes (1 GB)",
-            "less than the 2627904 bytes (2.63 MB)",
+            "less than 2627904 bytes (2.63 MB)",
         ),
         ({"target_bits": 4.5, "to": "awq"}, UnsupportedError, "32 and 64 and 128", None),
         ({"target_bits": 4.5, "scheme": "int8"}, RequestError, None, None),

@@ -283,7 +283,8 @@ def test_nan_in_an_expert_is_refused_by_name(
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     for allowed in (False, True):
         with pytest.raises(
-            NonFiniteError, match=rf"experts\.{expert}\.{part}\.weight' holds 1 values that are NaN"
+            NonFiniteError,
+            match=rf"experts\.{expert}\.{part}\.weight' contains 1 values that are NaN",
         ):
             _quantize(source, tmp_path / "out", text, allow_nonfinite=allowed)
     assert not list(tmp_path.glob("out*"))

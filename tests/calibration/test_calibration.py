@@ -64,8 +64,8 @@ def _contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"calibration": "text.txt"}, '`calibration` goes with `method="gptq"`'),
-        ({"samples": "4"}, '`samples` goes with `method="gptq"`'),
+        ({"calibration": "text.txt"}, '`calibration` requires `method="gptq"`'),
+        ({"samples": "4"}, '`samples` requires `method="gptq"`'),
         ({"method": "awq"}, "unknown method (found awq, expected rtn or gptq)"),
     ],
 )
@@ -84,7 +84,7 @@ def test_method_and_calibration_go_together(
         ["--length", "64"],
         ["--seed", "0"],
         ["--thorough"],
-        ["--activation-memory", "4"],
+        ["--activation-memory", "4GB"],
         ["--device", "cpu"],
     ],
 )
@@ -94,7 +94,7 @@ def test_rounding_has_no_use_for_settings_of_gptq(
     command = ["quantize"] if job == "quantize" else ["plan", "quantize"]
     code, _, err = run(capfd, *command, demo_model, tmp_path / "out", "--scheme", "int8", *option)
     assert code == 2
-    assert f"{option[0]} goes with --method gptq" in err
+    assert f"{option[0]} requires --method gptq" in err
     assert not list(tmp_path.iterdir())
 
 

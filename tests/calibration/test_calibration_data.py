@@ -243,7 +243,7 @@ def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
         (
             "text.json",
             b'[\n{"text": "a"}\n]',
-            ["holds a JSON array", "jq -c '.[]' makes lines of it"],
+            ["contains a JSON array", "convert it to lines with jq -c '.[]'"],
         ),
         ("text.jsonl", b'{"text": ' + b"[" * 100_000, ["line 1 is not JSON"]),
         ("text.jsonl", b'{"text": "\xff"}', ["line 1 is not JSON"]),

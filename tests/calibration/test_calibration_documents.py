@@ -136,7 +136,7 @@ def test_conversations_that_cannot_be_rendered_are_counted_or_the_error(tmp_path
         tmp_path / "a.jsonl", {"messages": CHATS[0]}, {"messages": REFUSED}, {"messages": []}
     )
     (note,) = read_documents(path, 10**6, chat=chat(REFUSING)).notes
-    assert re.search("2 of 3 documents are left out.*line 2: .*not this", note)
+    assert re.search("2 of 3 documents are skipped.*line 2: .*not this", note)
     path = lines(tmp_path / "b.jsonl", {"messages": REFUSED}, {"messages": REFUSED})
     with pytest.raises(
         RequestError, match=r"no conversation can be rendered: line 1: .*not this"
@@ -201,7 +201,7 @@ def test_a_model_without_a_template_reads_conversations_as_plain_text(tmp_path: 
     )
     with pytest.raises(
         RequestError,
-        match="no conversation can be rendered: line 1: a message has a part of type 'image'",
+        match="no conversation can be rendered: line 1: message parts of type 'image' are not",
     ):
         read_documents(path, 10**6)
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
@@ -241,7 +241,7 @@ def test_the_column_is_the_requested_one_or_the_one_that_can_be_meant(
         (
             None,
             (
-                r"has the text \(found title, body, expected text or messages or"
+                r"is unknown \(found title, body, expected text or messages or"
                 r" conversations\).*`text_column`"
             ),
         ),
@@ -268,7 +268,7 @@ def test_a_column_that_cannot_be_known_is_an_error_with_the_columns(
 
 
 def test_a_later_row_without_the_column_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no column of line 2 has the text \(found body"):
+    with pytest.raises(RequestError, match=r"text column of line 2 is unknown \(found body"):
         read_documents(lines(tmp_path / "a.jsonl", {"text": "a"}, {"body": "b"}), 10**6)
     with pytest.raises(RequestError, match="plain text has no columns"):
         read_documents(DEMO_MODEL.parent / "excerpt.txt", 10**6, column="body")
@@ -314,7 +314,7 @@ def test_no_more_strings_are_read_than_the_samples_need() -> None:
     [
         (["a", 3], "calibration: the text of row 2 is of type int"),
         (["a", "\ud800"], "the text of row 2 is not valid Unicode"),
-        ([{"title": "a", "body": "b"}], r"no column of row 1 has the text \(found title, body"),
+        ([{"title": "a", "body": "b"}], r"text column of row 1 is unknown \(found title, body"),
         (["", None], "calibration: the calibration text is empty"),
     ],
 )
@@ -382,7 +382,7 @@ def test_the_command_takes_a_column(demo_model: Path, tmp_path: Path, capfd: Cap
     assert run(capfd, *command, "--text-column", "body")[0] == 0
     code, _, err = run(capfd, *command[:-2], "--text-column", "body")
     assert code == 2
-    assert "--text-column goes with --calibration" in err
+    assert "--text-column requires --calibration" in err
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_config_and_split_are_those_requested(answers: Answers, source: str, spl
         ("some/other", ["found body, title, expected text"]),
         ("some/broken", ["cannot be read", "JSON"]),
         ("some/nothing", ["cannot be read", "doesn't contain any data files"]),
-        ("some/unknown", ["no such file, and the hub knows no such dataset"]),
+        ("some/unknown", ["no such file, and the hub has no such dataset"]),
     ],
 )
 def test_what_is_wrong_with_a_dataset_is_said_in_one_line(

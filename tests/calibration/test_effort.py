@@ -94,7 +94,7 @@ def test_efforts_that_contradict_or_do_not_exist_are_refused(
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", effort="best")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="`thorough=True` is"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", effort="quick", thorough=True)
-    with pytest.raises(RequestError, match="`effort` goes with"):
+    with pytest.raises(RequestError, match="`effort` requires"):
         quantkit.quantize(demo_model, tmp_path / "out", "int8", effort="quick")
     quantkit.plan.quantize(
         demo_model, tmp_path / "out", "int4-g64", effort="thorough", thorough=True

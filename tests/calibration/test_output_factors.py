@@ -236,7 +236,7 @@ def test_values_that_are_not_finite_are_named(
     weights[f"{module}.weight"].view(-1)[0] = torch.nan
     save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        NonFiniteError, match=f"tensor '{module}.weight' holds 1 values that are NaN"
+        NonFiniteError, match=f"tensor '{module}.weight' contains 1 values that are NaN"
     ):
         quantkit.quantize(tmp_path / "source", tmp_path / "out", "int4-g64", **GPTQ)
 

@@ -173,7 +173,9 @@ def test_a_tokenizer_that_makes_nothing_of_it_is_reported(made: list[int], docum
         def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
             return made
 
-    with pytest.raises(RequestError, match=r'makes next to nothing.*`calibration`.*`method="rtn"`'):
+    with pytest.raises(
+        RequestError, match=r'too few distinct tokens.*`calibration`.*`method="rtn"`'
+    ):
         _of(tokenizer=Poor())
 
 
@@ -393,7 +395,7 @@ def test_the_command_reports_what_it_takes_before_it_begins(
         ({"samples": 0}, "at least 1 sample of 2 tokens .found 0 of"),
         ({"samples": -3}, "at least 1 sample of 2 tokens .found -3 of"),
         ({"length": 0}, "at least 1 sample of 2 tokens .found 128 of 0"),
-        ({"seed": 2**70}, "seed does not fit 64 bits"),
+        ({"seed": 2**70}, "seed does not fit in 64 bits"),
     ],
     ids=str,
 )

@@ -148,7 +148,13 @@ def test_the_writer_takes_tensors_in_the_encoders_order_only(
     source = open_checkpoint(demo_model)
     (block, *_) = tensor_blocks(source, {}, target("compressed-tensors"))
     value = source.load(block.tensors[0].name)
-    work = Work("quantize", source, _encoder(source, list(block.tensors)), {}, {})
+    work = Work(
+        job="quantize",
+        source=source,
+        encoder=_encoder(source, list(block.tensors)),
+        side_files={},
+        options={},
+    )
     problem = "'model.norm.weight' was put, but 'model.embed_tokens.weight' is the next"
     with (
         pytest.raises(RuntimeError, match=problem),
@@ -181,7 +187,7 @@ def test_what_makes_a_block_nonfinite_is_named(
 ) -> None:
     name = f"model.layers.1.{module}.weight"
     source = damaged(name)
-    with pytest.raises(NonFiniteError, match=f"tensor '{name}' holds 1 values that are NaN"):
+    with pytest.raises(NonFiniteError, match=f"tensor '{name}' contains 1 values that are NaN"):
         quantkit.quantize(
             source,
             tmp_path / "out",

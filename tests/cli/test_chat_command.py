@@ -198,7 +198,9 @@ def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
         _answer(demo_model, "// the people"),
     ]
     assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
-    note = "/people is not a command, so the line is a question; //people makes that explicit"
+    note = (
+        "/people is not a command, so the line is sent as a question; //people makes that explicit"
+    )
     assert err == f"quantkit: note: {note}\n"
 
 
@@ -367,7 +369,7 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
     terminal.wait_for(READY)
     for typed, reported in (
         ("/help\r", "start a new conversation"),
-        ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
+        ("/nonsense\r", "quantkit: error: unknown command (found /nonsense"),
         ("/reset now\r", "quantkit: error: /reset takes no argument (found 'now')"),
         ("/RESET\r", "The conversation starts again."),
         ("\x1b[200~/system\nBe brief.\x1b[201~\r", "The system prompt is set."),

@@ -86,16 +86,16 @@ def test_an_error_ends_a_pipe(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -
     with fake_api(lambda body: as_json(401, {"error": {"message": "no"}})) as api:
         code, out, err = run(capfd, "chat", "--url", api.url)
     assert (code, out) == (2, "")
-    assert err == f"quantkit: error: {api.url} needs an API key: no; give --api-key\n"
+    assert err == f"quantkit: error: {api.url} requires an API key: no; set --api-key\n"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give PATH, or --url for a server"),
-        (["DIR", "--url", "http://127.0.0.1:1"], "PATH and --url exclude each other"),
-        (["DIR", "--model", "x"], "--model goes with --url"),
-        (["DIR", "--api-key", "x"], "--api-key goes with --url"),
+        ([], "neither PATH nor --url"),
+        (["DIR", "--url", "http://127.0.0.1:1"], "PATH and --url are mutually exclusive"),
+        (["DIR", "--model", "x"], "--model requires --url"),
+        (["DIR", "--api-key", "x"], "--api-key requires --url"),
         (
             ["--url", "nowhere"],
             (
@@ -116,7 +116,7 @@ def test_an_error_ends_a_pipe(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -
             "nothing to generate (found 0 new tokens",
         ),
         *(
-            (["--url", "http://127.0.0.1:1", *words], f"{spelled} goes with PATH")
+            (["--url", "http://127.0.0.1:1", *words], f"{spelled} requires PATH")
             for words, spelled in (
                 (["--template", "llama2"], "--template"),
                 (["--context", "9"], "--context"),
@@ -146,7 +146,7 @@ def test_several_processes_do_not_share_a_server(
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run(capfd, "chat", "--url", "http://127.0.0.1:1")
     assert code == 2
-    assert "--url goes with one process, not with torchrun" in err
+    assert "--url cannot be used under torchrun" in err
 
 
 def test_a_key_that_others_can_read_is_a_warning(
@@ -189,7 +189,7 @@ def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
             ("Who?\r", "1 messages\\x07\nquantkit: note: 2 tokens in 0."),
             (
                 "Too many?\r",
-                f"quantkit: error: {api.url} has too many requests: busy\\x1b[2J; try again in 3 s",
+                f"quantkit: error: {api.url} is receiving too many requests: busy\\x1b[2J;",
             ),
             (
                 "Long?\r",

@@ -233,24 +233,24 @@ def test_the_head_is_quantized_where_requested(
         (
             [],
             (
-                "give a scheme: --scheme int8, int4-g32, int4-g64 or int4-g128;",
+                "no scheme is given: use --scheme int8, int4-g32, int4-g64 or int4-g128,",
                 "--target-bits, --max-size or --recipe FILE",
             ),
         ),
-        (["--method", "gptq"], ("give a scheme: --scheme int8",)),
+        (["--method", "gptq"], ("no scheme is given: use --scheme int8",)),
         (
             ["--scheme", "int8", "--calibration", "a.txt"],
-            ("--calibration goes with --method gptq",),
+            ("--calibration requires --method gptq",),
         ),
         (
             ["--scheme", "int8", "--recipe", "recipe.json"],
-            ("--scheme and --recipe exclude each other",),
+            ("--scheme and --recipe are mutually exclusive",),
         ),
         (["--recipe", "nowhere.json"], ("nowhere.json", "cannot read the recipe")),
         (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
         (
             ["--recipe", "recipe.json", "--head", "int8"],
-            ("--head does not go with --recipe", "overrides"),
+            ("--head cannot be combined with --recipe", "override"),
         ),
         (["--scheme", "int8", "--keep", "*.nothing"], ("matches no linear layer", "*.nothing")),
         (["--scheme", "int8", "--keep", "*"], ("nothing would be quantized",)),

@@ -62,7 +62,7 @@ def test_the_version_alone_is_one_line_and_verbose_alone_an_error(capfd: Capture
     for arguments in (["--verbose"], ["--verbose", "demo"]):
         code, out, err = run(capfd, *arguments)
         assert (code, out) == (2, "")
-        assert "--verbose goes with --version" in err
+        assert "--verbose requires --version" in err
 
 
 def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
     )
     assert list(cache.iterdir()) == []
     assert rows["kernels"].startswith(
-        "none: /data/USER/x:/data/malice: the C++ compiler does not start"
+        "none: /data/USER/x:/data/malice: the C++ compiler cannot be started"
     )
     assert rows["caches"].startswith(
         "~/my/cache (0 kB, writable); ~/.cache/huggingface/hub (0 kB, "

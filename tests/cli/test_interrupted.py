@@ -113,7 +113,7 @@ def test_only_a_process_that_may_be_the_writer_is_named(
 def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: Path) -> None:
     (partial(dst) / WRITER).write_text(f"{os.getpid()} {os.uname().nodename}")
     with pytest.raises(
-        InterruptedRunError, match="an interrupted run is there; add `resume=True`"
+        InterruptedRunError, match="contains an interrupted run; add `resume=True`"
     ) as caught:
         quantkit.convert(demo_model, dst)
     assert not caught.value.retryable
@@ -149,16 +149,14 @@ def test_a_partial_folder_is_reported_for_what_it_is(
     code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
     assert (code, out) == (3, "")
     assert (
-        err == f"quantkit: error: {partial(dst)}: is not a model yet but what an unfinished run of"
-        " convert left; add --resume to the command that began it\n"
+        err == f"quantkit: error: {partial(dst)}: is the partial output of an unfinished"
+        " run of convert, not a model; add --resume to the command that began it\n"
     )
 
 
 def test_under_another_name_it_is_the_same(dst: Path, tmp_path: Path) -> None:
     partial(dst).rename(tmp_path / "renamed")
-    with pytest.raises(
-        CheckpointError, match="what an unfinished run of convert left; add `resume=True`"
-    ):
+    with pytest.raises(CheckpointError, match=r"an unfinished run of convert.*`resume=True`"):
         quantkit.open_checkpoint(tmp_path / "renamed")
 
 
@@ -169,7 +167,7 @@ def test_a_quantization_that_is_not_finished_can_be_continued(
         functools.partial(quantkit.quantize, scheme="int8"), demo_model, tmp_path / "out"
     )
     with pytest.raises(
-        CheckpointError, match=r"run of quantize left; .*, and `accept_quality_loss=True` if"
+        CheckpointError, match=r"run of quantize.*, and `accept_quality_loss=True` if"
     ):
         quantkit.inspect(left)
 
@@ -179,7 +177,7 @@ def test_a_quantization_that_is_not_finished_can_be_continued(
 )
 def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> None:
     (partial(dst) / ".quantkit-journal.jsonl").write_bytes(line)
-    with pytest.raises(CheckpointError, match="what an unfinished run left"):
+    with pytest.raises(CheckpointError, match="an unfinished run"):
         quantkit.inspect(partial(dst))
 
 
@@ -187,7 +185,7 @@ def test_one_that_is_being_written_is_reported_as_that(demo_model: Path, tmp_pat
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         with pytest.raises(
             CheckpointError,
-            match=r"is writing to .*out\.partial already, in another call; it is no",
+            match=r"is writing to .*out\.partial already, in another call",
         ):
             quantkit.inspect(partial(tmp_path / "out"))
 

@@ -79,7 +79,7 @@ def test_a_device_is_a_gpu_if_there_is_one_wherever_one_is_chosen() -> None:
         "serve",
         "bench",
     }
-    assert all("a GPU if there is one" in (option.help or "") for option in options.values())
+    assert all("a GPU if available" in (option.help or "") for option in options.values())
 
 
 def test_every_command_and_every_option_says_what_it_is(
@@ -135,7 +135,7 @@ def test_each_measurement_of_bench_requests_the_same(demo_model: Path) -> None:
 def test_a_device_without_use_is_refused(demo_model: Path, capfd: Capture) -> None:
     code, out, err = run(capfd, "eval", demo_model, "--device", "cuda")
     assert (code, out) == (2, "")
-    assert "a device goes with tasks or speed; perplexity is computed on the CPU" in err
+    assert "a device requires tasks or speed" in err
 
 
 @pytest.mark.parametrize("spelled", ["fp32", "float32", torch.float32])
@@ -153,7 +153,7 @@ def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:
     assert parse_file_size("2GiB") == 2**31
     assert parse_file_size("2622336") == 2622336
     for spelled in ("1.5", "2.", "GB", "-5", ""):
-        with pytest.raises(RequestError, match="no size of a file"):
+        with pytest.raises(RequestError, match="size"):
             parse_file_size(spelled)
 
 
@@ -179,7 +179,7 @@ def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Cap
     "spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9", "4"]
 )
 def test_what_is_no_memory_is_refused(spelled: str) -> None:
-    with pytest.raises(RequestError, match=r"no amount of memory \(found .*4GB, 512MB or 2GiB"):
+    with pytest.raises(RequestError, match=r"amount of memory \(found .*4GB, 512MB or 2GiB"):
         parse_memory(spelled)
 
 

@@ -192,14 +192,14 @@ def test_a_file_of_a_model_is_never_replaced_nor_added(
     scheme = ["--scheme", "int8"] if command == "quantize" else []
     code, out, err = run(capfd, *command.split(), model, *makes, *scheme, "--json", model / name)
     assert (code, out) == (5, "")
-    assert "is a file of a model's folder" in err
+    assert "is part of a model folder" in err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_new_file_that_a_model_would_read_is_not_added(demo_model: Path, tmp_path: Path) -> None:
     model = oracle.copy(demo_model, tmp_path / "model")
-    with pytest.raises(DestinationError, match="is a file of a model's folder"):
+    with pytest.raises(DestinationError, match="is part of a model folder"):
         Outputs(str(model / "generation_config.json"))
     Outputs(str(model / "evaluation.json"))
     for name in (
@@ -207,7 +207,7 @@ def test_a_new_file_that_a_model_would_read_is_not_added(demo_model: Path, tmp_p
         "consolidated.09.pth",
         "pytorch_model.bin.index.json",
     ):
-        with pytest.raises(DestinationError, match="would be read as one"):
+        with pytest.raises(DestinationError, match="would be read as part of it"):
             Outputs(str(model / name))
 
 
@@ -224,7 +224,7 @@ def test_the_destination_is_not_a_place_for_json(
         capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / "out" / "made.json"
     )
     assert code == 5
-    assert "cannot be written there" in err
+    assert "cannot be written to this folder" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -236,9 +236,9 @@ def test_what_a_command_reads_is_not_overwritten(
     arguments = ["quantize", demo_model, tmp_path / "out", "--recipe", recipe, "--json", recipe]
     code, _, err = run(capfd, *arguments)
     assert code == 5
-    assert "is read by this command" in err
+    assert "is an input of this command" in err
     assert recipe.read_text() == '{"default": "int8"}'
-    with pytest.raises(DestinationError, match="is read by this command"):
+    with pytest.raises(DestinationError, match="is an input of this command"):
         Outputs(None, report=recipe.rename(tmp_path / "text.txt"), reads=[tmp_path / "text.txt"])
 
 
@@ -249,14 +249,14 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_work(
     monkeypatch.setattr(os, "access", lambda *_: True)  # as for root
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", "/proc/made.json")
     assert code == 5
-    assert "/proc/made.json: cannot be written there" in err
+    assert "/proc/made.json: cannot be written to this folder" in err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match="is a folder"):
         Outputs(str(tmp_path))
-    with pytest.raises(RequestError, match="two outputs go to one file"):
+    with pytest.raises(RequestError, match="two outputs have the same path"):
         Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
 
 
@@ -320,7 +320,7 @@ def test_files_are_there_whatever_becomes_of_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["report", "plot"])
 def test_a_report_and_a_picture_are_files(option: str) -> None:
-    with pytest.raises(RequestError, match=f"--{option} takes the path of a file, not -"):
+    with pytest.raises(RequestError, match=f"--{option} requires the path of a file, not -"):
         Outputs(None, **{option: Path("-")})  # type: ignore[arg-type]
 
 
@@ -352,7 +352,7 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
 def test_a_link_into_a_models_folder_is_refused(demo_model: Path, tmp_path: Path) -> None:
     model = oracle.copy(demo_model, tmp_path / "model")
     (tmp_path / "link").symlink_to(next(model.glob("params.json")))
-    with pytest.raises(DestinationError, match="is a file of a model's folder"):
+    with pytest.raises(DestinationError, match="is part of a model folder"):
         Outputs(str(tmp_path / "link"))
 
 

@@ -150,7 +150,7 @@ def test_latent_attention_is_refused() -> None:
     latent = LatentAttentionConfig(query_rank=None, kv_rank=8, rope_dim=4, plain_dim=8, value_dim=8)
     with pytest.raises(
         UnsupportedError,
-        match=r"cannot share this architecture \(found tensor 'model.layers.0.self",
+        match=r"this architecture cannot be split .*\(found tensor 'model.layers.0.self",
     ):
         split_model(replace(_config(), latent_attention=latent), {}, 0, 2)
 

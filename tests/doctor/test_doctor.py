@@ -808,7 +808,7 @@ def test_nothing_there_and_no_weights(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not exist"):
         quantkit.diagnose(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(RequestError, match="holds no weights"):
+    with pytest.raises(RequestError, match="contains no weights"):
         quantkit.diagnose(tmp_path / "notes.txt")
 
 

@@ -38,24 +38,24 @@ from quantkit.tensors.qtensor import QuantTensor
 
 RATE = Rate(10.0, 9.0, 11.0)
 FOUND = Bench(
-    "a",
-    True,
-    ["cpu-exact"],
-    "bfloat16",
-    "cpu",
-    2,
-    2,
-    0.1,
-    1.0,
-    (0.2, 0.1),
-    {16: RATE},
-    {1: RATE},
-    None,
-    10**9,
-    2e10,
-    10**9,
-    "bfloat16",
-    11 * 10**8,
+    name="a",
+    quantized=True,
+    backends=["cpu-exact"],
+    dtype="bfloat16",
+    device="cpu",
+    threads=2,
+    cores=2,
+    other_load=0.1,
+    load_seconds=1.0,
+    first_token_seconds=(0.2, 0.1),
+    prefill={16: RATE},
+    decode={1: RATE},
+    one_thread=None,
+    weight_bytes=10**9,
+    bandwidth=2e10,
+    peak_bytes=10**9,
+    cache_dtype="bfloat16",
+    loaded_bytes=11 * 10**8,
 )
 
 
@@ -439,10 +439,10 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "give folders, or --synthetic"),
+        ([], "--synthetic SHAPE"),
         (["--synthetic", "llama-9t"], "unknown shape"),
         (["--synthetic", "llama-160m", "--scheme", "int5"], "unknown quantization scheme"),
-        (["--synthetic", "llama-160m", "--head", "int8"], "--head goes with --scheme"),
+        (["--synthetic", "llama-160m", "--head", "int8"], "--head requires --scheme"),
         (["--synthetic", "llama-160m", "--batch", "0"], "at least 1"),
         (["--synthetic", "llama-160m", "--batch", "one"], "separated by commas"),
         (["--synthetic", "llama-160m", "--batch", ""], "separated by commas"),
@@ -451,8 +451,8 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
         (["--synthetic", "llama-160m", "--prompt-lengths", "9" * 5000], "separated by commas"),
         (["--synthetic", "llama-160m", "--prompt-lengths", "-1"], "at least 1"),
         (["--synthetic", "llama-160m", "--prompt-lengths", "9" * 80], "context is too short"),
-        (["--synthetic", "llama-160m", "--batch", "9" * 80], "do not fit in memory"),
-        (["--synthetic", "llama-160m", "--batch", "1000000000"], "do not fit in memory"),
+        (["--synthetic", "llama-160m", "--batch", "9" * 80], "does not fit in memory"),
+        (["--synthetic", "llama-160m", "--batch", "1000000000"], "does not fit in memory"),
         (["--synthetic", "llama-160m", "--runs", "0"], "at least 1"),
         (["--synthetic", "llama-160m", "--runs", "9" * 30], "runs are out of range"),
         (["--synthetic", "llama-160m", "--threads", "0"], "threads"),
@@ -461,7 +461,7 @@ def test_random_weights_make_a_model_of_the_shape(scheme: str | None, head: str 
         (["--synthetic", "llama-160m", "--prompt-lengths", "100000"], "context is too short"),
         (
             ["--synthetic", "llama-160m", "--json", "/nowhere/at/all.json"],
-            "cannot be written there",
+            "cannot be written to this folder",
         ),
     ],
 )
@@ -505,7 +505,7 @@ def test_a_process_that_dies_does_not_hang_the_command(
     dies: str, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BenchModel, "__reduce__", lambda model: (exec, (f"import os; {dies}",)))
-    with pytest.raises(RequestError, match=f"the process that measures was ended {reported}"):
+    with pytest.raises(RequestError, match=f"the measuring process was terminated {reported}"):
         bench(BenchModel(shape="llama-160m"), prompt_lengths=(4,), batches=(), runs=1)
 
 

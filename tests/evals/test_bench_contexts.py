@@ -33,27 +33,34 @@ from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 
 STEADY = Rate(20.0, 20.0, 20.0)
-AT = AtContext(1024, 1, 100.0, STEADY, 24 * 10**6, 13 * 10**8)
+AT = AtContext(
+    context=1024,
+    batch=1,
+    prompt_rate=100.0,
+    together=STEADY,
+    cache_bytes=24 * 10**6,
+    peak_bytes=13 * 10**8,
+)
 FOUND = Bench(
-    "a",
-    True,
-    ["cpu-exact"],
-    "bfloat16",
-    "cpu",
-    2,
-    2,
-    0.1,
-    1.0,
-    (0.2, 0.1),
-    {16: Rate(200.0, 190.0, 210.0)},
-    {1: STEADY},
-    None,
-    10**9,
-    2e10,
-    10**9,
-    "bfloat16",
-    11 * 10**8,
-    [
+    name="a",
+    quantized=True,
+    backends=["cpu-exact"],
+    dtype="bfloat16",
+    device="cpu",
+    threads=2,
+    cores=2,
+    other_load=0.1,
+    load_seconds=1.0,
+    first_token_seconds=(0.2, 0.1),
+    prefill={16: Rate(200.0, 190.0, 210.0)},
+    decode={1: STEADY},
+    one_thread=None,
+    weight_bytes=10**9,
+    bandwidth=2e10,
+    peak_bytes=10**9,
+    cache_dtype="bfloat16",
+    loaded_bytes=11 * 10**8,
+    at_contexts=[
         AT,
         replace(
             AT,
@@ -281,7 +288,7 @@ def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> Non
         (["--contexts", "-1"], "contexts must be at least 32"),
         (["--contexts", "100000"], "llama-160m: the model's context is too short"),
         (["--contexts", "9" * 80], "llama-160m: the model's context is too short"),
-        (["--contexts", "4096", "--batch", "100000"], "do not fit in memory"),
+        (["--contexts", "4096", "--batch", "100000"], "does not fit in memory"),
         (["--price-per-hour", "0"], "invalid price (found 0.0, expected an amount above 0)"),
         (["--price-per-hour", "-1"], "invalid price"),
         (["--price-per-hour", "nan"], "invalid price"),
@@ -347,7 +354,14 @@ def test_tables_have_each_and_together_memory_and_cost() -> None:
 
 def test_tables_of_long_contexts_fit_a_terminal() -> None:
     rate = Rate(1234.5, 123.0, 1300.0)
-    at = AtContext(4096, 16, 1234.5, rate, 1483 * 10**6, 12345 * 10**6)
+    at = AtContext(
+        context=4096,
+        batch=16,
+        prompt_rate=1234.5,
+        together=rate,
+        cache_bytes=1483 * 10**6,
+        peak_bytes=12345 * 10**6,
+    )
     one = replace(PRICED, name="tinyllama-1.1b-int4-g128", at_contexts=[at])
     for table in bench_report.build_tables([one])[-2:]:
         printed = render([table], "terminal")

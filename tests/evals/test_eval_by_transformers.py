@@ -92,7 +92,7 @@ def test_what_needs_our_decoder_is_refused_by_name(
     value = ["64"] if option == "--positions" else []
     code, _, err = run(capfd, "eval", hybrid_int4, "--against", hybrid, option, *value)
     assert code == 2
-    assert f"{option} needs a model that quantkit runs itself (found {RUN_BY})" in err
+    assert f"{option} requires a model that quantkit runs itself (found {RUN_BY})" in err
 
 
 def test_several_processes_are_refused(hybrid: Path) -> None:
@@ -127,7 +127,9 @@ def test_a_backend_that_is_named_is_the_one_that_runs(
     for folder in (hybrid, hybrid_int4):
         with pytest.raises(UnsupportedError, match=r'backend="transformers"'):
             quantkit.evaluate(folder, texts=TEXT, backend="own")
-    with pytest.raises(RequestError, match="only Hugging Face folders are taken by their tensors"):
+    with pytest.raises(
+        RequestError, match="only Hugging Face folders can be read by their tensors"
+    ):
         quantkit.evaluate(demo_model, texts=TEXT, backend="transformers")
     with pytest.raises(RequestError, match="unknown value of `backend`"):
         quantkit.evaluate(hybrid, texts=TEXT, backend="xla")  # type: ignore[arg-type]

@@ -119,9 +119,9 @@ def test_trequests_without_data_or_network_are_one_line_at_once(
     )
     assert (code, out) == (2, "")
     assert (
-        err == "quantkit: error: the data of task 'hellaswag' are not here, and the hub cannot be"
-        " reached;"
-        " give them as hellaswag.jsonl in a folder named with --task-data\n"
+        err == "quantkit: error: the data of task 'hellaswag' is not local, and the hub is"
+        " unreachable;"
+        " put it in a file hellaswag.jsonl, in the folder of --task-data\n"
     )
 
 
@@ -219,5 +219,5 @@ def test_a_report_never_replaces_a_file_of_a_model(
     before = config.read_bytes()
     code, _, err = run(capfd, command, tmp_path / "m", "--json", config)
     assert code == 5
-    assert "is a file of a model's folder" in err
+    assert "is part of a model folder" in err
     assert config.read_bytes() == before

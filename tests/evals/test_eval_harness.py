@@ -234,14 +234,14 @@ def test_random_numbers_are_the_caller_s_again(ours: Any, data: Path) -> None:
 def test_what_a_task_cannot_use_is_named(tmp_path: Path) -> None:
     (tmp_path / "winogrande.jsonl").write_text('{"question": "What?"}\n')
     with (
-        pytest.raises(RequestError, match=r"winogrande\.jsonl: does not fit the task"),
+        pytest.raises(RequestError, match=r"winogrande\.jsonl: is not valid data for the task"),
         open_tasks(["winogrande"], tmp_path),
     ):
         pass
     (tmp_path / "mmlu.jsonl").write_text('{"question": "What?"}\n')
     with pytest.raises(RequestError, match="'mmlu' is a group"), open_tasks(["mmlu"], tmp_path):
         pass
-    with pytest.raises(RequestError, match="no folder"), open_tasks(["mmlu"], tmp_path / "none"):
+    with pytest.raises(RequestError, match="not a folder"), open_tasks(["mmlu"], tmp_path / "none"):
         pass
 
 
@@ -276,7 +276,8 @@ def test_a_line_that_a_task_cannot_use_is_reported(
     capfd.readouterr()
     with (
         pytest.raises(
-            RequestError, match=rf"{task}\.jsonl: does not fit the task: .*\(found line 5\)"
+            RequestError,
+            match=rf"{task}\.jsonl: is not valid data for the task: .*\(found line 5\)",
         ),
         open_tasks([task], tmp_path) as loaded,
     ):

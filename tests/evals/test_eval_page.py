@@ -546,7 +546,12 @@ def test_a_page_of_many_models_and_texts_stays_small(found: Evaluation) -> None:
     samples = [
         replace(one, models=dict.fromkeys(names, one.models["int4-g64"])) for one in details.samples
     ]
-    buckets = [PositionDivergence(2**at, 2 ** (at + 1), 9, 0.001, 1e-4, 0.9) for at in range(4, 15)]
+    buckets = [
+        PositionDivergence(
+            start=2**at, stop=2 ** (at + 1), tokens=9, kl=0.001, kl_error=1e-4, top1_agreement=0.9
+        )
+        for at in range(4, 15)
+    ]
     row = found.rows[2]
     rows = [replace(found.rows[0], texts=dict.fromkeys(texts, found.rows[0].texts["long"]))]
     rows += [
@@ -588,7 +593,8 @@ def test_the_suffix_decides_the_kind_of_report(
     assert (tmp_path / "out.md").read_text().startswith("# Evaluation\n")
     assert Outputs(None, report=tmp_path / "OUT.HTM").wants_page
     with pytest.raises(
-        RequestError, match=r"out\.pdf: no such report \(found \.pdf, expected \.md or \.html\)"
+        RequestError,
+        match=r"out\.pdf: unknown report format \(found \.pdf, expected \.md or \.html\)",
     ):
         Outputs(None, report=tmp_path / "out.pdf")
 

@@ -424,7 +424,7 @@ def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
     assert names == [["ours", "bf16"], ["theirs", "ours"], ["theirs", "int8"]]
     for paths in ([f"bf16={int8}", bf16], [int8, int8]):
         with pytest.raises(
-            RequestError, match=r"two models have one name \(found (bf16|int8)\); .*NAME=PATH"
+            RequestError, match=r"two models have the same name \(found (bf16|int8)\); .*NAME=PATH"
         ):
             open_models(paths, None, WINDOW)
 
@@ -432,10 +432,13 @@ def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"window": 1}, r"windows do not fit the model \(found 1, expected 2 to \d+ tokens\)"),
-        ({"window": 10**6}, "windows do not fit the model"),
-        ({"cache_logits": Path("cache")}, "only the logits of a reference are cached"),
-        ({"task_data": Path("data")}, "task data needs tasks"),
+        (
+            {"window": 1},
+            r"the window does not fit the model's context \(found 1, expected 2 to \d+ tokens\)",
+        ),
+        ({"window": 10**6}, "the window does not fit the model's context"),
+        ({"cache_logits": Path("cache")}, "caching logits requires a reference"),
+        ({"task_data": Path("data")}, "task data requires tasks"),
         ({"texts": [Path("absent.txt")]}, "absent.txt: the text cannot be read"),
     ],
 )
@@ -449,15 +452,13 @@ def test_what_makes_no_sense_is_refused(
 def test_a_reference_alone_or_one_that_reads_otherwise_is_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match="no model but the reference"):
+    with pytest.raises(RequestError, match="the reference is the only model"):
         evaluate([folders["int8"]], against=folders["int8"])
     other = oracle.copy(folders["int8"], tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        RequestError, match="other and bf16 do not read the text 'first' as the same tokens"
-    ):
+    with pytest.raises(RequestError, match="other and bf16 tokenize the text 'first' differently"):
         evaluate([other], texts=[folders["first.txt"]], against=folders["bf16"])
     (other / "tokenizer.json").unlink()
     for name in ("tokenizer.model", "tokenizer_config.json"):

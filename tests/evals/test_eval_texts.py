@@ -202,5 +202,5 @@ def test_rows_are_documents_by_their_column_and_conversations_in_the_models_form
         match=r"`text_column=.body.` is not a column of line 1 \(found title, messages\)",
     ):
         quantkit.evaluate(DEMO_MODEL, texts=path, text_column="body")
-    with pytest.raises(RequestError, match="`text_column` goes with `texts`"):
+    with pytest.raises(RequestError, match="`text_column` requires `texts`"):
         quantkit.evaluate(DEMO_MODEL, text_column="body")

@@ -168,8 +168,8 @@ def _missing(commit: str) -> Hostile:
     return Hostile(_file("gone.json").info, changed)
 
 
-_COMMIT, _ETAG, _NAME = "names no commit", "the wrong ETag", "a file whose name is none"
-_SIZE, _HASH = "announces no size", "announces no hash"
+_COMMIT, _ETAG, _NAME = "does not name a commit", "the wrong ETag", "a file with an invalid name"
+_SIZE, _HASH = "does not state the size", "does not state the hash"
 HOSTILE: dict[str, tuple[Hostile, str]] = {
     "sha_climbs": (_info(sha="../../../EVIL"), _COMMIT),
     "sha_climbs_far": (_info(sha="../" * 7 + "EVIL"), _COMMIT),
@@ -214,8 +214,8 @@ HOSTILE: dict[str, tuple[Hostile, str]] = {
     "size_float": (_of("params.json", size=7.0), _SIZE),
     "size_missing": (_of("params.json", size=None), _SIZE),
     "size_other": (_of("params.json", size=7), "the wrong size"),
-    "size_lfs_text": (_lfs("tokenizer.model", size="7"), "announces two sizes"),
-    "size_lfs_other": (_lfs("tokenizer.model", size=7), "announces two sizes"),
+    "size_lfs_text": (_lfs("tokenizer.model", size="7"), "states two sizes"),
+    "size_lfs_other": (_lfs("tokenizer.model", size=7), "states two sizes"),
     "blob_missing": (_of("params.json", blobId=None), _HASH),
     "blob_climbs": (_of("params.json", blobId="../../../../EVIL"), _HASH),
     "blob_number": (_of("params.json", blobId=int(COMMIT)), _HASH),
@@ -224,8 +224,8 @@ HOSTILE: dict[str, tuple[Hostile, str]] = {
     "sha256_null": (_lfs("tokenizer.model", sha256=None), _HASH),
     "sha256_short": (_lfs("tokenizer.model", sha256="1" * 40), _HASH),
     "lfs_text": (_of("tokenizer.model", lfs="x"), "cannot be read"),
-    "siblings_null": (_info(siblings=None), "lists no files"),
-    "siblings_missing": (_without("siblings"), "lists no files"),
+    "siblings_null": (_info(siblings=None), "does not list files"),
+    "siblings_missing": (_without("siblings"), "does not list files"),
     "siblings_number": (_info(siblings=7), "cannot be read"),
     "siblings_text": (_info(siblings="params.json"), "cannot be read"),
     "siblings_object": (_info(siblings={"params.json": 7}), "cannot be read"),
@@ -423,8 +423,8 @@ def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file_hash", "route", "problem"),
     [
-        ("../../evil", "/api/xet", "names no hash for its storage"),
-        ("0" * 64, "http://127.0.0.2:1/xet", "leads to another host for its storage"),
+        ("../../evil", "/api/xet", "does not state the hash of its storage"),
+        ("0" * 64, "http://127.0.0.2:1/xet", "redirects to another host for its storage"),
         ("0" * 64, "/api/xet", None),
     ],
 )
@@ -490,9 +490,12 @@ DATASETS: dict[str, tuple[Hostile, str]] = {
     "sha_number": (_info(sha=7), _COMMIT),
     "second_sha_climbs": (
         _second_sha("../../../../EVIL"),
-        "leads to an address that is none of a file",
+        "redirects to an address that is not a file's",
     ),
-    "second_sha_absolute": (_second_sha("ROOT/EVIL"), "leads to an address that is none of a file"),
+    "second_sha_absolute": (
+        _second_sha("ROOT/EVIL"),
+        "redirects to an address that is not a file's",
+    ),
     "etag_climbs": (_headers(ETag='"../../../../EVIL"'), "an ETag that is not the name"),
     "etag_absolute": (_headers(ETag='"ROOT/EVIL"'), "an ETag that is not the name"),
     "commit_climbs": (_headers(X_Repo_Commit="../../../../EVIL"), _COMMIT),

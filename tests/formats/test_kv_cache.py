@@ -142,9 +142,7 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
     assert _equal(_scales(made.path), before)
     assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
     assert QuantizationConfig.model_validate(_settings(made.path)).kv_cache_scheme is not None
-    assert any(
-        "scheme and scales of the KV cache are carried as they are" in note for note in made.notes
-    )
+    assert any("scheme and scales of the KV cache are copied" in note for note in made.notes)
     reported = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
     assert any(
         reported in note and note.endswith("keys and values are rounded to it")
@@ -359,9 +357,9 @@ def test_a_cache_is_run_as_transformers_runs_it(folders: dict[str, Path], tmp_pa
 
 
 NOT_RUN = {
-    "only float8 is run": {"type": "int"},
-    "only static scales are run": {"dynamic": True},
-    "only one scale per tensor is run": {"strategy": "attn_head"},
+    "only float8 is supported": {"type": "int"},
+    "only static scales are supported": {"dynamic": True},
+    "only one scale per tensor is supported": {"strategy": "attn_head"},
 }
 
 
@@ -543,25 +541,25 @@ NOT_WRITTEN: dict[
         [_with(K, torch.ones(2))],
         SCHEME,
         CheckpointError,
-        r"'.*k_scale', .*fit the scheme \(found shape \[2\]",
+        r"'.*k_scale', .*match the scheme \(found shape \[2\]",
     ),
     "two zero points": (
         [_zero_points, _with(K_ZERO_POINT, torch.zeros(2))],
         ASYMMETRIC,
         CheckpointError,
-        "'.*k_zero_point', .*fit the",
+        "'.*k_zero_point', .*match the",
     ),
     "too few heads": (
         [_per_head, _with(K, torch.ones(1, 1, 1))],
         PER_HEAD,
         CheckpointError,
-        "'.*k_scale', .*fit the",
+        "'.*k_scale', .*match the",
     ),
     "queries have other heads": (
         [_per_head, _with(Q_SCALE, torch.ones(7, 1, 1))],
         PER_HEAD,
         CheckpointError,
-        "'.*q_scale', .*fit the scheme",
+        "'.*q_scale', .*match the scheme",
     ),
     "no zero points": ([], ASYMMETRIC, CheckpointError, r"lacks the zero points of layer 0's k"),
     "one zero point missing": (
@@ -644,9 +642,14 @@ REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[Quant
         lambda t: t.update({f"{ATTENTION_1}.k_zero_point": torch.ones(1).bool()}),
         {},
         UnsupportedError,
-        "a zero point of the KV cache, is no number",
+        "a zero point of the KV cache, is not a number",
     ),
-    "integers": (lambda t: t.update({V: torch.ones(1).int()}), {}, UnsupportedError, "is no float"),
+    "integers": (
+        lambda t: t.update({V: torch.ones(1).int()}),
+        {},
+        UnsupportedError,
+        "is not a float",
+    ),
     "of something else": (
         lambda t: t.update({f"{ATTENTION.format(1)}.o_scale": torch.ones(1)}),
         {},
@@ -754,7 +757,7 @@ def test_floats_with_a_cache_of_model_optimizer_are_read(tmp_path: Path) -> None
 def test_model_optimizer_that_states_neither_weights_nor_cache_is_refused(tmp_path: Path) -> None:
     source = _floats_with_cache(tmp_path / "source")
     (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
-    with pytest.raises(UnsupportedError, match="algorithm of Model Optimizer is not read"):
+    with pytest.raises(UnsupportedError, match="algorithm of Model Optimizer is not supported"):
         open_checkpoint(source)
 
 
@@ -764,7 +767,7 @@ def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) ->
     oracle.edit_json(source / "config.json", quantization_config=settings)
     with pytest.raises(
         UnsupportedError,
-        match=r"algorithm of Model Optimizer is not read \(found 'NVFP4', expected FP8",
+        match=r"algorithm of Model Optimizer is not supported \(found 'NVFP4', expected FP8",
     ) as caught:
         open_checkpoint(source)
     assert caught.value.hint is not None
@@ -799,7 +802,7 @@ def test_scales_that_come_back_otherwise_are_a_failure_that_keeps_what_is_writte
 
     monkeypatch.setattr(SafetensorsEncoder, "finish", altered)
     with pytest.raises(
-        QuantkitError, match="scales of the KV cache are not what the source holds"
+        QuantkitError, match="scales of the KV cache differ from the source"
     ) as failed:
         quantkit.convert(folders["int4"], tmp_path / "out", source_check=False)
     assert failed.value.exit_code == 1
@@ -814,9 +817,7 @@ def test_a_model_known_by_its_tensors_carries_scheme_and_scales(
     made = quantkit.convert(source, tmp_path / "out", tensors_only=True, source_check=False)
     assert _equal(_scales(made.path), _scales(source))
     assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
-    assert any(
-        "scheme and scales of the KV cache are carried as they are" in note for note in made.notes
-    )
+    assert any("scheme and scales of the KV cache are copied" in note for note in made.notes)
     assert verify(source, made.path).is_same
 
 

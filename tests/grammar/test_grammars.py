@@ -240,5 +240,5 @@ def test_what_a_model_lacks_is_an_error() -> None:
         Grammars(_Bytes(), VOCAB_SIZE, []).constraint(json_grammar({}))  # type: ignore[arg-type]
     tokenizer = _Bytes()
     tokenizer.token_bytes = None
-    with pytest.raises(RequestError, match="bytes of the tokenizer's tokens are not known"):
+    with pytest.raises(RequestError, match="bytes of the tokenizer's tokens are unknown"):
         _grammars(tokenizer).constraint(json_grammar({}))

@@ -102,7 +102,8 @@ def test_what_no_runtime_multiplies_is_refused(model: Path, tmp_path: Path) -> N
         for activations in Activations:
             if activations not in Activations.of(scheme):
                 with pytest.raises(
-                    UnsupportedError, match=rf"activations in {activations} \(by .*found {name} for"
+                    UnsupportedError,
+                    match=rf"{activations} activations \(supported: .*found {name} for",
                 ):
                     quantkit.quantize(
                         model,
@@ -111,7 +112,7 @@ def test_what_no_runtime_multiplies_is_refused(model: Path, tmp_path: Path) -> N
                         activations=str(activations),
                         method="rtn",
                     )
-    with pytest.raises(RequestError, match='`activations` does not go with `to="gptq"`'):
+    with pytest.raises(RequestError, match='`activations` cannot be combined with `to="gptq"`'):
         quantkit.quantize(model, tmp_path / "refused", "int8", activations="int8", to="gptq")
     with pytest.raises(RequestError, match="none or int8 or fp8"):
         quantkit.quantize(model, tmp_path / "refused", "int8", activations="int4")  # type: ignore[arg-type]

@@ -161,7 +161,9 @@ def test_what_no_hub_knows_is_refused_at_once(
     given: dict[str, str], floats: Path, tmp_path: Path
 ) -> None:
     for job in (quantkit.quantize, quantkit.plan.quantize):
-        with pytest.raises(RequestError, match=f"`{next(iter(given))}` is none that a hub knows"):
+        with pytest.raises(
+            RequestError, match=f"`{next(iter(given))}` is not in the form that hubs accept"
+        ):
             job(floats, tmp_path / "out", "int8", **given)
     assert not list(tmp_path.iterdir())
 

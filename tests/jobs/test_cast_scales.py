@@ -150,9 +150,7 @@ def test_codes_and_zero_points_stay_bit_for_bit(
     ) in reported
     assert "KL" in reported
     assert "rounded anew" not in reported
-    assert any(
-        f"{count} of {count} quantized tensors keep their codes" in note for note in made.notes
-    )
+    assert any(f"{count} of {count} quantized tensors are kept" in note for note in made.notes)
     assert made.manifest["exact"].get("scales_cast", 0) == made.exact.scales_cast
     assert {record["solver"] for record in made.manifest["modules"].values()} == {"scales cast"}
     assert made.quality is not None
@@ -210,8 +208,8 @@ def test_a_scale_that_no_cast_keeps_has_its_weight_alone_rounded_anew(
         "--no-source-check",
     )
     assert code == 0, err
-    assert "1 of 7 quantized tensors cannot be held exactly as gptq and are rounded anew" in err
-    assert "6 of 7 quantized tensors keep their codes, and their scales are cast to float16" in err
+    assert "1 of 7 quantized tensors cannot be stored exactly as gptq and are requantized" in err
+    assert "6 of 7 quantized tensors are kept, except that their scales are cast to float16" in err
     assert (
         "0 of 6 quantized tensors equal as numbers, 6 in codes and zero points, with scales cast, 1"
         " rounded" in out
@@ -256,11 +254,11 @@ def test_what_requantizing_cannot_do_does_not_advise_it(floats: Path, tmp_path: 
     for job in (quantkit.convert, quantkit.plan.convert):
         with pytest.raises(
             NotRepresentableError,
-            match=rf"'{name}' .* as gptq: its outputs fill no .*`requantize=True` rounds it",
+            match=rf"'{name}' .* as gptq: its outputs do not fill .*`requantize=True` requantizes",
         ):
             job(source, tmp_path / "out", to="gptq", source_check=False)
         with pytest.raises(
-            UnsupportedError, match=rf"'{name}' cannot be rounded to gptq \(found 66 x 128"
+            UnsupportedError, match=rf"'{name}' cannot be quantized for gptq \(found 66 x 128"
         ) as failed:
             job(source, tmp_path / "out", to="gptq", requantize=True, source_check=False)
         assert "requantize" not in str(failed.value)

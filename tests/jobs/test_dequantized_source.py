@@ -1,4 +1,4 @@
-"""Quantizing a source that is quantized already: refused, or its weights are read as `convert`
+"""Quantizing a source that is already quantized: refused, or its weights are read as `convert`
 dequantizes them.
 """
 
@@ -81,7 +81,7 @@ def test_it_is_quantized_as_if_it_was_dequantized_first(source: Path, tmp_path: 
     quantkit.convert(source, tmp_path / "floats", dequantize=True, source_check=False)
     expected = quantkit.quantize(tmp_path / "floats", tmp_path / "expected", "int8", **UNCHECKED)
     made = quantkit.quantize(source, tmp_path / "made", "int8", dequantize=True, **UNCHECKED)
-    (note,) = (note for note in made.notes if "quantized already" in note)
+    (note,) = (note for note in made.notes if "already quantized" in note)
     assert "its weights are read as bfloat16, and rounded again" in note
     found, other = open_checkpoint(made.path), open_checkpoint(expected.path)
     for name in other.names():
@@ -110,7 +110,7 @@ def test_the_command_that_would_read_it_is_named(
     ]
     code, _, err = run(capfd, *arguments)
     assert code == 4
-    assert "quantized already (found gguf (Q4_1, Q8_0))" in err
+    assert "already quantized (found gguf (Q4_1, Q8_0))" in err
     assert (
         f"quantkit quantize {blocks} {dst} --scheme int8 --accept-quality-loss --dequantize" in err
     )
@@ -148,7 +148,7 @@ def test_a_source_of_floats_stays_as_it_is(floats: Path, tmp_path: Path) -> None
         )
         for dequantize in (False, True)
     ]
-    assert not any("quantized already" in note for note in made[1].notes)
+    assert not any("already quantized" in note for note in made[1].notes)
     before, after = (contents(one.path)["model.safetensors"] for one in made)
     assert before == after
 

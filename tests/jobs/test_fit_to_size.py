@@ -39,16 +39,16 @@ def test_a_size_needs_a_model_that_can_be_calibrated(
     method: Any, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        RequestError, match="a size to fit needs a model that can be calibrated"
+        RequestError, match="a target size requires a model that can be calibrated"
     ) as caught:
         quantkit.quantize(
             folder, tmp_path / "made", target_bits=4.5, method=method, tensors_only=True
         )
-    assert caught.value.hint == 'give a scheme and `method="rtn"` instead'
+    assert caught.value.hint == 'choose a scheme and `method="rtn"` instead'
 
 
 def test_a_size_does_not_go_with_rounding(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="a size to fit goes with GPTQ"):
+    with pytest.raises(RequestError, match="a target size requires GPTQ"):
         quantkit.quantize(demo_model, tmp_path / "made", target_bits=4.5, method="rtn")
 
 
@@ -59,18 +59,18 @@ def test_a_size_does_not_go_with_rounding(demo_model: Path, tmp_path: Path) -> N
         (
             {"target_bits": 4.125, "head": "int8"},
             "at least 5.125 ",
-            "linears that are kept or named count too: lm_head",
+            "linears with a fixed scheme count too: lm_head",
         ),
         ({"target_bits": 4, "head": "int8"}, "at least 5.125 ", None),
         (
             {"max_size": 1_400_000},
             "at least 1467072 ",
-            'there is one with `head="int8"` and `embedding="int8"`, which keep ',
+            'this size is possible with `head="int8"` and `embedding="int8"`, which stay ',
         ),
         (
             {"max_size": 1_400_000, "to": "gptq"},
             "at least ",
-            'there is one with `head="int8"`, which keeps ',
+            'this size is possible with `head="int8"`, which stays ',
         ),
         ({"max_size": 1_400_000, "head": "int8"}, None, None),
         ({"max_size": 1_000}, "at least 1467072 ", None),

@@ -348,49 +348,49 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(
         (b"\n \n", "in: the file is empty"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"}\n', "in:2: the line is empty"),
         (b'{"prompt": "a"}\n\xff\xfe', "in:2: cannot be decoded (expected UTF-8)"),
-        (b'[{"prompt": "a"}]', "in:1: holds a JSON array (expected on each line"),
-        (b"prompt,n\nThe,3\n", "in:1: is no JSON object (found 'prompt,n', expected"),
-        (b'{"prompt": "a"}\n{"prompt": "b"', "in:2: is no JSON object"),
-        (b'{"prompt": "a", "id": NaN}', "in:1: is no JSON object"),
-        (b"[" * 100_000, "in:1: holds a JSON array"),
+        (b'[{"prompt": "a"}]', "in:1: contains a JSON array (expected on each line"),
+        (b"prompt,n\nThe,3\n", "in:1: is not a JSON object (found 'prompt,n', expected"),
+        (b'{"prompt": "a"}\n{"prompt": "b"', "in:2: is not a JSON object"),
+        (b'{"prompt": "a", "id": NaN}', "in:1: is not a JSON object"),
+        (b"[" * 100_000, "in:1: contains a JSON array"),
         (
             b'{"prompt": "a", "id": {"x": [1e400]}}',
-            "in:1: 'id' holds a number that is too large (expected at most",
+            "in:1: 'id' contains a number that is too large (expected at most",
         ),
         (
             b'{"prompt": "a", "id": %s}' % (b"9" * 5000),
-            "in:1: 'id' holds a number that is too large (expected at most",
+            "in:1: 'id' contains a number that is too large (expected at most",
         ),
-        (b'{"prompt": "a", "top_p": 1e400}', "in:1: 'top_p' holds a number that is too large"),
+        (b'{"prompt": "a", "top_p": 1e400}', "in:1: 'top_p' contains a number that is too large"),
         (
             b'{"prompt": "a"}\n{"prompt": "b", "id": [1.0000000000000000001]}',
             (
-                "in:2: 'id' holds a number that does not come back as it is (found"
+                "in:2: 'id': the number loses precision in JSON (found"
                 " '1.0000000000000000001', expected 1.0, "
             ),
         ),
         (
             b'{"prompt": "a", "id": 1e-99999999999999999999}',
-            "in:1: 'id' holds a number that does not come back",
+            "in:1: 'id': the number loses precision in JSON",
         ),
         (
             b'{"prompt": "a", "id": %s1%s}' % (b"[" * 90, b"]" * 90),
-            "in:1: 'id' holds lists or objects in one another",
+            "in:1: 'id' is nested too deeply",
         ),
         (
             b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}',
-            "in:2: the key 'prompt' is there twice",
+            "in:2: the key 'prompt' occurs twice",
         ),
-        (b'{"prompt": "a", "id": {"": 1, "": 1}}', "in:1: the key '' is there twice"),
-        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "in:1: the key '5' is there twice"),
+        (b'{"prompt": "a", "id": {"": 1, "": 1}}', "in:1: the key '' occurs twice"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "in:1: the key '5' occurs twice"),
         (
             b'{"prompt": "a", "logit_bias": {"0": 1, "00": 2}}',
             "in:1: 'logit_bias' names a token twice (found 0)",
         ),
-        (b'{"id": 3}', "in:1: there is no prompt (found id, expected"),
+        (b'{"id": 3}', "in:1: no prompt is given (found id, expected"),
         (b'{"prompt": ""}', "in:1: the prompt is empty"),
         (b'{"token_ids": []}', "in:1: the prompt is empty"),
-        (b'{"token_ids": [99999]}', "in:1: the prompt holds token ids outside the vocabulary"),
+        (b'{"token_ids": [99999]}', "in:1: the prompt contains token ids outside the vocabulary"),
         (
             b'{"token_ids": "1"}',
             "in:1: 'token_ids' is of the wrong type (found '1', expected a list of token ids)",
@@ -399,8 +399,8 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(
             b'{"prompt": "a", "token_ids": [1]}',
             "in:1: the prompt is given twice (found prompt and token_ids",
         ),
-        (b'{"prompt": "a", "tools": []}', "in:1: 'tools' goes with 'messages'"),
-        (b'{"token_ids": [1], "specials": true}', "in:1: 'specials' goes with 'prompt'"),
+        (b'{"prompt": "a", "tools": []}', "in:1: 'tools' requires 'messages'"),
+        (b'{"token_ids": [1], "specials": true}', "in:1: 'specials' requires 'prompt'"),
         (
             b'{"prompt": "a", "max_tokens": 3}',
             "in:1: unknown key 'max_tokens'; did you mean 'max_new_tokens'?",
@@ -511,9 +511,9 @@ def test_what_xla_does_not_give_is_reported_before_the_model_is_loaded(
     )
     code, out, err = run(capfd, *command, *options.split())
     assert (code, out) == (2, "")
-    grammars = "answers are not restricted through XLA"
+    grammars = "XLA does not support constrained answers"
     reported = reported.format(
-        "log-probabilities of prompts are not given through XLA", grammars=grammars
+        "XLA does not support log-probabilities of prompts", grammars=grammars
     )
     assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{reported}\n"
 
@@ -534,7 +534,9 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
         ]
     }
-    with pytest.raises(RequestError, match="in:2: a message has a part of type 'image_url'"):
+    with pytest.raises(
+        RequestError, match="in:2: message parts of type 'image_url' are not supported"
+    ):
         generated(
             demo_model, written(tmp_path / "in", requested), tmp_path / "out", template="llama2"
         )
@@ -543,21 +545,21 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(
 @pytest.mark.parametrize(
     ("options", "reported"),
     [
-        ("--prompts IN", "--prompts needs --output FILE.jsonl, or --output - for stdout"),
+        ("--prompts IN", "--prompts requires --output FILE.jsonl, or --output - for stdout"),
         (
             "--prompts IN --output OUT --prompt x",
             "the prompt is given twice (found --prompt and --prompts",
         ),
         (
             "--prompts IN --output OUT --stats",
-            "--draft and --stats go with one prompt, not with --prompts",
+            "--draft and --stats cannot be combined with --prompts",
         ),
         ("--prompts IN --output OUT --batch 0", "--batch must be at least 1 (found 0)"),
-        ("--prompts IN --output - --resume", "--resume goes with a file, not with --output -"),
+        ("--prompts IN --output - --resume", "--resume cannot be combined with --output -"),
         ("--prompts IN --output OUT --n 0", "n must be at least 1"),
         (
             "--prompts IN --output OUT --logit-bias 5",
-            "no bias of a token (found '5', expected ID=NUMBER",
+            "not a valid token bias (found '5', expected ID=NUMBER",
         ),
         (
             "--prompts IN --output OUT --logit-bias 5=1 --logit-bias 5=2",
@@ -570,7 +572,7 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(
         ),
         (
             "x --output OUT",
-            "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts",
+            "--output, --resume, --batch, --template, --echo and --logprobs require --prompts",
         ),
         (
             "x --num-beams 4",
@@ -620,7 +622,8 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
     out = tmp_path / "out.jsonl"
     interrupted(demo_model, prompts, out)
     with pytest.raises(
-        InterruptedRunError, match="an interrupted run is there; add `resume=True` to go on with it"
+        InterruptedRunError,
+        match="contains an interrupted run; add `resume=True` to continue it",
     ):
         generated(demo_model, prompts, out)
     interrupted(demo_model, prompts, out, done=4, resume=True)
@@ -658,7 +661,7 @@ def test_a_line_that_was_changed_meanwhile_is_refused_and_kept(
     changed = content.replace(old, new, 1)
     assert changed != content
     there.write_bytes(changed)
-    with pytest.raises(ResumeError, match=r"lines\.jsonl: is not what the interrupted run left"):
+    with pytest.raises(ResumeError, match=r"lines\.jsonl: was not written by the interrupted run"):
         generated(demo_model, prompts, out, resume=True)
     assert there.read_bytes() == changed
 
@@ -687,7 +690,7 @@ def test_a_damaged_partial_file_is_refused_and_kept(
     out = tmp_path / "out.jsonl"
     interrupted(demo_model, prompts, out, done=1)
     (partial(out) / NAME).write_bytes(line)
-    with pytest.raises(ResumeError, match=r"lines\.jsonl: is not what the interrupted run left"):
+    with pytest.raises(ResumeError, match=r"lines\.jsonl: was not written by the interrupted run"):
         generated(demo_model, prompts, out, resume=True)
     assert (partial(out) / NAME).read_bytes() == line
 
@@ -718,7 +721,7 @@ def test_other_inputs_or_options_are_not_gone_on_with(
     if changed == "model":
         oracle.edit_json(model / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
     with pytest.raises(
-        ResumeError, match=f"had other inputs or options \\(found changed {changed}"
+        ResumeError, match=f"had different inputs or options \\(found changed {changed}"
     ):
         generated(model, prompts, out, resume=True, **options)
     assert (partial(out) / NAME).exists()

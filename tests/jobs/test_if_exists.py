@@ -310,24 +310,27 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a changed file": (
         lambda _, dst: (dst / "config.json").write_text("{}"),
-        "is not as quantkit wrote it: the file is not what quantkit wrote",
+        "has changed since quantkit wrote it: the file has changed since quantkit wrote it",
     ),
     "a changed weight": (
         lambda _, dst: _flip_last_byte(dst / "model.safetensors"),
-        "the file is not what quantkit wrote",
+        "the file has changed since quantkit wrote it",
     ),
     "a missing file": (
         lambda _, dst: (dst / "tokenizer.json").unlink(),
-        "a file of the manifest is missing",
+        "the manifest lists this file, but it is missing",
     ),
     "a template that was added": (
         lambda _, dst: (dst / "chat_template.jinja").write_text("{{ messages }}"),
         "does not list this file",
     ),
-    "no manifest": (lambda _, dst: (dst / "quantkit.json").unlink(), "is not as quantkit wrote it"),
+    "no manifest": (
+        lambda _, dst: (dst / "quantkit.json").unlink(),
+        "has changed since quantkit wrote it",
+    ),
     "an empty folder": (
         lambda _, dst: [path.unlink() for path in dst.iterdir()],
-        "is not as quantkit wrote it",
+        "has changed since quantkit wrote it",
     ),
 }
 

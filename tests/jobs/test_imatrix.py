@@ -147,14 +147,14 @@ def test_a_damaged_or_foreign_file_is_an_error(
     assert not (tmp_path / "made").exists()
     model = tmp_path / "model.gguf"
     quantkit.convert(demo_model, model, source_check=False)
-    with pytest.raises(CheckpointError, match="is no importance matrix"):
+    with pytest.raises(CheckpointError, match="is not an importance matrix"):
         read_imatrix(model)
 
 
 def test_it_goes_with_rounding(matrices: dict[str, Path], demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="goes with"):
+    with pytest.raises(RequestError, match="requires"):
         quantkit.quantize(demo_model, tmp_path / "made", "int4-g32", imatrix=matrices["gguf"])
-    with pytest.raises(RequestError, match="would not be used"):
+    with pytest.raises(RequestError, match="has no effect"):
         quantkit.quantize(demo_model, tmp_path / "made", "int8", imatrix=matrices["gguf"], **RTN)
 
 
@@ -166,7 +166,7 @@ def test_the_command(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
     with pytest.raises(DestinationError, match="exists already"):
         quantkit.imatrix(demo_model, dst)
-    with pytest.raises(RequestError, match="form of an importance matrix"):
+    with pytest.raises(RequestError, match="format of importance matrix"):
         quantkit.imatrix(demo_model, tmp_path / "m.bin")
 
 

@@ -221,10 +221,10 @@ def test_verify_measures_a_model_with_its_cache(source: Path, made: Any, tmp_pat
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {
     **{
-        to: (["--to", to], 4, f"{to} has no place for scales of a KV cache")
+        to: (["--to", to], 4, f"{to} cannot store the scales of a KV cache")
         for to in ("gptq", "awq", "mlx", "gguf")
     },
-    "by its tensors": (["--tensors-only"], 4, "it is known by its tensors only"),
+    "by its tensors": (["--tensors-only"], 4, "only its tensors are known"),
     "by transformers": (["--via", "transformers"], 4, "transformers 5"),
     "unknown": (["--kv-cache", "int8"], 2, "'int8' is not 'fp8'"),
 }

@@ -344,7 +344,7 @@ def test_draws_follow_the_seed_one_call_after_the_other(
         ({"max_batch_size": 0}, ("max_batch_size must be at least 1",)),
         (
             {"model_parallel_size": 2},
-            ("not the number of processes (found 2, expected 1)", "with torchrun"),
+            ("differs from the number of processes (found 2, expected 1)", "with torchrun"),
         ),
         ({"seed": "x"}, ("`seed` is of the wrong type",)),
         ({"ckpt_dir": "nowhere"}, ("nowhere: does not exist",)),
@@ -373,7 +373,7 @@ def test_what_cannot_be_built_is_reported(
 def test_another_models_tokenizer_is_reported(folders: dict[str, Path]) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"found 2048 tokens, expected at most 516\); the tokenizer is another",
+        match=r"found 2048 tokens, expected at most 516\); the tokenizer belongs to another",
     ):
         quantkit.Llama.build(folders["llama3"], _tokenizer(folders["llama2"]), 8, 1)
 

@@ -335,7 +335,7 @@ def test_a_quantized_base_is_read_as_floats(tmp_path: Path) -> None:
         base, tmp_path / "int4", "int4-g64", method="rtn", **UNCHECKED, accept_quality_loss=True
     )
     with pytest.raises(
-        UnsupportedError, match=r"base is quantized.*found int4-g64.*`dequantize=True`"
+        UnsupportedError, match=r"base model is quantized.*found int4-g64.*`dequantize=True`"
     ):
         quantkit.convert(small.path, tmp_path / "out", lora=adapter, **UNCHECKED)
     made = quantkit.convert(
@@ -410,7 +410,11 @@ def _stored(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
-    (_edited(peft_type="VERA"), UnsupportedError, r"another kind \(found 'VERA', expected LORA"),
+    (
+        _edited(peft_type="VERA"),
+        UnsupportedError,
+        r"an unsupported type \(found 'VERA', expected LORA",
+    ),
     (
         _edited(init_lora_weights="pissa_niter_4"),
         UnsupportedError,
@@ -450,7 +454,7 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (
         _edited(rank_pattern={"q_proj": 5}),
         CheckpointError,
-        "another rank than the settings .found 4, expected 5",
+        "a different rank than the settings .found 4, expected 5",
     ),
     (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' excludes it"),
     (_edited(exclude_modules=["down_proj"]), CheckpointError, "'exclude_modules' excludes it"),
@@ -493,14 +497,14 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (
         _stored(lambda all: all.update({f"{Q}.lora_C.weight": torch.ones(2)})),
         UnsupportedError,
-        "is not merged",
+        "cannot be merged",
     ),
     (
         _stored(
             lambda all: all.update({f"{Q}.lora_A.default.weight": all.pop(f"{Q}.lora_A.weight")})
         ),
         UnsupportedError,
-        r"lora_A\.default\.weight' is of a kind that is not merged; .*`save_pretrained\(\)`",
+        r"lora_A\.default\.weight' is of a kind that cannot be merged; .*`save_pretrained\(\)`",
     ),
     (
         _stored(lambda all: all.update({f"{Q}.other": torch.ones(2)})),
@@ -516,16 +520,16 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
         _stored(lambda all: all.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})),
         CheckpointError,
         (
-            r"does not fit the base \(found \[64, 63\], expected \[64, 64\].*pass the base .* names"
-            r" .*base"
+            r"does not match the base \(found \[64, 63\], expected \[64, 64\].*pass the base .*"
+            r" names .*base"
         ),
     ),
     (
         _stored(lambda all: all[f"{Q}.lora_A.weight"].fill_(math.nan)),
         NonFiniteError,
-        "of the adapter holds NaN or Inf",
+        "of the adapter contains NaN or Inf",
     ),
-    (_stored(lambda all: all.clear()), CheckpointError, "holds no tensors"),
+    (_stored(lambda all: all.clear()), CheckpointError, "contains no tensors"),
     (
         lambda folder: (folder / "adapter_model.safetensors").unlink(),
         CheckpointError,
@@ -710,8 +714,8 @@ def test_every_setting_of_the_installed_peft_is_decided() -> None:
 @pytest.mark.parametrize(
     ("kinds", "weights", "message"),
     [
-        (["dora"], [0.5], "DoRA has no weight"),
-        (["dora", "rslora"], [1, 1], "DoRA has no weight"),
+        (["dora"], [0.5], "DoRA supports neither"),
+        (["dora", "rslora"], [1, 1], "DoRA supports neither"),
         (["bias all"], [0.5], "replaces one of the base"),
         (["bias all", "bias all"], [1, 1], "replaces one of the"),
     ],
@@ -754,7 +758,7 @@ def test_an_adapter_with_another_tokenizer_is_said(base: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("a=b", "no weight of an adapter"),
+        ("a=b", "the weight of an adapter is not a number"),
         ({"a": math.nan}, "not finite"),
         (["a", "a=2"], "names an adapter twice"),
         (3, "wrong type"),
@@ -777,7 +781,7 @@ def test_an_adapter_of_another_base_is_said(base: Path, tmp_path: Path) -> None:
     larger = oracle.save(
         oracle.make("qwen2", hidden_size=80, num_attention_heads=10), tmp_path / "larger"
     )
-    with pytest.raises(CheckpointError, match=r"does not fit the base.*names someone/Other-7B"):
+    with pytest.raises(CheckpointError, match=r"does not match the base.*names someone/Other-7B"):
         quantkit.convert(larger, tmp_path / "wrong", lora=adapter, **UNCHECKED)
 
 
@@ -789,13 +793,13 @@ def test_an_adapter_in_the_models_folder_is_not_ignored_in_silence(
     lora.save_adapter(base, folder)
     options = {"tensors_only": tensors_only, **UNCHECKED}
     made = quantkit.convert(folder, tmp_path / "out", **options)
-    assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
+    assert any("also contains a LoRA adapter, which is not merged" in note for note in made.notes)
     assert not (made.path / "adapter_config.json").exists()
     made = quantkit.quantize(
         folder, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True, **options
     )
-    assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
-    assert any("also holds a LoRA adapter" in note for note in open_checkpoint(folder).notes)
+    assert any("also contains a LoRA adapter, which is not merged" in note for note in made.notes)
+    assert any("also contains a LoRA adapter" in note for note in open_checkpoint(folder).notes)
     made = quantkit.convert(folder, tmp_path / "merged", lora=folder, **options)
     assert not any("not merged" in note for note in made.notes)
     require_close(tensors(made.path), lora.merged(base, folder))
@@ -880,7 +884,7 @@ def test_the_commands_merge_adapters_and_refuse_another_base(
     code, _, err = run(capfd, "convert", larger, tmp_path / "wrong", "--lora", adapter)
     assert code == 3
     assert (
-        "module 'model.layers.0.mlp.down_proj' does not fit the base (found [64, 96], expected"
+        "module 'model.layers.0.mlp.down_proj' does not match the base (found [64, 96], expected"
         " [64, 80]" in err
     )
     code, _, err = run(capfd, "convert", adapter, tmp_path / "wrong")

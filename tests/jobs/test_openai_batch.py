@@ -441,7 +441,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
         ),
         (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),
         (request("a", messages=CHAT, prompt="x"), "'prompt' in 'body' is not supported"),
-        (request("a", messages=CHAT, top_logprobs=2), "'top_logprobs' goes with 'logprobs'"),
+        (request("a", messages=CHAT, top_logprobs=2), "'top_logprobs' requires 'logprobs'"),
         (request("a", messages=CHAT, logprobs=2), "'logprobs' is of the wrong type"),
         (
             request("a", messages=CHAT, max_tokens=1, max_completion_tokens=2),
@@ -481,7 +481,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
             request("a", messages=CHAT, logprobs=True, top_logprobs=101),
             "top_logprobs is out of range",
         ),
-        (request("first", messages=CHAT), "'custom_id' is that of line 1"),
+        (request("first", messages=CHAT), "'custom_id' is the same as in line 1"),
     ],
 )
 def test_what_cannot_be_honoured_is_named_with_its_line(

@@ -265,7 +265,7 @@ def test_the_code_of_a_known_type_is_run_if_it_is_trusted_as_transformers_does(
     assert type(model._lazy.model) is type(oracle.load(own))
     with pytest.raises(
         RequestError,
-        match=r"a model that quantkit runs itself.*modeling_own.py.*`via=\"transformers\"`",
+        match=r"quantkit runs this model itself.*modeling_own.py.*`via=\"transformers\"`",
     ):
         _quantize(own, tmp_path / "dst", **TRUST)  # which has a decoder here
     made = _quantize(tiny_model("llama"), tmp_path / "plain", **TRUST)
@@ -366,7 +366,7 @@ def test_a_cache_of_modules_that_cannot_be_written_is_named(
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(
-        RequestError, match=r"cache of modules cannot be written .*; let .* HF_MODULES_CACHE be"
+        RequestError, match=r"cache of modules cannot be written .*; set .* HF_MODULES_CACHE to"
     ):
         _quantize(src, tmp_path / "dst", **TRUST)
 
@@ -382,16 +382,16 @@ def test_it_goes_with_models_that_transformers_runs(
     options: dict[str, Any], src: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        RequestError, match="`trust_remote_code=True` goes with models that transformers runs"
+        RequestError, match="`trust_remote_code=True` requires a model that transformers runs"
     ):
         _quantize(src, tmp_path / "dst", **options, **TRUST)
-    with pytest.raises(RequestError, match="goes with models that transformers runs"):
+    with pytest.raises(RequestError, match="requires a model that transformers runs"):
         quantkit.evaluate(src, backend="own", **TRUST)
 
 
 def test_generate_by_another_backend_does_not_take_it(src: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "generate", src, "Once", "--trust-remote-code")
-    assert (code, "--trust-remote-code goes with --backend transformers" in err) == (2, True)
+    assert (code, "--trust-remote-code requires --backend transformers" in err) == (2, True)
 
 
 def test_without_transformers_it_is_named_first(

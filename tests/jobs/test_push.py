@@ -144,7 +144,7 @@ def test_files_of_another_model_are_not_left_among_the_models(hub: Hub, model: P
     }
     hub.create(NAME, {**old, "notes.txt": b"x"})
     with pytest.raises(
-        RequestError, match=r"would load with the model's \(found model-00001-of-00002.saf"
+        RequestError, match=r"would load with this model \(found model-00001-of-00002.saf"
     ):
         quantkit.push(model, NAME)
     assert _writes(hub) == []
@@ -206,7 +206,7 @@ def test_a_gguf_file_of_a_folder_is_compared_with_the_manifest_of_that(
     data = bytearray((folder / "model.gguf").read_bytes())
     data[-1] ^= 1
     (folder / "model.gguf").write_bytes(data)
-    with pytest.raises(CheckpointError, match="not what quantkit wrote"):
+    with pytest.raises(CheckpointError, match="has changed since quantkit wrote it"):
         quantkit.push(folder / "model.gguf", NAME)
 
 
@@ -218,7 +218,7 @@ def test_each_gguf_model_of_a_folder_is_checked(hub: Hub, model: Path, tmp_path:
     assert {**_pushed(hub), README: b""} == {**_content(tmp_path), README: b""}
     data = (tmp_path / "b.gguf").read_bytes()
     for change, problem in (
-        (data[:-1] + b"x", "not what quantkit wrote"),
+        (data[:-1] + b"x", "has changed since quantkit wrote it"),
         (data[:-100], "b.gguf: is truncated"),
     ):
         (tmp_path / "b.gguf").write_bytes(change)
@@ -378,10 +378,13 @@ def _nested(folder: Path, name: str, content: bytes) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (_damage_weights, "model.safetensors"),
-    "another byte": (_change_weights, "model.safetensors: the file is not what quantkit wrote"),
+    "another byte": (
+        _change_weights,
+        "model.safetensors: the file has changed since quantkit wrote it",
+    ),
     "missing": (
         lambda folder: (folder / "tokenizer.json").unlink(),
-        "tokenizer.json: a file of the manifest is miss",
+        "tokenizer.json: the manifest lists this file, but it is miss",
     ),
     "partial": (lambda folder: (folder / "x.partial").mkdir(), "x.partial: is unfinished"),
     "download": (lambda folder: (folder / "x.incomplete").touch(), "x.incomplete: is unfinished"),
@@ -392,11 +395,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "link out of the folder": (
         lambda folder: (folder / "NOTICE").symlink_to("/etc/hostname"),
-        "NOTICE: is a link that leads out of the fol",
+        "NOTICE: is a link to a file outside the fol",
     ),
     "link out for weights": (
         lambda folder: (folder / "extra.bin").symlink_to("/etc/hostname"),
-        "extra.bin: is a link that leads out of",
+        "extra.bin: is a link to a file outside",
     ),
     "link to folder": (
         lambda folder: (folder / "link").symlink_to("/"),
@@ -421,7 +424,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "card, open": (
         lambda folder: (folder / README).write_text("---\nlicense: mit\n"),
-        "metadata does not end",
+        "metadata is not terminated",
     ),
     "card is a list": (
         lambda folder: (folder / README).write_text("---\n- a\n---\n"),
@@ -447,9 +450,9 @@ def test_an_unfinished_model_or_another_file_is_not_sent(
     left = Path(shutil.copytree(model, tmp_path / "out.partial"))
     for path, problem in (
         (left, "is unfinished"),
-        (model / "model.safetensors", "is one file of a model"),
+        (model / "model.safetensors", "is only one file of a model"),
         (tmp_path, "weights"),
-        ("hf:some/model", "is a name on the hub"),
+        ("hf:some/model", "is a repository on the hub"),
         (tmp_path / "none", "does not exist"),
     ):
         with pytest.raises(QuantkitError, match=problem):
@@ -464,10 +467,10 @@ def test_an_unfinished_model_or_another_file_is_not_sent(
         ({"name": "datasets/me/model"}, "expected owner/name"),
         ({"name": "me/a--b"}, "is not the name of a repository"),
         ({"name": "me/a b"}, "expected owner/name"),
-        ({"license": "a b"}, "`license` is none"),
+        ({"license": "a b"}, "`license` is not in the form"),
         ({"base_model": "Llama"}, "`base_model` has no owner"),
         ({"revision": "1" * 40}, "is a commit"),
-        ({"revision": "a/../b"}, "`revision` is none"),
+        ({"revision": "a/../b"}, "`revision` is not in the form"),
         ({"message": " "}, "`message` is empty"),
         ({"public": "no"}, "True or False"),
     ],
@@ -482,12 +485,10 @@ def test_an_invalid_request_is_refused_first(
 
 def test_a_public_model_has_a_licence(hub: Hub, copy: Path) -> None:
     (copy / README).write_text("# mine\n")
-    with pytest.raises(
-        RequestError, match=r"the model card states no licence .*`license` states it"
-    ):
+    with pytest.raises(RequestError, match=r"the model card has no license .*`license` adds it"):
         quantkit.push(copy, NAME, public=True)
     assert _writes(hub) == []
-    assert any("states no licence" in note for note in quantkit.push(copy, NAME).notes)
+    assert any("has no license" in note for note in quantkit.push(copy, NAME).notes)
     with pytest.raises(RequestError, match="the hub refuses the metadata of the model card"):
         quantkit.push(copy, "me/other", public=True, license="nonsense")
     assert list(hub.repos) == [NAME]
@@ -502,7 +503,7 @@ def test_a_repository_that_is_not_private_as_requested_gets_no_file(hub: Hub, mo
 
     hub.answer = answer
     with pytest.raises(
-        RequestError, match="the hub has created a public repository; `public=True` uses it"
+        RequestError, match="the hub has created a public repository; `public=True`"
     ):
         quantkit.push(model, NAME)
     assert _pushed(hub) == {}
@@ -517,7 +518,7 @@ def test_a_repository_that_is_not_private_as_requested_gets_no_file(hub: Hub, mo
         (None, NAME, "there is no access token for the hub"),
         ("hf_wrong", NAME, "does not accept the access token"),
         (READ, NAME, "the access token may not create the repository"),
-        ("hf_\u00e9", NAME, "contains characters"),
+        ("hf_\u00e9", NAME, "contains invalid characters"),
         (READ, "me/there", "the access token may not write to the repository"),
         (WRITE, "them/model", "the access token may not create the repository"),
     ],
@@ -574,7 +575,7 @@ def test_who_may_not_write_is_refused_in_one_line(
         ("/objects/batch", (200, b"{}", {}), CheckpointError, "the hub's answer cannot be read"),
         ("/commit/", _error(503), UnreachableError, "overloaded"),
         ("/commit/", _error(400, "too large"), RequestError, "refuses it .*too large"),
-        ("/commit/", (200, NO_COMMIT, {}), CheckpointError, "names no commit"),
+        ("/commit/", (200, NO_COMMIT, {}), CheckpointError, "does not name a commit"),
         ("/commit/", (200, b"{}", {}), CheckpointError, "cannot be read"),
     ],
 )
@@ -609,7 +610,7 @@ def test_what_the_hub_does_not_hold_as_sent_is_an_error(
     hub.committed = committed
     with pytest.raises(
         CheckpointError,
-        match=r"does not hold 'model.safetensors' as it was sent, at commit \w{12} ",
+        match=r"'model.safetensors' on the hub differs from what was sent, at commit \w{12} ",
     ):
         quantkit.push(model, NAME)
 
@@ -660,7 +661,7 @@ def test_a_dry_run_lists_the_files_and_sends_nothing(
     assert head.endswith("/me/model (private)")
     assert {row.split()[1]: row.split()[0] for row in rows} == dict.fromkeys(_content(model), "new")
     assert (total.partition(",")[0], last) == (f"{len(rows)} files", "nothing was sent")
-    assert "note: the model card states no base model: --base-model states it" in err
+    assert "note: the model card has no base model: --base-model adds it" in err
     found = json.loads((tmp_path / "out.json").read_text())
     assert {one["name"]: one["size"] for one in found["files"]} == {
         n: len(c) for n, c in _content(model).items()

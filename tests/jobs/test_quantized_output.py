@@ -215,7 +215,8 @@ def test_compressed_tensors_decompresses_to_our_values(
 @pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
 def test_what_is_no_scheme_is_reported_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"
+        RequestError,
+        match=r"expected a scheme \(int8, int4-g32, int4-g64 or int4-g128, or a Recipe",
     ):
         quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme, method="rtn")
 
@@ -451,14 +452,18 @@ def test_folders_of_other_tools_are_read_with_their_values(
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another format": ({"format": "marlin-24"}, W4, r"found marlin-24, expected pack-quantized"),
     "two bits": ({}, {**W4, "num_bits": 2}, r"found int2 per group, expected int4 or int8"),
-    "another order": ({}, {**W4, "actorder": "dynamic"}, "this order of columns is not read"),
+    "another order": ({}, {**W4, "actorder": "dynamic"}, "this column order is not supported"),
     "floats": ({}, {**W4, "type": "float"}, r"found float4 per group"),
     "one scale per block": (
         {},
         {"num_bits": 8, "strategy": "block", "symmetric": True},
         r"found int8 per block",
     ),
-    "dynamic weights": ({}, {**W4, "dynamic": True}, "this compressed-tensors scheme is not read"),
+    "dynamic weights": (
+        {},
+        {**W4, "dynamic": True},
+        "this compressed-tensors scheme is not supported",
+    ),
     "another method": ({"quant_method": "quip", "bits": 4}, W4, r"found quip 4"),
     "no method": ({"quant_method": None}, W4, "an unnamed scheme"),
 }
@@ -493,7 +498,7 @@ def test_quantized_activations_stay_floats(tmp_path: Path) -> None:
     truth = _foreign(folder, {"group_0": group}, ["lm_head"], **W4)
     checkpoint = open_checkpoint(folder)
     assert checkpoint.notes == [
-        f"{folder}: the config quantizes the inputs of linears too; here activations stay floats"
+        f"{folder}: the config also quantizes activations; quantkit does not"
     ]
     name, expected = next(iter(truth.items()))
     assert torch.equal(checkpoint.load(name).dequantize(), expected)  # type: ignore[union-attr]
@@ -689,7 +694,7 @@ def test_a_quantized_folder_is_not_converted_where_codes_would_be_lost(
 def test_a_quantized_folder_is_not_quantized_again(tmp_path: Path) -> None:
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "q", "int8")
     with pytest.raises(
-        UnsupportedError, match=r"quantized already \(found compressed-tensors \(int8\)"
+        UnsupportedError, match=r"already quantized \(found compressed-tensors \(int8\)"
     ):
         quantkit.quantize(tmp_path / "q", tmp_path / "out", "int4-g32", method="rtn")
     assert not (tmp_path / "out").exists()
@@ -713,7 +718,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     tensors[name].view(-1)[7] = value
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        NonFiniteError, match=re.escape(f"tensor '{name}' holds 1 values that are NaN or Inf")
+        NonFiniteError, match=re.escape(f"tensor '{name}' contains 1 values that are NaN or Inf")
     ):
         quantkit.quantize(source, tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
@@ -747,7 +752,10 @@ def test_scales_that_overflow_their_dtype_are_refused(tmp_path: Path) -> None:
     [
         (_recipe("int8", ("*", None)), "nothing would be quantized"),
         (_recipe("int8", ("*.w1", "int8")), r"pattern matches no linear layer"),
-        (_recipe("int8", ("model.embed_tokens", "int4-g32")), "the embedding cannot be quantized"),
+        (
+            _recipe("int8", ("model.embed_tokens", "int4-g32")),
+            "the embedding does not support this scheme",
+        ),
         (_recipe("int8", ("lm_head", "int8")), "lm_head is tied to the embedding"),
     ],
 )
@@ -768,7 +776,7 @@ def test_shapes_that_a_format_does_not_hold_are_refused_before_samples_are_drawn
     source = _source(tmp_path / "float", dtype=torch.bfloat16, intermediate_size=36)
     with pytest.raises(
         UnsupportedError,
-        match=rf"{target} does not hold 'model.layers.0.mlp.gate_proj' in int4-g32",
+        match=rf"{target} cannot store 'model.layers.0.mlp.gate_proj' in int4-g32",
     ):
         quantkit.quantize(source, tmp_path / "out", "int4-g32", to=target, method="rtn")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]

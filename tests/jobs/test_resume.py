@@ -197,7 +197,7 @@ def test_a_partial_file_that_was_tampered_with_is_refused(
     oldest.write_bytes(
         content[:-1000] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1])
     )
-    with pytest.raises(ResumeError, match="not what the interrupted run left"):
+    with pytest.raises(ResumeError, match="was not written by the interrupted run"):
         quantkit.convert(demo_model, dst, resume=True)
     assert not dst.exists()
 
@@ -358,7 +358,7 @@ def test_what_is_no_disk_cannot_be_written(
     """As /proc, whose size is 0."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
-    with pytest.raises(DestinationError, match="cannot be written: it is on no disk"):
+    with pytest.raises(DestinationError, match="cannot be written: it is not on a disk"):
         quantkit.convert(demo_model, tmp_path / "out")
 
 

@@ -154,10 +154,11 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not dst.exists()
     for path in partial(dst), partial(dst) / "gptq":
         with pytest.raises(
-            CheckpointError, match="is not a model yet but what an unfinished run of quantize left"
+            CheckpointError,
+            match="is the partial output of an unfinished run of quantize, not a model",
         ):
             quantkit.inspect(path)
-    with pytest.raises(ResumeError, match="other inputs or options"):
+    with pytest.raises(ResumeError, match="different inputs or options"):
         _several(source, dst, job, to=FORMATS[1:], resume=True)
     _several(source, dst, job, resume=True)
     assert _by_format(dst) == alone[job]
@@ -194,9 +195,9 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"scheme": "int8", "method": "gptq"}, "awq does not hold int8"),
-        ({"scheme": "int4-g32-asym"}, "gguf does not hold int4-g32-asym"),
-        ({"embedding": "int8"}, "gptq has no place for an int8 embedding"),
+        ({"scheme": "int8", "method": "gptq"}, "awq does not support int8"),
+        ({"scheme": "int4-g32-asym"}, "gguf does not support int4-g32-asym"),
+        ({"embedding": "int8"}, "gptq does not support an int8 embedding"),
         ({"scheme": TWO_GROUP_SIZES, "keep": ()}, "awq: .*group"),
     ],
 )
@@ -220,7 +221,7 @@ def test_shapes_and_files_that_a_format_cannot_hold_are_found_before_anything_is
     odd = oracle.save(oracle.make("llama", intermediate_size=36).bfloat16(), tmp_path / "odd")
     for to in ("awq", ["awq", "gptq"]):
         with pytest.raises(
-            UnsupportedError, match=r"(awq|gptq) does not hold 'model.layers.0.mlp.gate_proj'"
+            UnsupportedError, match=r"(awq|gptq) cannot store 'model.layers.0.mlp.gate_proj'"
         ):
             quantkit.quantize(odd, tmp_path / "out", "int4-g32", to=to)  # type: ignore[arg-type]
     bare = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
@@ -241,24 +242,27 @@ def _not_reached(*_: object, **__: object) -> Any:
     [
         ({"to": ("gptq", "gptq")}, "`to` names a format twice .*gptq"),
         ({"to": ("gptq", "exl2")}, "unknown target format .*exl2"),
-        ({"to": ("gptq", "hf")}, '`to="hf"` is a format of floats'),
-        ({"to": ()}, "`to` names no format"),
+        ({"to": ("gptq", "hf")}, '`to="hf"` cannot store quantized weights'),
+        ({"to": ()}, "`to` is empty"),
         ({"to": 3}, "`to` is of the wrong type"),
         ({"to": ("gptq", 3)}, "`to` is of the wrong type"),
-        ({"to": ("gptq", "awq"), "dst": "out.gguf"}, "the destination is a GGUF file by its name"),
+        ({"to": ("gptq", "awq"), "dst": "out.gguf"}, "the destination is named as a GGUF file"),
         (
             {"to": ("gptq", "awq"), "scheme": None, "target_bits": 4.5},
-            "`target_bits` goes with one format",
+            "`target_bits` requires a single format",
         ),
         (
             {"to": ("gptq", "awq"), "scheme": None, "max_size": 10**6},
-            "`max_size` goes with one format",
+            "`max_size` requires a single format",
         ),
         (
             {"to": ("compressed-tensors", "awq"), "tensors_only": True},
-            "`tensors_only=True` goes with",
+            "`tensors_only=True` requires",
         ),
-        ({"to": ("compressed-tensors", "awq"), "via": "transformers"}, "`to` does not go with"),
+        (
+            {"to": ("compressed-tensors", "awq"), "via": "transformers"},
+            "`to` cannot be combined with",
+        ),
     ],
 )
 def test_requests_that_make_no_sense(

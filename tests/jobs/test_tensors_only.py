@@ -203,7 +203,7 @@ def test_an_error_that_is_not_the_manifests_is_a_problem(tmp_path: Path) -> None
     path.write_text(json.dumps(manifest))
     with pytest.raises(
         CheckpointError,
-        match=r"scheme of 'net\.layers\.0\.attn\.q_proj' is not what the manifest says",
+        match=r"scheme of 'net\.layers\.0\.attn\.q_proj' differs from the manifest",
     ):
         quantkit.verify(made)
 
@@ -221,7 +221,7 @@ def test_what_rounding_changes_too_much_keeps_its_floats(tmp_path: Path) -> None
     record = made.manifest["modules"]["net.layers.0.attn.q_proj"]
     assert record["scheme"] is None
     assert "more than 0.25" in record["reason"]
-    assert any("'net.layers.0.attn.q_proj' keeps its floats" in note for note in made.notes)
+    assert any("'net.layers.0.attn.q_proj' stays unquantized" in note for note in made.notes)
     _require_carried(
         made.path,
         tensors,
@@ -258,12 +258,14 @@ def test_nothing_that_needs_to_run_it_does(tmp_path: Path) -> None:
         quantkit.quantize(
             source, tmp_path / "x", "int8", tensors_only=True, method="gptq", calibration=text
         )
-    with pytest.raises(RequestError, match='`tensors_only=True` does not go with `to="meta"`'):
+    with pytest.raises(
+        RequestError, match='`tensors_only=True` cannot be combined with `to="meta"`'
+    ):
         quantkit.convert(source, tmp_path / "x", to="meta", tensors_only=True)
     with pytest.raises(RequestError, match="exclude each other"):
         quantkit.convert(source, tmp_path / "x", tensors_only=True, template="llama3")
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True).path
-    with pytest.raises(UnsupportedError, match="known by its tensors only, it cannot be run here"):
+    with pytest.raises(UnsupportedError, match="known by its tensors only, so it cannot be run"):
         quantkit.load(made)
     assert not (tmp_path / "x").exists()
 
@@ -276,13 +278,13 @@ def test_metas_folders_are_known(demo_model: Path) -> None:
 def test_nan_is_refused_unless_allowed(tmp_path: Path) -> None:
     tensors = {**_some(), "mask": torch.tensor([0.0, -torch.inf])}
     source = _folder(tmp_path / "src", tensors)
-    with pytest.raises(NonFiniteError, match="'mask' holds 1 values"):
+    with pytest.raises(NonFiniteError, match="'mask' contains 1 values"):
         quantkit.convert(source, tmp_path / "dst", tensors_only=True)
     made = quantkit.convert(source, tmp_path / "dst", tensors_only=True, allow_nonfinite=True).path
     _require_carried(made, tensors, set())
     del tensors["mask"]
     tensors["small2"] = torch.full((4,), torch.nan).to(torch.float8_e5m2)
-    with pytest.raises(NonFiniteError, match="'small2' holds 4 values"):
+    with pytest.raises(NonFiniteError, match="'small2' contains 4 values"):
         quantkit.convert(_folder(tmp_path / "b", tensors), tmp_path / "c", tensors_only=True)
 
 
@@ -452,7 +454,7 @@ def test_matrices_that_stay_floats_are_named_with_their_share(tmp_path: Path) ->
     made = quantkit.quantize(
         _folder(tmp_path / "src", tensors, config), tmp_path / "dst", "int8", tensors_only=True
     )
-    (note,) = (note for note in made.notes if "kept as they are" in note)
+    (note,) = (note for note in made.notes if "not quantized" in note)
     names = (
         "(model.layers.*.block_sparse_moe.input_linear.weight, model.layers.*.ffn.experts.mlp.w1)"
     )
@@ -474,7 +476,7 @@ def test_a_linear_with_nan_is_refused_with_a_hint_that_helps(tmp_path: Path) -> 
         tmp_path / "src", {"l.q_proj.weight": torch.randn(8, 32), "l.k_proj.weight": weight}
     )
     with pytest.raises(
-        NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it as it is'
+        NonFiniteError, match=r'`keep="l\.k_proj"` and `allow_nonfinite=True` leave it unchanged'
     ):
         quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, allow_nonfinite=True)
     options: Any = {"tensors_only": True, "allow_nonfinite": True, "keep": "l.k_proj"}

@@ -153,16 +153,16 @@ def test_blocks_of_gguf_are_the_same_numbers(
 
 REFUSED = [
     ("int4-g64-asym", "gguf", "it has zero points", True, False),
-    ("int8", "awq", "it holds codes of other bits", True, False),
-    ("int4-g32", "int-quantized", "its readers multiply int8 per row alone", True, False),
-    ("int4-g64-asym", "mlx", "bfloat16 does not hold", False, True),
+    ("int8", "awq", "its bit width is not supported", True, False),
+    ("int4-g32", "int-quantized", "its readers support only int8 per row", True, False),
+    ("int4-g64-asym", "mlx", "bfloat16 cannot represent", False, True),
 ]
 
 
 NONFINITE = {
-    "NaN": (math.nan, "holds 3 scales that are NaN or Inf .*found 3 of "),
-    "Inf": (-math.inf, "holds 3 scales that are NaN or Inf .*found 3 of "),
-    "overflow": (3e38, r"holds \d+ values that overflow float32: scales times codes .*of 32768"),
+    "NaN": (math.nan, "contains 3 scales that are NaN or Inf .*found 3 of "),
+    "Inf": (-math.inf, "contains 3 scales that are NaN or Inf .*found 3 of "),
+    "overflow": (3e38, r"contains \d+ values that overflow float32 when dequantized .*of 32768"),
 }
 
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
             f" {reason}" in err
         )
         assert ("--requantize casts scales" in err) == by_scales
-        assert ("--requantize rounds it anew" in err) != by_scales
+        assert ("--requantize requantizes it" in err) != by_scales
     assert not list(tmp_path.iterdir())
 
 
@@ -254,7 +254,7 @@ def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_so
     code, out, err = run(capfd, "convert", steep, tmp_path / "out", *requested)
     assert code == 0, err
     assert (
-        "1 of 14 quantized tensors cannot be held exactly as gptq and are rounded anew to int4-g64"
+        "1 of 14 quantized tensors cannot be stored exactly as gptq and are requantized to int4-g64"
         f" ('{DOWN}" in err
     )
     assert "all 13 quantized tensors equal as numbers, 1 rounded anew, KL" in out
@@ -293,10 +293,10 @@ def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_
     assert stored_as is not None
     with pytest.raises(
         UnsupportedError,
-        match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize",
+        match=rf"'{re.escape(name)}' cannot be .*found {stored_as}.*requantize",
     ):
         quantkit.convert(source, tmp_path / "out", to=CT, source_check=False)
-    with pytest.raises(UnsupportedError, match=r"quantized already \(found gptq \(int4-g64"):
+    with pytest.raises(UnsupportedError, match=r"already quantized \(found gptq \(int4-g64"):
         quantkit.quantize(source, tmp_path / "out", "int8")
     made = quantkit.convert(source, tmp_path / "out", to=CT, requantize=True, source_check=False)
     assert made.exact is not None
@@ -320,7 +320,7 @@ def test_a_result_that_is_not_its_source_is_a_failure_that_resume_checks_again(
         patch.setattr(GptqLinear, "decode", decoded)
         for resume in (False, True):
             with pytest.raises(
-                QuantkitError, match=r"q_proj\.weight' is not what the source holds"
+                QuantkitError, match=r"q_proj\.weight' differs from the source"
             ) as failed:
                 quantkit.convert(
                     folders["int4-g64"],
@@ -428,20 +428,28 @@ def test_dequantized_weights_are_rounded_once(
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("int8", {"to": "hf"}, "it is written as floats only .* `dequantize=True`"),
-    ("int8", {"to": "meta"}, "it is written as floats only"),
-    ("int8", {"to": "gptq", "dequantize": True}, '`dequantize=True` does not go with `to="gptq"`'),
-    ("int8", {"to": "hf", "requantize": True}, '`requantize=True` does not go with `to="hf"`'),
-    ("int8", {"dequantize": True, "requantize": True}, "exclude each other"),
-    ("int8", {"to": "gptq", "dtype": "fp16"}, "it is written as another float type only"),
+    ("int8", {"to": "hf"}, "to be written as an unquantized model .* `dequantize=True`"),
+    ("int8", {"to": "meta"}, "to be written as an unquantized model"),
+    (
+        "int8",
+        {"to": "gptq", "dequantize": True},
+        '`dequantize=True` cannot be combined with `to="gptq"`',
+    ),
+    (
+        "int8",
+        {"to": "hf", "requantize": True},
+        '`requantize=True` cannot be combined with `to="hf"`',
+    ),
+    ("int8", {"dequantize": True, "requantize": True}, "are mutually exclusive"),
+    ("int8", {"to": "gptq", "dtype": "fp16"}, "must be dequantized to be written as another dtype"),
     (
         "int8",
         {"to": "meta", "dequantize": True, "split_max_size": 1000},
-        "`mp` says how many files",
+        "`mp` sets the number of files",
     ),
     ("int8", {"split_max_size": 0}, "`split_max_size` must be positive"),
     ("floats", {"to": "awq"}, "the source is not quantized"),
-    ("floats", {"requantize": True}, "`requantize=True` is for a quantized source"),
+    ("floats", {"requantize": True}, "`requantize=True` requires a quantized source"),
 ]
 
 
@@ -512,10 +520,10 @@ def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(
 ) -> None:
     for job in (quantkit.quantize, quantkit.plan.quantize):
         with pytest.raises(
-            UnsupportedError, match=r"awq does not hold int8: .* for 'model\.layers\.0\."
+            UnsupportedError, match=r"awq does not support int8: .* for 'model\.layers\.0\."
         ):
             job(floats, tmp_path / "out", "int8", to="awq")
-        with pytest.raises(RequestError, match='`to="hf"` is a format of floats'):
+        with pytest.raises(RequestError, match='`to="hf"` cannot store quantized weights'):
             job(floats, tmp_path / "out", "int8", to="hf")
     assert not list(tmp_path.iterdir())
 

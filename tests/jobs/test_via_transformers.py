@@ -221,11 +221,11 @@ def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(
     ]
     assert left == ["no calibration sample was seen to reach it"] * 8
     assert any(
-        "encoder_attn" in note and "and 4 more keep their floats: no calib" in note
+        "encoder_attn" in note and "and 4 more stay unquantized: no calib" in note
         for note in made.notes
     )
     with pytest.raises(
-        UnsupportedError, match=r'GPTQ can solve no linear.*several times\); `method="rtn"`'
+        UnsupportedError, match=r'GPTQ cannot quantize any linear.*several times\); `method="rtn"`'
     ):
         _quantize(tiny_model("hrm_text"), tmp_path / "hrm", via="transformers")
     assert [path.name for path in tmp_path.iterdir()] == ["bart"]
@@ -241,15 +241,15 @@ def test_by_default_transformers_runs_what_no_decoder_does(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"via": "own", "tensors_only": True}, "`via` and `tensors_only=True` exclude each other"),
+    ({"via": "own", "tensors_only": True}, "`via` and `tensors_only=True` are mutually exclusive"),
     (
         {"via": "transformers", "tensors_only": True},
-        "`via` and `tensors_only=True` exclude each other",
+        "`via` and `tensors_only=True` are mutually exclusive",
     ),
     ({"via": "vllm"}, "unknown value of `via`"),
     (
         {"certify_positions": 64},
-        '`certify_positions` does not go with `via="transformers"`',
+        '`certify_positions` cannot be combined with `via="transformers"`',
     ),  # by default
 ]
 

@@ -480,7 +480,7 @@ def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("/nowhere/c++", "does not start"), ("false", "the C.. compiler failed")],
+    [("/nowhere/c++", "cannot be started"), ("false", "the C.. compiler failed")],
 )
 def test_a_compiler_that_fails_is_reported(
     compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

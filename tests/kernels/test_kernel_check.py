@@ -89,7 +89,7 @@ def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(
     for row in (0, 17, ROWS - 1):
         wrong = WrongRow(inner, row, 0.15, tokens)
         found = self_test(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
-        assert found == f"its products of {tokens} tokens are wrong on this machine"
+        assert found == f"its results for {tokens} tokens are wrong on this machine"
 
 
 @pytest.mark.parametrize("inner", MODES)

@@ -268,10 +268,10 @@ def _failing(product: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mistake", "reason"),
     [
-        (lambda product: product * 1.1, "products of 1 tokens are wrong"),
-        (lambda product: product.roll(1, -1), "products of 1 tokens are wrong"),
-        (lambda product: product.roll(1, 0), "products of 4 tokens are wrong"),
-        (lambda product: product * float("nan"), "products of 1 tokens are wrong"),
+        (lambda product: product * 1.1, "results for 1 tokens are wrong"),
+        (lambda product: product.roll(1, -1), "results for 1 tokens are wrong"),
+        (lambda product: product.roll(1, 0), "results for 4 tokens are wrong"),
+        (lambda product: product * float("nan"), "results for 1 tokens are wrong"),
         (_failing, "fails on this machine: no such instruction"),
     ],
     ids=["scaled", "rows", "tokens", "nan", "failing"],

@@ -48,7 +48,7 @@ def test_kernels_say_which_instructions_they_use(name: str) -> None:
 def test_kernels_for_other_processors_are_not_loaded() -> None:
     (other,) = {"neon", "avx2"} - set(HERE) or {"neon"}
     with pytest.raises(
-        UnsupportedError, match=f"does not have the instructions of the {other} kernels"
+        UnsupportedError, match=f"lacks the instructions that the {other} kernels use"
     ):
         load_kernels(other)
 
@@ -133,7 +133,10 @@ def test_a_library_that_is_damaged_or_another_is_not_loaded(
     assert _loaded(folder) == "portable, included; portable, included; right"
     for suffix in (".so", ".sha256"):
         shutil.copy(other.with_suffix(suffix), best.with_suffix(suffix))
-    assert f"these are other kernels (found portable, expected {HERE[0]})" in _loaded(folder)
+    assert (
+        f"the library was compiled for other instructions (found portable, expected {HERE[0]})"
+        in _loaded(folder)
+    )
 
 
 @pytest.mark.slow
@@ -228,6 +231,6 @@ def test_the_reason_why_there_are_no_kernels_is_described(
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setenv("QUANTKIT_CPU", "native")
-    assert describe_kernels().startswith("none: /nowhere/c++: the C++ compiler does not start")
+    assert describe_kernels().startswith("none: /nowhere/c++: the C++ compiler cannot be started")
     monkeypatch.setenv("QUANTKIT_CPU", "sse9")
     assert describe_kernels().startswith("none: unknown CPU kernels in QUANTKIT_CPU (found sse9")

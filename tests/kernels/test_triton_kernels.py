@@ -546,9 +546,36 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
         qkv, out, gate_up, down = (
             linear(*shape) for shape in ((128, 64), (64, 64), (192, 64), (64, 96))
         )
-        return BlockWeights(norm, qkv, None, None, None, out, None, norm, gate_up, down, None, None)
+        return BlockWeights(
+            input_norm=norm,
+            qkv=qkv,
+            q_norm=None,
+            k_norm=None,
+            sinks=None,
+            out=out,
+            attention_output_norm=None,
+            mlp_norm=norm,
+            gate_up=gate_up,
+            down=down,
+            mlp_output_norm=None,
+            experts=None,
+        )
 
-    settings = BlockSettings(2, 1, 32, None, True, None, None, None, "silu", None, 1.702, 1e-5, 1.0)
+    settings = BlockSettings(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        window=None,
+        rotary=True,
+        attention_scale=None,
+        attention_softcap=None,
+        clip_qkv=None,
+        activation="silu",
+        activation_limit=None,
+        activation_alpha=1.702,
+        norm_eps=1e-5,
+        residual_multiplier=1.0,
+    )
     run = prepare_blocks([(weights(), settings), (weights(), settings)], dtype)
     assert run is not None
     rows = [torch.zeros(1, 1, 300, 32, dtype=torch.int8) for _ in range(4)]
@@ -557,7 +584,17 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
     def step(x: Tensor, positions: Tensor, angle: Tensor, *cache: Tensor) -> Tensor:
         stored = [CachedRows(*pair) for pair in zip(cache[:4], cache[4:], strict=True)]
         cached = list(zip(stored[:2], stored[2:], strict=True))
-        return run(x, BlockStep(positions, None, None, False, [(angle, angle)] * 2, cached))
+        return run(
+            x,
+            BlockStep(
+                positions=positions,
+                slots=None,
+                query_scale=None,
+                first=False,
+                angles=[(angle, angle)] * 2,
+                cached=cached,
+            ),
+        )
 
     operands = (
         torch.randn(1, 3, 64, dtype=dtype),

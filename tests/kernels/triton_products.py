@@ -217,7 +217,13 @@ def test_drawn_shapes_are_right(
     few = path == "gemv" or path == "skinny"
     tokens = min(tokens, 8) if few else tokens
     path = "gemv" if path == "skinny" and dtype == torch.float32 else path
-    config = TileConfig(path, 8 if few else 16, 64, units, 1 if path == "matmul" else split)
+    config = TileConfig(
+        path=path,
+        block_m=8 if few else 16,
+        block_n=64,
+        units=units,
+        split=1 if path == "matmul" else split,
+    )
     x, bias = torch.randn(tokens, weight.shape[1]).to(dtype), torch.randn(rows).to(dtype)
     _require_right(_product(x, weight, bias, config), x, weight, bias)
 
@@ -242,7 +248,10 @@ def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_split_rows_give_the_same_each_time_and_what_whole_ones_give(path: str, text: str) -> None:
     weight, x = _random(text, 20, 640), torch.randn(2, 640)
-    whole, split = (TileConfig(path, 2 if path == "gemv" else 16, 32, 1, parts) for parts in (1, 4))
+    whole, split = (
+        TileConfig(path=path, block_m=2 if path == "gemv" else 16, block_n=32, units=1, split=parts)
+        for parts in (1, 4)
+    )
     found = _product(x, weight, None, split)
     assert torch.equal(found, _product(x, weight, None, split))
     torch.testing.assert_close(found, _product(x, weight, None, whole), rtol=1e-5, atol=1e-3)
@@ -387,7 +396,7 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
     )
     self_test.cache_clear()
     with pytest.raises(
-        RequestError, match=r"triton: its products of \d+ tokens are wrong on this machine; "
+        RequestError, match=r"triton: its results for \d+ tokens are wrong on this machine; "
     ):
         select_backend(
             any_scheme(text), DEVICE, dtype, torch.bfloat16, list_allowed_backends("triton")

@@ -333,36 +333,41 @@ def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capt
 @pytest.mark.parametrize(
     ("kind", "recipe", "given", "reported"),
     [
-        ("tied", Recipe(INT8), {"embedding": "int4-g32"}, "the embedding cannot be quantized so"),
+        (
+            "tied",
+            Recipe(INT8),
+            {"embedding": "int4-g32"},
+            "the embedding does not support this scheme",
+        ),
         (
             "tied",
             Recipe(INT8, (Override("model.*", SCHEMES["int4-g32"]),)),
             {},
-            "the embedding cannot be quantized so",
+            "the embedding does not support this scheme",
         ),
         (
             "tied",
             Recipe(INT8, (Override("lm_head", INT8),)),
             {},
-            "lm_head is tied to the embedding and keeps",
+            "lm_head is tied to the embedding, which stays unquantized",
         ),
         (
             "tied",
             Recipe(INT8, (Override("lm_head", SCHEMES["int4-g32"]),)),
             {"embedding": "int8"},
-            "both are one",
+            "both need the same scheme",
         ),
         (
             "untied",
             Recipe(INT8),
             {"embedding": "int8", "to": "gptq"},
-            "gptq has no place for an int8 embedding",
+            "gptq does not support an int8 embedding",
         ),
         (
             "untied",
             Recipe(SCHEMES["int4-g32-asym"]),
             {"embedding": "int8", "to": "awq"},
-            "awq has no place",
+            "awq does not support",
         ),
         (
             "untied",
@@ -374,7 +379,7 @@ def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capt
             "untied",
             Recipe(INT8),
             {"embedding": "int8", "keep": "*embed*"},
-            "quantizes what `keep` leaves as floats",
+            "quantizes a module that `keep` leaves unquantized",
         ),
     ],
 )
@@ -415,7 +420,7 @@ def test_what_has_no_codes_says_how_it_is_left_as_it_is(folders: Path, tmp_path:
     tensors = load_file(source / "model.safetensors")
     tensors[WEIGHT][-1, 3] = float("nan")
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NonFiniteError, match="leave the scheme of the embedding out") as caught:
+    with pytest.raises(NonFiniteError, match="do not quantize the embedding") as caught:
         quantkit.quantize(
             source, tmp_path / "made", "int8", embedding="int8", allow_nonfinite=True, **GIVEN
         )

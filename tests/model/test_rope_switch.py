@@ -288,7 +288,7 @@ def test_old_configs_of_phi_3_are_read(key: str, name: str) -> None:
 
 def test_other_scalings_of_phi_3_are_refused_as_in_transformers() -> None:
     raw = {**oracle.SIZES, "model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-    with pytest.raises(UnsupportedError, match="rope type is not one of this family's"):
+    with pytest.raises(UnsupportedError, match="rope type is not supported for this model family"):
         config_from_hf({**raw, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json")
 
 

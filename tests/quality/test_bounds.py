@@ -298,7 +298,7 @@ def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(
     quantkit.convert(tmp_path / "a", tmp_path / "sound", to="meta")
     _retokenized(tmp_path / "a", _swap)
     with pytest.raises(
-        CheckpointError, match=r"tokenizer\.model is another tokenizer than tokenizer\.json"
+        CheckpointError, match=r"tokenizer\.model and tokenizer\.json are different tokenizers"
     ):
         quantkit.convert(tmp_path / "a", tmp_path / "meta", to="meta")
 

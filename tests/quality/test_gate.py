@@ -499,7 +499,7 @@ def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
     made = _manifest(folder)
     made["quality"]["texts"][1]["perplexity"] *= 1.02
     (folder / "quantkit.json").write_text(json.dumps(made))
-    with pytest.raises(QualityError, match="perplexity on 'mixed' is not what the manifest says"):
+    with pytest.raises(QualityError, match="perplexity on 'mixed' differs from the manifest"):
         verify(folder)
     made["quality"]["texts"][1]["sha256"] = "0" * 64
     (folder / "quantkit.json").write_text(json.dumps(made))

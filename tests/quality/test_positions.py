@@ -87,9 +87,24 @@ def test_a_few_last_tokens_are_no_bucket(length: int, last: int) -> None:
 def test_few_tokens_stop_a_model_only_where_they_are_clear(
     tokens: int, kl: float, error: float | None, beyond: bool
 ) -> None:
-    sound = PositionDivergence(0, 128, 128, 0.001, 0.0001, 1.0)
-    buckets = [sound, PositionDivergence(128, 128 + tokens, tokens, kl, error, 1.0)]
-    made = PositionCertificate("text", "0", 256, 256, 1, 0.02, {"float": buckets, "int8": buckets})
+    sound = PositionDivergence(
+        start=0, stop=128, tokens=128, kl=0.001, kl_error=0.0001, top1_agreement=1.0
+    )
+    buckets = [
+        sound,
+        PositionDivergence(
+            start=128, stop=128 + tokens, tokens=tokens, kl=kl, kl_error=error, top1_agreement=1.0
+        ),
+    ]
+    made = PositionCertificate(
+        text="text",
+        sha256="0",
+        asked=256,
+        length=256,
+        windows=1,
+        kl_bound=0.02,
+        caches={"float": buckets, "int8": buckets},
+    )
     assert (made.problem() is not None) == beyond
 
 
@@ -218,9 +233,9 @@ def test_what_is_broken_far_on_is_seen_there(
     [
         ({"positions": 1}, "must be at least 2"),
         ({"positions": 256, "position_windows": 0}, "must be at least 1"),
-        ({"position_windows": 2}, "goes with `positions`"),
+        ({"position_windows": 2}, "requires `positions`"),
         ({"positions": "far"}, "an integer"),
-        ({"positions": 256, "against": None}, "is from a reference"),
+        ({"positions": 256, "against": None}, "requires a reference"),
     ],
 )
 def test_what_cannot_be_measured_by_position_is_refused(
@@ -322,7 +337,7 @@ def test_a_certificate_stops_what_is_broken_far_on(
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        ({"certify_text": "text.txt"}, "goes with `certify_positions`"),
+        ({"certify_text": "text.txt"}, "requires `certify_positions`"),
         ({"certify_positions": 1}, "must be at least 2"),
         ({"certify_positions": 512, "certify_text": "nowhere.txt"}, "cannot be read"),
     ],

@@ -132,7 +132,7 @@ def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: the file is not what quantkit wrote"
+        CheckpointError, match=r"model\.safetensors: the file has changed since quantkit wrote it"
     ):
         verify(tmp_path / "q")
     (tmp_path / "q" / "model.safetensors").unlink()
@@ -171,7 +171,9 @@ def test_a_model_card_may_be_edited_and_nothing_else(
     with pytest.raises(CheckpointError, match="missing"):
         verify(folder)
     (folder / "LICENSE").write_text("mine")
-    with pytest.raises(CheckpointError, match="LICENSE: the file is not what quantkit wrote"):
+    with pytest.raises(
+        CheckpointError, match="LICENSE: the file has changed since quantkit wrote it"
+    ):
         verify(folder)
 
 
@@ -190,7 +192,7 @@ def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> Non
     for report in (alone, pair):
         with pytest.raises(
             TypeError,
-            match=r"Report is neither true nor false: use `report\.is_same` or `report\.ok`",
+            match=r"Report has no truth value: use `report\.is_same` or `report\.ok`",
         ):
             assert report
         assert json.loads(json.dumps(report.to_json()))["same"] is True
@@ -311,7 +313,8 @@ def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Ca
     code, _, err = run(capfd, "verify", "--json", source, source)
     assert code == 5
     assert (
-        err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for"
+        err
+        == f"quantkit: error: {source}: is a folder; --json requires the path of a file, or - for"
         " stdout\n"
     )
 

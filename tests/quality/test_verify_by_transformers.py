@@ -127,7 +127,7 @@ def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
     made = json.loads((copy / "quantkit.json").read_text())
     made["quality"]["texts"][0]["perplexity"] *= 1.1
     (copy / "quantkit.json").write_text(json.dumps(made))
-    with pytest.raises(QualityError, match="perplexity on 'speech' is not what the manifest says"):
+    with pytest.raises(QualityError, match="perplexity on 'speech' differs from the manifest"):
         verify(copy)
     made["quality"]["texts"][0]["kl"] = 1.0
     (copy / "quantkit.json").write_text(json.dumps(made))
@@ -141,9 +141,9 @@ def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
     [
         (
             "rwkv",
-            "a weight is used outside the module that has it in 'rwkv.*', which is not supported",
+            "a weight is used outside the module that owns it in 'rwkv.*', which is not supported",
         ),
-        ("prophetnet", "the model does not run the module that transformers calls its body"),
+        ("prophetnet", "the model does not run its base model, as transformers names it"),
     ],
 )
 def test_a_model_that_cannot_be_passed_part_by_part_is_compared_by_its_weights(
@@ -195,7 +195,7 @@ def test_what_transformers_cannot_load_is_compared_by_its_weights(
     copy = quantkit.convert(partial, tmp_path / "copy", tensors_only=True).path
     report = verify(partial, copy)
     assert report.verdict is Verdict.SAME
-    assert report.not_run == "no tensor on disk is 'model.layers.0.input_layernorm.weight'"
+    assert report.not_run == "no tensor on disk is named 'model.layers.0.input_layernorm.weight'"
 
 
 def test_a_carried_tensor_that_is_not_listed_is_an_error(hybrid_int4: Path, tmp_path: Path) -> None:

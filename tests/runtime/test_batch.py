@@ -403,12 +403,12 @@ def _any_request(chance: random.Random, texts: list[list[int]]) -> Request:
     if chance.random() < 0.2:
         sampling = replace(sampling, repetition_penalty=1.3, logit_bias={7: 2.0})
     return Request(
-        [*text[:shared], *other[:own]],
-        chance.randrange(1, 20),
-        sampling,
-        chance.choice([1, 1, 3]),
-        chance.choice([None, 0, 2]),
-        chance.random() < 0.3,
+        prompt=[*text[:shared], *other[:own]],
+        max_new_tokens=chance.randrange(1, 20),
+        sampling=sampling,
+        samples=chance.choice([1, 1, 3]),
+        logprobs=chance.choice([None, 0, 2]),
+        echo=chance.random() < 0.3,
     )
 
 

@@ -139,7 +139,7 @@ def test_other_options_are_refused_by_name(
     code, out, err = run(capfd, "generate", hybrid, PROMPT, *GENERATE, *words)
     assert (code, out) == (2, "")
     assert f"{'--n' if options[0] == '-n' else options[0]}" in err
-    assert "not go with --backend transformers" in " ".join(err.split())
+    assert "combined with --backend transformers" in " ".join(err.split())
 
 
 def test_files_of_prompts_are_refused(hybrid: Path, tmp_path: Path, capfd: Capture) -> None:

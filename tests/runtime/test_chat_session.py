@@ -273,7 +273,7 @@ def test_a_session_needs_a_model_and_a_format(
     for model, format in ((loaded, chat), (loaded[0], "llama2")):
         with pytest.raises(RequestError, match="of the wrong type"):
             ChatSession(model, loaded[1], format)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="goes with a model"):
+    with pytest.raises(RequestError, match="requires a model"):
         ChatSession(Engine(loaded[0], 64), loaded[1], chat, context=64)
     with pytest.raises(RequestError, match="`text`"):
         _session(loaded, chat).ask(None)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_nothing_is_written_beyond_the_cache(quantized: Path) -> None:
     engine.step(oracle.random_tokens(4)[0], [0] * 4, range(4), [3])
     with pytest.raises(RequestError, match="the cache is full"):
         engine.step(oracle.random_tokens(1)[0], [0], [4], [0])
-    with pytest.raises(RequestError, match="there is no such slot"):
+    with pytest.raises(RequestError, match="slot is out of range"):
         engine.step(oracle.random_tokens(1)[0], [1], [0], [0])
     with pytest.raises(RequestError, match="exceed the engine"):
         _tokens(engine, oracle.random_tokens(3), 2)

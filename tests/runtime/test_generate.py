@@ -144,9 +144,9 @@ def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> 
 @pytest.mark.parametrize(
     ("prompt", "new", "hint"),
     [
-        (4095, 2, "give a shorter prompt"),
-        (4090, 100, "give a shorter prompt"),
-        (5000, 1, "give a shorter prompt"),
+        (4095, 2, "use a shorter prompt"),
+        (4090, 100, "use a shorter prompt"),
+        (5000, 1, "use a shorter prompt"),
         (4000, 100, "lower `max_new_tokens`"),
         (1, 5000, "lower `max_new_tokens`"),
     ],
@@ -291,7 +291,7 @@ def test_a_prompt_is_taken_as_the_shell_gives_it(
         (
             [],
             (
-                "there is no prompt",
+                "no prompt is given",
                 'quantkit generate DIR "Once upon a time"',
                 "--prompt-file FILE",
             ),

@@ -230,7 +230,15 @@ def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -
         (0.01, 1.0, 100.0),
         ({}, {0: 1e4, 1: 1e4}, {0: 1e4, 1: -1e4}, dict.fromkeys(range(4), -10000.0)),
     ):
-        params = SamplingParams(temperature, top_p, 0, top_k, min_p, penalty, bias)
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            seed=0,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=penalty,
+            logit_bias=bias,
+        )
         found = compute_probabilities(logits.to(dtype), params, seen)
         assert found.sum() == pytest.approx(1), (logits, params)
         assert (found >= 0).all()

@@ -217,7 +217,7 @@ def test_an_answer_that_was_left_for_another_question_does_not_go_on(
     left = session.ask(QUESTIONS[0])
     said = next(left)
     answer = _said(session, QUESTIONS[1])
-    with pytest.raises(RequestError, match=r"^the answer was left for another question"):
+    with pytest.raises(RequestError, match=r"^the answer cannot continue"):
         next(left)
     assert [one["content"] for one in session.messages] == [
         QUESTIONS[0],

@@ -62,19 +62,19 @@ def _schema(schema: Any) -> dict[str, Any]:
             CHAT,
             {"messages": MESSAGES, "chat_template_kwargs": {"budget": 1}},
             400,
-            "'budget' is no variable",
+            "'budget' is reserved",
         ),
         (
             CHAT,
             {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
             400,
-            "is no variable",
+            "is reserved",
         ),
         (
             CHAT,
             {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},
             400,
-            "is no variable",
+            "is reserved",
         ),
         (
             CHAT,
@@ -92,7 +92,7 @@ def _schema(schema: Any) -> dict[str, Any]:
             "/v1/completions",
             {"prompt": "x", "max_tokens": 10**4299},
             400,
-            "'max_tokens' holds a number that is too",
+            "'max_tokens' contains a number that is too",
         ),
         ("/v1/completions", {"prompt": "x", "stream": 0}, 400, "`stream` is of the wrong type"),
         (

@@ -296,7 +296,7 @@ def test_a_log_on_stdout_has_it_to_itself(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--log-prompts"], 2, "--log-prompts goes with --log"),
+        (["--log-prompts"], 2, "--log-prompts requires --log"),
         (["--log", os.curdir], 5, "the log cannot be written: Is a directory"),
         (["--log", "/none/x"], 5, "/none/x: the log cannot be written: No such file or directory"),
     ],

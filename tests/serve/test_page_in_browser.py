@@ -134,7 +134,13 @@ def test_the_certificate_is_that_of_the_folder(
     assert "The weights are floats" in body(certificate=None, scheme=None)
     accepted = {**about(model)["certificate"], "passed": False, "problem": "too far"}
     assert "Beyond its bound, and accepted: too far." in body(certificate=accepted)
-    buckets = [asdict(PositionDivergence(0, 128, 128, 0.0832, 0.0144, 0.9))]
+    buckets = [
+        asdict(
+            PositionDivergence(
+                start=0, stop=128, tokens=128, kl=0.0832, kl_error=0.0144, top1_agreement=0.9
+            )
+        )
+    ]
     positions = {
         "text": "long.txt",
         "length": 128,

@@ -110,7 +110,7 @@ def test_prompts_are_scored_with_echo(client: OpenAI, ids: list[list[int]], mode
     [
         (["a", ""], "prompt 1: is empty"),
         ([[1], []], "prompt 1: is empty"),
-        ([[1], [2, 10**6]], "prompt 1: holds token ids outside the vocabulary"),
+        ([[1], [2, 10**6]], "prompt 1: contains token ids outside the vocabulary"),
         (["a", "b", 5], "prompt 2: 'prompt' is of the wrong type"),
         (["a", ["b"]], "prompt 1: 'prompt' is of the wrong type"),
         ([True], "'prompt' is of the wrong type"),

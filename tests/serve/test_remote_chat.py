@@ -103,7 +103,7 @@ def _error(message: str, code: str | None = None) -> dict[str, Any]:
         (
             as_json(401, _error("no\x1b]0;x\x07pe")),
             RequestError,
-            r"needs an API key: no\x1b]0;x\x07pe; give `api_key`",
+            r"requires an API key: no\x1b]0;x\x07pe; set `api_key`",
         ),
         (as_json(400, _error("`n` is\nwrong")), RequestError, "refuses the request: 'n' is wrong"),
         (as_json(422, {"detail": "odd"}), RequestError, "refuses the request: odd"),
@@ -130,7 +130,7 @@ def _error(message: str, code: str | None = None) -> dict[str, Any]:
         (
             Reply(200, [b"<html>"], {"Content-Type": "text/html"}),
             RequestError,
-            "(found 'text/html, no stream')",
+            "(found 'text/html, not an event stream')",
         ),
         (
             Reply(parts=[b"data: <html>\n\n"]),
@@ -143,7 +143,7 @@ def _error(message: str, code: str | None = None) -> dict[str, Any]:
             RequestError,
             "does not answer with OpenAI's API",
         ),
-        (Reply(parts=[b"data: " + b"x" * (1 << 20)]), RequestError, "a line without end"),
+        (Reply(parts=[b"data: " + b"x" * (1 << 20)]), RequestError, "an unterminated line"),
         (
             Reply(parts=[piece("a")]),
             UnreachableError,
@@ -189,7 +189,7 @@ def test_a_redirect_is_not_followed() -> None:
         away = Reply(307, [], {"Location": f"{other.url}/chat/completions"})
         with (
             fake_api(lambda body: away) as api,
-            pytest.raises(RequestError, match="redirects, which is not followed"),
+            pytest.raises(RequestError, match="sends a redirect, which is not followed"),
         ):
             list(RemoteChat(Server(api.url, "secret"), "one").ask("Who?"))
     assert other.requests == []
@@ -328,9 +328,7 @@ def test_an_answer_that_is_left_ends_the_request() -> None:
     ],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"`url` (is not valid|has the name of a user)"
-    ) as raised:
+    with pytest.raises(RequestError, match=r"`url` (is not valid|contains a user name)") as raised:
         Server(url)
     assert "pass" not in str(raised.value)
 

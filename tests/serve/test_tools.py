@@ -246,13 +246,13 @@ _CHAT = "/v1/chat/completions"
     ("template", "body", "message"),
     [
         ("plain", {"tools": TOOLS}, "the model's chat template does not print tools"),
-        ("unknown", {"tools": TOOLS}, "the way in which this model calls tools is not known"),
+        ("unknown", {"tools": TOOLS}, "the tool call format of this model is unknown"),
         ("hermes", {"tools": {}}, "'tools' is of the wrong type"),
         ("hermes", {"tools": [{"type": "custom"}]}, "a tool is of the wrong type"),
         (
             "hermes",
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            "an impossible name",
+            "an invalid name",
         ),
         (
             "hermes",
@@ -260,7 +260,7 @@ _CHAT = "/v1/chat/completions"
             "two tools have the same name (found 'get_weather')",
         ),
         ("hermes", {"tools": TOOLS, "tool_choice": "maybe"}, "'tool_choice' is not known"),
-        ("hermes", {"tool_choice": "required"}, "'tool_choice' goes with 'tools'"),
+        ("hermes", {"tool_choice": "required"}, "'tool_choice' requires 'tools'"),
         ("hermes", {"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         (
             "hermes",
@@ -270,7 +270,7 @@ _CHAT = "/v1/chat/completions"
         (
             "hermes",
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
-            "do not go together",
+            "cannot be combined",
         ),
         (
             "hermes",
@@ -310,7 +310,7 @@ _CHAT = "/v1/chat/completions"
                     },
                 ]
             },
-            "the arguments of a call of 'f': is no JSON object",
+            "the arguments of a call of 'f': is not a JSON object",
         ),
         (
             "hermes",

@@ -144,7 +144,9 @@ def ended(model: XlaModel) -> list[list[int]]:
 def broken(model: XlaModel) -> str:
     state = dict(model.state)
     state["model.norm.weight"] = state["model.norm.weight"] * np.nan
-    spoiled = XlaModel(model.split, model.mesh, model.decoder, state, model.dtype)
+    spoiled = XlaModel(
+        split=model.split, mesh=model.mesh, decoder=model.decoder, state=state, dtype=model.dtype
+    )
     return error(lambda: list(spoiled.generate(PROMPT, max_new_tokens=3)))
 
 

@@ -105,5 +105,5 @@ def test_a_cut_group_keeps_its_scale(scheme: str) -> None:
 
 
 def test_a_part_too_small_for_a_group_is_refused() -> None:
-    with pytest.raises(RequestError, match="too small a part"):
+    with pytest.raises(RequestError, match="parts that are too small"):
         QuantScheme.parse("int4-g32").cut(4, 12)

@@ -343,8 +343,7 @@ def test_templates_without_a_default_are_named(form: str, folder: Path, tmp_path
     with pytest.raises(RequestError) as caught:
         chat(path, tokenizer)
     assert (
-        str(caught.value)
-        == f"{path}: has chat templates, and none of them is the default (found 'rag',"
+        str(caught.value) == f"{path}: has several chat templates, but no default (found 'rag',"
         " 'tool_use'); "
         "name one of them as `template`"
     )
@@ -614,7 +613,7 @@ def test_errors_are_reported_as_jinja_words_them(source: str, problem: str) -> N
 
 
 def test_a_refusal_without_words_is_one() -> None:
-    with pytest.raises(RequestError, match=r"refuses this: without a reason$"):
+    with pytest.raises(RequestError, match=r"rejects the input: without a reason$"):
         ChatTemplate("{{ raise_exception('') }}").render([user("Hi")])
 
 
@@ -648,7 +647,7 @@ def test_what_templates_do_with_loops_is_as_ever() -> None:
 
 
 def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:
-    with pytest.raises(RequestError, match=r"^x: the chat template refuses this: no$"):
+    with pytest.raises(RequestError, match=r"^x: the chat template rejects the input: no$"):
         ChatTemplate("{{ raise_exception('no') }}", path=Path("x")).render([user("Hi")])
     with pytest.raises(RequestError, match="too long"):
         ChatTemplate("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 99 }}{% endfor %}").render(
@@ -681,7 +680,7 @@ def test_parts_of_text_are_a_string_unless_the_template_loops_over_them(
 ) -> None:
     made = TemplateChat(lambda _: ChatTemplate(source), Words())  # type: ignore[arg-type]
     assert made.text([{"role": "assistant", "content": content}]) == text
-    with pytest.raises(RequestError, match="part of type 'image_url'"):
+    with pytest.raises(RequestError, match="parts of type 'image_url'"):
         made.text(
             [
                 user("Hi"),

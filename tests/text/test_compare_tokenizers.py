@@ -303,7 +303,11 @@ def test_another_score_is_seen_in_a_sentencepiece_model(
         for number, (piece, score, kind) in enumerate(model.pieces)
     ]
     (tmp_path / "tokenizer.model").write_bytes(
-        sentencepiece_bytes(SentencePieceFile(pieces, True, True, True, model.ids))
+        sentencepiece_bytes(
+            SentencePieceFile(
+                pieces=pieces, byte_pair=True, space_prefix=True, plain=True, ids=model.ids
+            )
+        )
     )
     changed = load_tokenizer(tmp_path)
     assert "the score of " in str(_difference(tokenizers["sentencepiece"], changed))
@@ -327,7 +331,11 @@ def test_an_unused_piece_that_merges_make_is_seen_and_not_exported(
         for piece, score, kind in model.pieces
     ]
     (tmp_path / "tokenizer.model").write_bytes(
-        sentencepiece_bytes(SentencePieceFile(pieces, True, True, True, model.ids))
+        sentencepiece_bytes(
+            SentencePieceFile(
+                pieces=pieces, byte_pair=True, space_prefix=True, plain=True, ids=model.ids
+            )
+        )
     )
     changed = load_tokenizer(tmp_path)
     for other in ("sentencepiece", *OTHERS["sentencepiece-json"]):

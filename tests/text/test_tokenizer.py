@@ -310,9 +310,9 @@ def test_damaged_files_are_refused_by_name(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (b"IQ== 0\nIg== 5\n", "gaps or doubles"),
-        (b"IQ== 0\nIg== 0\n", "gaps or doubles"),
-        (b"IQ== 0\nIQ== 1\n", "gaps or doubles"),
+        (b"IQ== 0\nIg== 5\n", "missing or duplicate"),
+        (b"IQ== 0\nIg== 0\n", "missing or duplicate"),
+        (b"IQ== 0\nIQ== 1\n", "missing or duplicate"),
         (b"IQ== 0\nIg== x\n", "line 2 is not"),
         (b"IQ== 0\n!! 1\n", "line 2 is not"),
         (b"IQ== 0\nIg==\n", "line 2 is not"),

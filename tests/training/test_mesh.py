@@ -170,13 +170,13 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "2x2"], "another number of processes than there are (found 2x2 for 2)"),
-        (["--mesh", "2"], "--mesh is no shape (found '2', expected DxM, such as 2x4)"),
+        (["--mesh", "2x2"], "does not match the number of processes (found 2x2 for 2)"),
+        (["--mesh", "2"], "--mesh is not a valid shape (found '2', expected DxM, such as 2x4)"),
         (
             ["--mesh", "2x1", "--samples", "2"],
-            "more processes for samples than a step has samples (found 2",
+            "a data-parallel size above the samples per step (found 2",
         ),
-        (["--train-codes"], "--train-codes is for one process (found 2 processes)"),
+        (["--train-codes"], "--train-codes requires a single process (found 2 processes)"),
     ],
 )
 def test_what_a_mesh_cannot_do_is_refused(

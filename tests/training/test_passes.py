@@ -117,7 +117,13 @@ def test_gradients_by_factors_are_those_of_the_loss(
         size = value.shape[1] // value.scale.shape[1]
         minima = QuantScheme(4, size, False, Scales.BLOCKS)
         assert value.zero is not None
-        value = QuantTensor(value.codes, value.scale, None, minima, value.scale * value.zero)
+        value = QuantTensor(
+            codes=value.codes,
+            scale=value.scale,
+            zero=None,
+            scheme=minima,
+            minimum=value.scale * value.zero,
+        )
     gradient = factor_gradient(value, value, found[name])[place].item()
     losses, change = [], 0.05
     for sign in (1, -1):

@@ -290,7 +290,7 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
         tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False
     )
     monkeypatch.setattr("quantkit.jobs.refine.rewritten._TRIAL_FACTOR", 1 + 2**-22)
-    with pytest.raises(NotRepresentableError, match="cannot get other scales in mlx"):
+    with pytest.raises(NotRepresentableError, match="cannot store trained scales in mlx"):
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
 
 
@@ -421,7 +421,7 @@ def test_a_delta_goes_with_its_model_alone(
 ) -> None:
     delta, dst = tmp_path / "made.delta", tmp_path / "dst"
     quantkit.refine(int4, delta=delta, against=floats, **QUICK)
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="was made for another model"):
         quantkit.apply_delta(refined, delta, dst)
     changed = tmp_path / "changed"
     shutil.copytree(int4, changed)
@@ -452,12 +452,12 @@ def test_a_delta_goes_with_its_model_alone(
 def test_the_model_to_refine_against_is_of_floats(mlx: Path, int4: Path, tmp_path: Path) -> None:
     """Also where its codes are read as floats, as those of mlx-lm are."""
     for against in (mlx, int4):
-        with pytest.raises(RequestError, match="is quantized itself"):
+        with pytest.raises(RequestError, match="must not be quantized"):
             quantkit.refine(mlx, tmp_path / "dst", against=against, **QUICK)
 
 
 def test_offsets_in_floats_are_not_trained_by_xla(floats: Path, mlx: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="found offsets of groups in floats"):
+    with pytest.raises(UnsupportedError, match="found float offsets of groups"):
         quantkit.refine(mlx, tmp_path / "dst", against=floats, backend="xla", **QUICK)
 
 
@@ -517,13 +517,13 @@ def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Pat
 def test_models_that_do_not_belong_together_are_refused(
     floats: Path, int4: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match="quantized itself"):
+    with pytest.raises(RequestError, match="must not be quantized"):
         quantkit.refine(int4, tmp_path / "dst", against=int4, **QUICK)
     with pytest.raises(RequestError, match="not quantized"):
         quantkit.refine(floats, tmp_path / "dst", against=floats, **QUICK)
     with pytest.raises(RequestError, match="one of them"):
         quantkit.refine(int4, against=floats, **QUICK)
-    with pytest.raises(RequestError, match="format of the source is kept"):
+    with pytest.raises(RequestError, match="format of the source cannot be changed"):
         quantkit.refine(int4, tmp_path / "dst.gguf", against=floats, **QUICK)
     with pytest.raises(DestinationError, match="exists"):
         quantkit.refine(int4, floats, against=floats, **QUICK)
@@ -620,14 +620,14 @@ def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path)
 
 
 def test_schemes_without_trained_scales_are_refused_first(floats: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no linear gets such \(found fp8"):
+    with pytest.raises(RequestError, match=r"no linear gets any \(found fp8"):
         quantkit.quantize(floats, tmp_path / "dst", "fp8", method="gptq", refine=True, **TEXT)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("scheme", "problem"),
-    [("int8", r"trains on the samples of GPTQ.*found int8.*add"), ("fp8", "no linear")],
+    [("int8", r"trains on GPTQ's samples.*found int8.*add"), ("fp8", "no linear")],
 )
 def test_schemes_that_are_rounded_by_default_are_refused_first(
     floats: Path, tmp_path: Path, scheme: str, problem: str
@@ -656,9 +656,9 @@ def test_the_gate_compares_weights_that_can_be_compared(
 def test_what_does_not_go_with_refine_is_named(
     floats: Path, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    with pytest.raises(RequestError, match="`refine=True` does not go with"):
+    with pytest.raises(RequestError, match="`refine=True` cannot be combined with"):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, **given)
-    with pytest.raises(RequestError, match="`train_codes` goes with"):
+    with pytest.raises(RequestError, match="`train_codes` requires"):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g32", train_codes=True)
 
 

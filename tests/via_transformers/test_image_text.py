@@ -217,7 +217,7 @@ def test_gptq_refuses_a_tower_that_a_recipe_names(
     given: Any = {"via": "transformers", "source_check": False, "accept_quality_loss": True}
     with pytest.raises(
         RequestError,
-        match=r"GPTQ cannot solve '.*visual.*', which the recipe names: no calibration",
+        match=r"GPTQ cannot quantize '.*visual.*', which the recipe names: no calibration",
     ):
         quantkit.quantize(
             tiny_image_text_model("qwen2_5_vl"), tmp_path / "a", recipe, samples=16, **given

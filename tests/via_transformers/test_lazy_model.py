@@ -106,7 +106,7 @@ DAMAGES: dict[
     "missing": (
         {"model.norm.weight": None},
         3,
-        r"no tensor on disk is 'model\.norm\.weight'; a weight file",
+        r"no tensor on disk is named 'model\.norm\.weight'; a weight file",
     ),
     "missing expert": (
         {_EXPERT: None},
@@ -117,7 +117,7 @@ DAMAGES: dict[
         {"model.norm.weight": torch.ones(63)},
         3,
         (
-            r"tensor 'model\.norm\.weight' has another shape \(found shape \[63\], expected"
+            r"tensor 'model\.norm\.weight' has a different shape \(found shape \[63\], expected"
             r" shape \[64\]\)"
         ),
     ),
@@ -125,7 +125,7 @@ DAMAGES: dict[
         {_ROUTER: torch.ones(4, 63)},
         3,
         (
-            rf"tensor '{_ROUTER}' has another shape \(found shape \[4, 63\], expected shape"
+            rf"tensor '{_ROUTER}' has a different shape \(found shape \[4, 63\], expected shape"
             r" \[4, 64\]\)"
         ),
     ),
@@ -133,7 +133,7 @@ DAMAGES: dict[
         {_EXPERT: torch.ones(128, 63)},
         3,
         (
-            rf"tensor '{_EXPERT}' has another shape \(found shape \[128, 63\], expected shape"
+            rf"tensor '{_EXPERT}' has a different shape \(found shape \[128, 63\], expected shape"
             r" \[128, 64\]\)"
         ),
     ),

@@ -219,7 +219,7 @@ def test_all_batches_arrive_before_the_first_goes_on() -> None:
 def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: str) -> None:
     log = list[Any]()
     forwards = [_walk(*way, log=log, index=index) for index, way in enumerate(("ab", other, "ab"))]
-    with pytest.raises(UnsupportedError, match=rf"different ways.*found {places}\)") as caught:
+    with pytest.raises(UnsupportedError, match=rf"different paths.*found {places}\)") as caught:
         list(Lockstep(forwards, nn.Module(), Spill()).iterate_rounds(lambda *_: None))
     assert caught.value.exit_code == 4
     assert {index for index, what, *_ in log if what == "ends"} == {0, 1, 2}

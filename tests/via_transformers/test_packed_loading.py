@@ -95,5 +95,5 @@ def test_a_damaged_file_is_not_an_unknown_architecture(tiny_model: Tiny, tmp_pat
 
 
 def test_other_formats_are_refused_before_calibration(tiny_model: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="`to` does not go with"):
+    with pytest.raises(RequestError, match="`to` cannot be combined with"):
         quantkit.quantize(tiny_model("bloom"), tmp_path / "dst", "int4-g32", to="gptq")

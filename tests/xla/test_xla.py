@@ -256,7 +256,7 @@ def _free_port() -> int:
         ({"jax": "0.10.2"}, "torchax is not installed"),
         (
             {"jax": "0.9.0", "torchax": "0.0.13"},
-            "this version of jax does not serve (found 0.9.0, expected 0.10.2)",
+            "this version of jax is not supported (found 0.9.0, expected 0.10.2)",
         ),
         ({"jax": "0.10.2", "torchax": "0.0.13"}, "libtpu is not installed"),
     ],
@@ -292,7 +292,7 @@ def test_the_extra_brings_the_versions_that_are_requested() -> None:
 def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> None:
     code, out, errors = run(capfd, "generate", demo_model, "--prompt", "x", "--tp", "2")
     assert (code, out) == (2, "")
-    assert errors.startswith("quantkit: error: --tp and --multi-host go with --backend xla")
+    assert errors.startswith("quantkit: error: --tp and --multi-host require --backend xla")
 
 
 REFUSED = {
@@ -336,7 +336,7 @@ def test_a_model_that_xla_does_not_run_is_refused(refused: tuple[list[str], list
     codes, errors = refused
     assert (codes[0], errors[0]) == (
         "4",
-        "quantkit: error: mixtral is not run by XLA (found experts)",
+        "quantkit: error: mixtral is not supported by XLA (found experts)",
     )
 
 

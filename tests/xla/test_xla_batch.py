@@ -92,7 +92,7 @@ def test_log_probabilities_are_those_of_torch(cases: dict[str, Any]) -> None:
 
 def test_log_probabilities_of_prompts_are_refused(cases: dict[str, Any]) -> None:
     assert cases["refused"].startswith(
-        "RequestError: log-probabilities of prompts are not given through XLA; leave"
+        "RequestError: XLA does not support log-probabilities of prompts; leave"
     )
 
 

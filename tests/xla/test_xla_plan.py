@@ -89,7 +89,10 @@ def test_what_does_not_fit_is_an_error(batch: int, line: str, folder: Path) -> N
             ["--target", "v5e-16"],
             "attention heads can't be divided among the devices (found 16 devices",
         ),
-        (["--target", "v5e-8", "--context", "513"], "batch or context can't be (found 1 and 513"),
+        (
+            ["--target", "v5e-8", "--context", "513"],
+            "batch or context is out of range (found 1 and 513",
+        ),
     ],
 )
 def test_slices_that_do_not_serve_are_refused(options: list[str], line: str, folder: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
     assert schemes(open_shape_checkpoint(folder, None)) == own
     assert open_shape_checkpoint("llama-2-70b", "int8").config.num_heads == 64
-    with pytest.raises(RequestError, match="defines its schemes"):
+    with pytest.raises(RequestError, match="defines its own schemes"):
         open_shape_checkpoint(demo_model, "int8")
 
 
@@ -156,7 +159,7 @@ def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
         (["--target", "2xv5e-3"], "unknown TPU slice (found 2xv5e-3"),
         (
             ["--target", "v5e-4", "--mesh", "2x4"],
-            "the mesh is not all of the slice (found 2x4, expected 4 chips)",
+            "the mesh does not use the whole slice (found 2x4, expected 4 chips)",
         ),
         (
             ["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"],
@@ -175,11 +178,14 @@ def test_what_training_cannot_be_divided_into_is_refused(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "give the float model with --against; or --target SLICE for a TPU slice"),
-        (["--against", "floats", "--scheme", "int4-g128"], "--scheme goes with --target"),
+        ([], "--against or --target is required"),
+        (["--against", "floats", "--scheme", "int4-g128"], "--scheme requires --target"),
         (["--target", "v5e-4"], "the model is not quantized; give --scheme"),
-        (["--target", "v5e-4", "--epochs", "2"], "--epochs does not go with --target"),
-        (["--target", "v5e-4", "--no-source-check"], "--source-check does not go with --target"),
+        (["--target", "v5e-4", "--epochs", "2"], "--epochs cannot be combined with --target"),
+        (
+            ["--target", "v5e-4", "--no-source-check"],
+            "--source-check cannot be combined with --target",
+        ),
     ],
 )
 def test_options_of_a_slice_and_of_a_run_exclude_each_other(

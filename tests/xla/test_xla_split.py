@@ -137,7 +137,7 @@ def test_heads_that_can_not_be_divided_are_refused(heads: int, kv_heads: int, de
 def test_features_that_programs_do_not_have_are_refused(
     changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=rf"llama is not run by XLA \(found {named}\)"):
+    with pytest.raises(UnsupportedError, match=rf"llama is not supported by XLA \(found {named}\)"):
         DeviceSplit(_config(**changes), {}, 1)
 
 
@@ -152,7 +152,7 @@ def test_columns_between_heads_are_not_padded() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "found"),
-    [("q6_k", "q6_k"), ("q4_1", "offsets of groups in floats"), ("mxfp4", "mxfp4")],
+    [("q6_k", "q6_k"), ("q4_1", "float offsets of groups"), ("mxfp4", "mxfp4")],
 )
 def test_a_weight_that_is_no_integer_codes_with_scales_is_not_trained(
     scheme: str, found: str

@@ -195,10 +195,13 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backend", "xla", "--train-codes"], "--train-codes does not go with --backend xla"),
+        (
+            ["--backend", "xla", "--train-codes"],
+            "--train-codes cannot be combined with --backend xla",
+        ),
         (
             ["--backend", "xla", "--device", "cpu"],
-            "--device does not go with --backend xla, which has its own",
+            "--device cannot be combined with --backend xla, which has its own",
         ),
         (
             ["--backend", "xla", "--mesh", "4x4"],
@@ -207,7 +210,7 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
         (
             ["--backend", "xla", "--mesh", "8x1"],
             (
-                "--batch can't be divided among the parts of the samples in --mesh (found 4,"
+                "--batch is not divisible by the data-parallel size of --mesh (found 4,"
                 " expected a multiple of 8)"
             ),
         ),

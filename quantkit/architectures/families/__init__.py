@@ -73,7 +73,7 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
                     "quantize, verify and eval run it through transformers after",
                     " `pip install 'quantkit[transformers]'`, and so does generate with ",
                     Option("backend", value="transformers", job="generate"),
-                    "; quantize and convert take its tensors as they are with ",
+                    "; quantize and convert process its tensors without running it, with ",
                     Option("tensors_only", value=True, job="convert"),
                 )
             ),
@@ -194,7 +194,7 @@ def _find_overridden_settings(
         if by.get(key) is not None:
             reason = f"states {format_value(by[key])}"
         else:
-            reason = "is used and does not have it"
+            reason = "is used and does not contain it"
         yield f"{name}.{key} {format_value(value)} is ignored: {_OLD} {reason}"
 
 

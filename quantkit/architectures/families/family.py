@@ -231,7 +231,7 @@ def read_config(
         )
     if rope_types is not None and rope.type not in rope_types:
         raise UnsupportedError(
-            "rope type is not one of this family's",
+            "rope type is not supported for this model family",
             path=settings.path,
             found=rope.type,
             expected=" or ".join(rope_types),

@@ -139,7 +139,7 @@ _GEMMA2 = Family(
             "logits without soft caps": lambda config: (
                 config.attention_softcap is None or config.logit_softcap is None
             ),
-            "layers none of which has a window": lambda config: keys.only_window(config) is None,
+            "the absence of sliding-window layers": lambda config: keys.only_window(config) is None,
         },
     ),
 )

@@ -244,7 +244,7 @@ def windows_of(
     """
     if window is None and any(windowed):
         raise CheckpointError(
-            "some layers have windows, and sliding_window none", path=settings.path
+            "some layers use a sliding window, but sliding_window is not set", path=settings.path
         )
     windows: list[int | None] = []
     for has_window in windowed:
@@ -274,7 +274,7 @@ def layer_types(settings: Settings, layers: int) -> list[str]:
     types = settings.strings(key)
     if len(types) != layers or set(types) - {FULL, SLIDING}:
         raise CheckpointError(
-            "layer_types does not fit the layers",
+            "layer_types does not match the layers",
             path=settings.path,
             found=format_value(types),
             expected=f"{FULL} or {SLIDING} for each of {layers}",

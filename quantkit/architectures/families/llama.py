@@ -201,7 +201,7 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     # A longer list is valid: transformers reads it by the number of a layer.
     if not _is_list_of_bits(listed) or len(listed) < count:
         raise CheckpointError(
-            f"{key} does not fit the layers",
+            f"{key} does not match the layers",
             path=settings.path,
             found=format_value(listed),
             expected=f"0 or 1 for each of {count}",
@@ -365,10 +365,10 @@ def _olmo_windows(settings: Settings) -> dict[str, Any]:
     ambiguous = has_windows and settings.has("rope_theta") and not has_window_base
     if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:
         raise UnsupportedError(
-            "readers differ on the rotary base of layers with a window",
+            "readers disagree on the rotary base of sliding-window layers",
             path=settings.path,
             found=f"rope_theta {settings.values['rope_theta']}",
-            expected="rope_parameters by kind of layer",
+            expected="rope_parameters for each layer type",
         )
     return values
 

@@ -135,7 +135,9 @@ class AwqLinear(GroupedCodec):
         rows, columns = shape
         if rows % _PER_WORD:
             return Reason(
-                "its outputs fill no whole words", found=rows, expected=f"a multiple of {_PER_WORD}"
+                "its outputs do not fill whole words",
+                found=rows,
+                expected=f"a multiple of {_PER_WORD}",
             )
         if self.scheme.group_size is not None and columns % self.scheme.group_size:
             return Reason(
@@ -190,7 +192,7 @@ class Awq(QuantMethod):
             if settings.has(key) and settings.string(key).lower() != "gemm":
                 raise make_unread_settings_error(
                     settings,
-                    "this layout of AWQ is not read",
+                    "this AWQ layout is not supported",
                     format_value(settings.values[key]),
                     "gemm",
                 )
@@ -199,7 +201,9 @@ class Awq(QuantMethod):
         size_key = "q_group_size" if settings.has("q_group_size") else "group_size"
         bits = settings.integer(bits_key, 1, 32)
         if bits != _BITS:
-            raise make_unread_settings_error(settings, "AWQ of these bits is not read", bits, _BITS)
+            raise make_unread_settings_error(
+                settings, "this bit width of AWQ is not supported", bits, _BITS
+            )
         size = settings.integer(size_key, -1, MAX_COLUMNS)
         if size > 0 and size % 8:
             raise make_unread_settings_error(
@@ -231,7 +235,7 @@ class Awq(QuantMethod):
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
             raise UnsupportedError(
-                "AWQ has one group size for a folder",
+                "AWQ supports only one group size per folder",
                 found=" and ".join(map(str, sizes)),
                 hint="write another format",
             )
@@ -239,9 +243,9 @@ class Awq(QuantMethod):
         for module in floats:
             for quantized_module in schemes:
                 if module in quantized_module:
-                    why = f"since '{module}', which is, is a part of its name"
+                    why = f"because its name contains that of '{module}', which is unquantized"
                     raise UnsupportedError(
-                        f"AWQ's readers take '{quantized_module}' for floats, {why}"
+                        f"AWQ's readers treat '{quantized_module}' as unquantized, {why}"
                     )
         dynamic: dict[str, Any] = {}
         for module in floats:
@@ -266,7 +270,7 @@ class Awq(QuantMethod):
         if embedding:
             return NO_EMBEDDING
         if scheme.bits != _BITS:
-            return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
+            return Reason("its bit width is not supported", found=scheme, expected="4 bits")
         return AwqLinear(scheme)
 
     def readers(
@@ -277,7 +281,7 @@ class Awq(QuantMethod):
             # Modules of floats add None, which any reader accepts.
             sizes.add(None if scheme is None else scheme.group_size)
         if not sizes <= _READ_SIZES:
-            return "what reads AWQ in such groups"
+            return "readers that support this group size of AWQ"
         readers = ["gptqmodel"]
         if schemes.get("lm_head") is None and "transformers" not in without:
             readers.append("transformers with gptqmodel")

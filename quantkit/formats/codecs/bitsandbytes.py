@@ -164,7 +164,8 @@ class FourBitWeight(DequantizedTensor):
         for value, expected_value in zip(values, _VALUES[kind], strict=True):
             if not abs(value - expected_value) <= _CLOSE:
                 self._refuse(
-                    "has a 'quant_map' of other values than its type's", format_value(list(values))
+                    "has a 'quant_map' that differs from that of its type",
+                    format_value(list(values)),
                 )
 
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
@@ -225,7 +226,7 @@ class FourBitWeight(DequantizedTensor):
         file = self._homes[tensor.name]
         if tensor.dtype != DType.UINT8 or len(tensor.shape) != 1 or tensor.nbytes > _STATE_BYTES:
             raise CheckpointError(
-                f"tensor '{tensor.name}' is no JSON in bytes",
+                f"tensor '{tensor.name}' is not JSON stored as bytes",
                 path=file.path,
                 found=f"{tensor.dtype} {list(tensor.shape)}",
                 expected=f"uint8, at most {_STATE_BYTES}",
@@ -239,7 +240,7 @@ class FourBitWeight(DequantizedTensor):
         state = Settings(parse_object(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
         kind = state.string("quant_type")
         if kind != self.kind.lower():
-            self._refuse("is of another type than its name says", kind, self.kind.lower())
+            self._refuse("has a different type than its name says", kind, self.kind.lower())
         return state
 
     def _shape(self, state: Settings) -> tuple[int, ...]:
@@ -248,19 +249,19 @@ class FourBitWeight(DequantizedTensor):
         except ValueError:
             state.wrong_type("shape", "a list of integers")
         if len(shape) != 2 or 0 in shape:
-            self._refuse("is no matrix", list(shape), "rows and columns")
+            self._refuse("is not a matrix", list(shape), "rows and columns")
         return shape
 
     def _read_even_size(self, state: Settings, key: str) -> int:
         size = state.integer(key, 2, _MAX_BLOCK)
         # Two codes share a byte, so only even blocks begin at a byte.
         if size % 2:
-            self._refuse(f"has a {key} that is odd", size)
+            self._refuse(f"has an odd {key}", size)
         return size
 
     def _read_nested_offset(self, state: Settings) -> float:
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
-            problem = f"tensor '{self._name}' has factors of a type that is not read"
+            problem = f"tensor '{self._name}' has nested scales of an unsupported type"
             raise make_unread_settings_error(state, problem, format_value(dtype), "float32")
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
@@ -269,13 +270,13 @@ class FourBitWeight(DequantizedTensor):
         # bitsandbytes can store the bytes under a float type (`bnb_4bit_quant_storage`).
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
-            problem = f"tensor '{weight.name}' is stored in a layout that is not read"
+            problem = f"tensor '{weight.name}' is stored in an unsupported layout"
             raise UnsupportedError(
                 problem, path=self.path, found=list(weight.shape), expected="one column"
             )
         if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
             self._refuse(
-                "does not hold the codes of its shape", f"{weight.nbytes} bytes", f"{expected}"
+                "has the wrong size for its shape", f"{weight.nbytes} bytes", f"{expected}"
             )
         return View(DType.UINT8, view.start, (expected,), (1,))
 
@@ -288,7 +289,7 @@ class FourBitWeight(DequantizedTensor):
                 described = "none"
             else:
                 described = f"{tensor.dtype} {list(tensor.shape)}"
-            problem = f"has a '{suffix[1:]}' that does not fit its state"
+            problem = f"has a '{suffix[1:]}' that does not match its state"
             self._refuse(problem, described, f"{' or '.join(dtypes)} [{count}]")
         return tensor
 
@@ -331,7 +332,7 @@ class EightBitWeight(DequantizedTensor):
             or scale.shape != weight.shape[:1]
         ):
             raise CheckpointError(
-                f"the scales of '{weight.name}' do not fit it",
+                f"the scales of '{weight.name}' do not match its shape",
                 path=self.path,
                 found=f"{scale.dtype} {list(scale.shape)}",
                 expected=f"one a row of {list(weight.shape)}",
@@ -385,7 +386,7 @@ def find_weight(
         return EightBitWeight(tensor, scale, stored.get(f"{module}.{_FORMAT}"), homes, dtype)
     if leaf == "weight" and tensor.dtype in (DType.INT8, DType.UINT8):
         raise CheckpointError(
-            f"tensor '{name}' lacks what says its values",
+            f"tensor '{name}' lacks its quantization state",
             path=homes[name].path,
             found=f"{tensor.dtype} {list(tensor.shape)}",
             expected=f"one of {METHOD}'s states, or {_SCB}",

@@ -53,7 +53,8 @@ class Reason:
 
 
 NO_EMBEDDING = Reason(
-    "it has codes of linears only, and this is the embedding", expected="an embedding of floats"
+    "the format quantizes only linear layers, and this is the embedding",
+    expected="an unquantized embedding",
 )
 
 
@@ -247,7 +248,7 @@ class CodeFormat:
         """
         if scheme.codes not in self.codes:
             return Reason(
-                "its codes are small floats",
+                "its quantized weights are small floats",
                 found=scheme,
                 expected=", ".join(map(str, self.schemes)),
             )
@@ -261,7 +262,7 @@ class CodeFormat:
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
         """Choose the codec of linears in a scheme, or of an embedding."""
-        return Reason("it is only read")
+        return Reason("the format can only be read, not written")
 
 
 def choose_codec(
@@ -342,14 +343,16 @@ class QuantMethod(CodeFormat):
         Raises:
             UnsupportedError: if the settings cannot state these schemes.
         """
-        raise UnsupportedError(f"{self.name} is only read", hint="write compressed-tensors")
+        raise UnsupportedError(
+            f"{self.name} can only be read, not written", hint="write compressed-tensors"
+        )
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         """Build the files next to config.json that repeat the settings."""
         return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
-        return Reason("it is only read")
+        return Reason("the format can only be read, not written")
 
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()

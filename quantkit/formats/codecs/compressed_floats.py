@@ -61,7 +61,8 @@ class SmallFloats(GroupedCodec):
         scale = raw.find(SCALE)
         if codes is None or scale is None:
             raise raw.make_damage_error(
-                f"the config quantizes '{raw.name}', but its codes or scales are missing"
+                f"the config quantizes '{raw.name}', but its quantized weights or scales are"
+                " missing"
             )
         # If the tensors differ from the architecture, they decide the shape.
         rows, columns = codes.shape if len(codes.shape) == len(expected.shape) else expected.shape

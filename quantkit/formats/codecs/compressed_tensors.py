@@ -81,7 +81,7 @@ _INT8 = QuantScheme(8, None)
 _GROUPED_BY = {Scales.TILES: "block", Scales.NESTED: "tensor_group"}
 _SMALL_FLOAT_SCALES = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 _SCALE_TYPES = {Scales.POWERS: "torch.uint8", Scales.NESTED: "torch.float8_e4m3fn"}
-_NO_FLOAT_EMBEDDING = Reason("no reader has an embedding in small floats", expected="int8")
+_NO_FLOAT_EMBEDDING = Reason("no reader supports an embedding in small floats", expected="int8")
 _VLLM_EMBEDDING = "vLLM does not load an embedding in this form (seen in 0.32)"
 
 
@@ -169,7 +169,7 @@ class CompressedTensors(QuantMethod):
             if any(codecs[name] != codec for name in names):
                 descriptions = [_describe_group(name, codecs[name]) for name in names]
                 raise CheckpointError(
-                    f"{settings.name} gives '{module}' two schemes",
+                    f"{settings.name} assigns two schemes to '{module}'",
                     path=settings.path,
                     found=" and ".join(descriptions),
                 )
@@ -193,7 +193,7 @@ class CompressedTensors(QuantMethod):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme.of_small_floats and scheme not in FLOAT_SCHEMES.values():
             return Reason(
-                "no reader has such groups of small floats",
+                "no reader supports small floats with this group size",
                 scheme.group_size,
                 ", ".join(FLOAT_SCHEMES),
             )
@@ -220,7 +220,9 @@ class CompressedTensors(QuantMethod):
             vllm.append("vLLM on GPUs" if self.not_on_cpu(code_schemes) else "vLLM")
         if has_embedding(schemes):
             vllm = [f"{name} (not tried)" for name in vllm]
-            return "; ".join([", ".join(vllm), "transformers 5.23 reads no packed embedding"])
+            return "; ".join(
+                [", ".join(vllm), "transformers 5.23 does not load a packed embedding"]
+            )
         if not all(scheme.symmetric for scheme in code_schemes):
             readers = ", ".join(["compressed-tensors' own decompressor", *vllm])
             return f"{readers}; transformers refuses packed zero points (seen in 5.23)"
@@ -239,12 +241,12 @@ class CompressedTensors(QuantMethod):
             if scheme.of_small_floats and (scheme, activations) != (FP8, fp8):
                 if activations in Activations.of(scheme)[:1]:
                     return f"{scheme}"
-                return f"{scheme} with such inputs"
+                return f"{scheme} with these activations"
             # For inputs of floats vLLM has no kernel of 8-bit weights on CPUs.
             if scheme.bits == 8 and not scheme.of_small_floats and activations is Activations.NONE:
-                return "8-bit weights alone"
+                return "8-bit weights without quantized activations"
             if scheme.bits == 4 and activations is fp8:
-                return "int4 with inputs in fp8"
+                return "int4 with fp8 activations"
         return None
 
     def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
@@ -262,9 +264,9 @@ class CompressedTensors(QuantMethod):
             )
         if tied:
             return Message(
-                "no other reader of compressed-tensors loads a quantized embedding that is the head"
-                " too (seen in transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp"
-                " and mlx-lm theirs (",
+                "no other reader of compressed-tensors loads a quantized embedding that is also the"
+                " head (seen in transformers 5.23, vLLM 0.32); quantkit does; llama.cpp and mlx-lm"
+                " load one in their own formats (",
                 Option("to"),
                 ")",
             )
@@ -272,7 +274,7 @@ class CompressedTensors(QuantMethod):
             return _VLLM_EMBEDDING
         return Message(
             "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on"
-            " CPUs; quantkit does, and transformers that of ",
+            " CPUs; quantkit does; transformers loads it with ",
             Option("to", value=_INT),
         )
 
@@ -297,7 +299,7 @@ class Int8Activations(CompressedTensors):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme == _INT8:
             return IntQuantized(scheme)
-        return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
+        return Reason("its readers support only int8 per row", found=scheme, expected=_INT8)
 
     def readers(
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
@@ -353,8 +355,8 @@ def _explain_activations(scheme: QuantScheme, activations: Activations) -> Reaso
         if activations in Activations.of(candidate):
             able.append(str(candidate))
     possible = " or ".join(Activations.of(scheme))
-    problem = f"no runtime multiplies it by activations in {activations} (by {possible})"
-    return Reason(problem, scheme, f"for activations in {activations}: {', '.join(able)}")
+    problem = f"no runtime multiplies it by {activations} activations (supported: {possible})"
+    return Reason(problem, scheme, f"for {activations} activations: {', '.join(able)}")
 
 
 def _build_settings(
@@ -580,7 +582,7 @@ def _codec(
     if form != _PACK and form not in _OF_BYTES:
         expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)), *_FP4_SCHEMES))
         raise make_unread_settings_error(
-            settings, "this compressed-tensors format is not read", form, expected
+            settings, "this compressed-tensors format is not supported", form, expected
         )
     codec = PackQuantized if form == _PACK else IntQuantized
     scheme = _scheme(weights)
@@ -596,7 +598,7 @@ def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
     if values != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
         raise make_unread_settings_error(
             weights,
-            "this compressed-tensors scheme is not read",
+            "this compressed-tensors scheme is not supported",
             format_value(values),
             format_value(expected),
         )
@@ -620,7 +622,7 @@ def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
         raise make_unread_settings_error(
-            weights, "this order of columns is not read", format_value(order)
+            weights, "this column order is not supported", format_value(order)
         )
     strategy = _strategy(weights)
     bits = weights.integer("num_bits", 1, 64)
@@ -632,7 +634,7 @@ def _scheme(weights: Settings) -> QuantScheme:
     if not is_read or weights.values.get("dynamic"):
         raise make_unread_settings_error(
             weights,
-            "this compressed-tensors scheme is not read",
+            "this compressed-tensors scheme is not supported",
             f"{kind}{bits} per {strategy}",
             "int4 or int8, per group, channel or tensor",
         )

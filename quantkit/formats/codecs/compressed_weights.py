@@ -128,10 +128,13 @@ class CompressedLinear(GroupedCodec):
         scheme = self.scheme
         if codes is None or scale is None:
             raise raw.make_damage_error(
-                f"the config quantizes '{raw.name}', but its codes or scales are missing"
+                f"the config quantizes '{raw.name}', but its quantized weights or scales are"
+                " missing"
             )
         if scale.dtype not in FLOATS:
-            raise raw.make_damage_error(f"the scales of '{raw.name}' are no floats", scale.dtype)
+            raise raw.make_damage_error(
+                f"the scales of '{raw.name}' are not stored in a float type", scale.dtype
+            )
         # Packed codes do not show how many columns there are.
         rows = codes.shape[0] if codes.shape else expected.shape[0]
         shape = (rows, expected.shape[1])
@@ -149,7 +152,11 @@ class CompressedLinear(GroupedCodec):
         if self._in_order(raw, shape[1]):
             return TensorSpec(expected.name, shape, scale.dtype, scheme)
         return TensorSpec(
-            expected.name, shape, expected.dtype, None, "compressed-tensors with act-order"
+            name=expected.name,
+            shape=shape,
+            dtype=expected.dtype,
+            scheme=None,
+            stored_as="compressed-tensors with act-order",
         )
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
@@ -250,7 +257,7 @@ class CompressedLinear(GroupedCodec):
         half = self.scheme.levels // 2
         if signed.numel() and not -half <= int(signed.min()) <= int(signed.max()) < half:
             raise raw.make_damage_error(
-                f"'{raw.name}' has codes outside its scheme",
+                f"'{raw.name}' has values outside the range of its scheme",
                 f"{int(signed.min())} to {int(signed.max())}",
                 f"{-half} to {half - 1}",
             )

@@ -155,12 +155,12 @@ def replace_quantized_tensors(
     for kind, count in kinds.items():
         notes.append(f"{count} weights in {kind} are read as {dtype}, by their own scales")
     if method in _NAMES and not kinds:
-        notes.append(f"the config names {method}, and no weight is stored so: all are floats")
+        notes.append(f"the config names {method}, but no weight is quantized")
     if _rounds_activations(settings):
-        notes.append("the config quantizes the inputs of linears too; here activations stay floats")
+        notes.append("the config also quantizes activations; quantkit does not")
     if skipped_scales:
         notes.append(
-            f"{skipped_scales} scales of activations are left out: activations stay floats"
+            f"{skipped_scales} scales of activations are left out: activations are not quantized"
         )
     carried = [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]
     if carried:
@@ -196,7 +196,7 @@ def _require_known_scales(
         if scale is None:
             continue
         if tensor.dtype == DType.INT8:
-            kind = "FP4, two codes in an int8"
+            kind = "FP4, two values in an int8"
         else:
             kind = "FP8"
         raise UnreadLayoutError(

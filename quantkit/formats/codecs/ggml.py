@@ -119,7 +119,7 @@ class BlockType:
         if self.layout is not None and value.block_scales is not None:
             if value.scale.dtype != torch.float16:
                 return Reason(
-                    "its scales are of another type",
+                    "its scales have a different type",
                     found=DType.of(value.scale.dtype),
                     expected="float16",
                 )
@@ -153,10 +153,10 @@ class BlockType:
         if self.layout is not None and scheme == self.scheme:
             return Reason(f"{self.type.block} does not divide its row", found=f"{columns} columns")
         if scheme.scales != self.scheme.scales:
-            return Reason("its scales are held otherwise", found=scheme, expected=self.scheme)
+            return Reason("its scales are stored differently", found=scheme, expected=self.scheme)
         if scheme.bits != self.scheme.bits:
             return Reason(
-                "its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits"
+                "its bit width is different", found=scheme, expected=f"{self.scheme.bits} bits"
             )
         if not scheme.symmetric:
             return Reason("it has zero points", found=scheme, expected="a symmetric scheme")

@@ -121,7 +121,7 @@ class Gptq(QuantMethod):
         common = ordered_schemes[0]
         for scheme in ordered_schemes:
             if scheme.symmetric != common.symmetric:
-                problem = "GPTQ has symmetric schemes or asymmetric ones in a folder, not both"
+                problem = "GPTQ does not support symmetric and asymmetric schemes in one folder"
                 raise UnsupportedError(problem, found=f"{common} and {scheme}")
         dynamic: dict[str, dict[str, int]] = {}
         for module in modules:
@@ -168,7 +168,7 @@ class Gptq(QuantMethod):
         """
         code_schemes = [scheme for scheme in schemes.values() if scheme is not None]
         if not {scheme.group_size for scheme in code_schemes} <= _READ_SIZES:
-            return "what reads GPTQ in such groups"
+            return "readers that support this group size of GPTQ"
         readers = ["gptqmodel"]
         block_schemes = {scheme for module, scheme in schemes.items() if module != "lm_head"}
         is_uniform = len(block_schemes) == 1 and schemes.get("lm_head") is None
@@ -193,7 +193,7 @@ def find_quantized_modules(
     """
     rotation = settings.values.get("rotation")
     if rotation:
-        problem = "models whose activations are rotated at run time are not read"
+        problem = "models whose activations are rotated at run time are not supported"
         hint = "quantize the float model without rotation"
         raise make_unread_settings_error(
             settings, problem, f"rotation {format_value(rotation)}", hint=hint
@@ -208,10 +208,10 @@ def find_quantized_modules(
     if not result and not any(name.endswith(f".{QWEIGHT}") for name in stored):
         problem = (
             f"{settings.name} names"
-            f" {format_value(settings.values.get('quant_method'))}, and no tensor is"
+            f" {format_value(settings.values.get('quant_method'))}, but no tensor is"
             " quantized"
         )
-        hint = f"if these are floats, take {settings.name} out of the config"
+        hint = f"if the model is unquantized, remove {settings.name} from the config"
         raise CheckpointError(problem, path=settings.path, hint=hint)
     return result
 
@@ -247,7 +247,7 @@ def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
     # 4 bits in groups of 128 are assumed where a key is missing; a null says that it is not known.
     bits = None if bits_key in settings.values else 4
     size = None if size_key in settings.values else 128
-    claim = Claim(layout, bits, size, symmetric, by_index)
+    claim = Claim(layout=layout, bits=bits, group_size=size, symmetric=symmetric, by_index=by_index)
     return claim.apply_settings(settings, bits_key, size_key)
 
 
@@ -269,7 +269,7 @@ def writers(settings: Mapping[str, Any]) -> set[str]:
 
 def _read_zero_point_version(settings: Settings) -> int | None:
     """Read the version of zero points that settings state; None if they do not."""
-    problem = "this layout of GPTQ is not read"
+    problem = "this GPTQ layout is not supported"
     for key in ("checkpoint_format", "format"):
         if settings.has(key):
             layout = settings.string(key).lower()
@@ -302,12 +302,14 @@ def _read_claim(claim: Claim, settings: Settings, required: Collection[str] = ()
         if words != "int32":
             raise make_unread_settings_error(
                 settings,
-                "codes are packed into other words than are read",
+                "this packing type of GPTQ is not supported",
                 format_value(words),
                 "int32",
             )
     if settings.values.get("adapter"):
-        raise make_unread_settings_error(settings, "adapters next to codes are not read")
+        raise make_unread_settings_error(
+            settings, "adapters stored with quantized weights are not supported"
+        )
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
@@ -401,14 +403,16 @@ class AutoRound(QuantMethod):
         if packing not in _PACKINGS:
             raise make_unread_settings_error(
                 settings,
-                "this packing of AutoRound is not read",
+                "this packing of AutoRound is not supported",
                 format_value(packing),
                 ", ".join(_PACKINGS),
                 _AS_GPTQ,
             )
         _require_weights_only(settings)
         if settings.values.get("rotation_config"):
-            raise make_unread_settings_error(settings, "rotated weights of AutoRound are not read")
+            raise make_unread_settings_error(
+                settings, "rotated weights of AutoRound are not supported"
+            )
         method, layout = _PACKINGS[packing]
         translated: dict[str, Any] = {}
         for key in ("bits", "group_size", "sym"):
@@ -434,7 +438,7 @@ class AutoRound(QuantMethod):
                         is_changed = is_changed or changes[name] != default
                 # In settings of AWQ, one scheme applies to all modules.
                 if method == "awq" and is_changed:
-                    problem = "AWQ of several schemes is not read"
+                    problem = "AWQ with several schemes is not supported"
                     description = f"{format_value(key)}: {format_value(changes)}"
                     raise make_unread_settings_error(
                         settings, problem, description, "one scheme", _AS_GPTQ
@@ -461,14 +465,14 @@ def _require_weights_only(settings: Settings) -> None:
         if kind != "int":
             raise make_unread_settings_error(
                 settings,
-                "AutoRound's weights are of a type that is not read",
+                "this weight type of AutoRound is not supported",
                 format_value(kind),
                 "int",
             )
     if settings.has("act_bits"):
         bits = settings.integer("act_bits", 1, 32)
         if bits < _FLOAT_BITS:
-            problem = "AutoRound's activations of few bits are not read"
+            problem = "quantized activations of AutoRound are not supported"
             raise make_unread_settings_error(
                 settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits"
             )

@@ -104,7 +104,13 @@ class GptqLinear(GroupedCodec):
                 stored_as = f"GPTQ in groups of {unit}"
             else:
                 stored_as = "GPTQ with act-order"
-            return TensorSpec(expected.name, expected.shape, expected.dtype, None, stored_as)
+            return TensorSpec(
+                name=expected.name,
+                shape=expected.shape,
+                dtype=expected.dtype,
+                scheme=None,
+                stored_as=stored_as,
+            )
         # A single group is a row, unless the settings state a group of exactly that length.
         is_row = packed.groups == 1 and (self.group_size != packed.columns or unit % 8)
         scheme = QuantScheme(self.bits, None if is_row else unit, symmetric)
@@ -154,7 +160,7 @@ class GptqLinear(GroupedCodec):
         for axis, size in zip(("outputs", "inputs"), shape, strict=True):
             if size % per_word:
                 return Reason(
-                    f"its {axis} fill no whole words",
+                    f"its {axis} do not fill whole words",
                     found=size,
                     expected=f"a multiple of {per_word}",
                 )
@@ -294,7 +300,7 @@ def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
     """
     if len(expected.shape) != 2 or 0 in expected.shape:
         raise raw.make_unsupported_error(
-            f"'{raw.name}' is no matrix, and has codes", list(expected.shape)
+            f"'{raw.name}' is quantized, but is not a matrix", list(expected.shape)
         )
     missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
     if missing:
@@ -308,6 +314,8 @@ def scales_dtype(raw: RawModule) -> DType:
     assert scales is not None
     if scales.dtype not in FLOATS:
         raise raw.make_unsupported_error(
-            f"tensor '{scales.name}' holds no floats", scales.dtype, " or ".join(FLOATS)
+            f"tensor '{scales.name}' is not stored in a float type",
+            scales.dtype,
+            " or ".join(FLOATS),
         )
     return scales.dtype

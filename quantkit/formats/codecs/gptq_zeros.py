@@ -121,7 +121,7 @@ def _has_borrowed_zeros(raw: RawModule, packed: Packed) -> bool:
         group, word = destroyed.nonzero()[0].tolist()
         raise raw.make_unsupported_error(
             f"the zero points of '{raw.name}' were destroyed when they were packed: a zero point of"
-            " 0 has become -1 and filled the word, as AutoGPTQ does",
+            " 0 became -1 and overwrote the word, as AutoGPTQ does",
             f"{int(destroyed.sum())} such words, the first for group {group} of output"
             f" {word * packed.per_word}",
             hint="quantize the float model again",
@@ -195,8 +195,8 @@ class Version:
         self._borrow_noted = True
         raw.note(
             f"zero points stored as {2**packed.bits - 1}, the first in '{raw.name}', are read as"
-            " GPTQModel packs 0, with a borrow from the next output's; if their writer packs each"
-            " separately, it is 1 less, which is not detectable"
+            " GPTQModel packs 0, with a borrow from the next output; if the writer packs each"
+            " separately, it is 1 less, which cannot be detected"
         )
 
     def _determine_version(self, raw: RawModule) -> int:
@@ -221,20 +221,20 @@ class Version:
             # If nothing shows the version, it is the first.
             result = inferred or self._of_constants(raw, list(packings)) or 1
             if result != 1:
-                unknown = "its settings do not say of which of GPTQ's versions zero points are"
-                raw.note(f"{unknown}; they are of version {result}, and are read so")
+                unknown = "its settings do not state the GPTQ version of the zero points"
+                raw.note(f"{unknown}; they have version {result}, and are read as such")
             return result
         if inferred in (None, self._config_version):
             return self._config_version
         assert inferred is not None
-        lies = f"its settings say that zero points are of GPTQ's version {self._config_version}, "
+        lies = f"its settings say that zero points have GPTQ version {self._config_version}, "
         if WRITER in self._writers:
             raw.note(
-                f"{lies}and are read so, as {WRITER} wrote them, but its codes fit version"
+                f"{lies}and are read as such, as {WRITER} wrote them, but the weights fit version"
                 f" {inferred}"
             )
             return self._config_version
-        raw.note(f"{lies}but they are of version {inferred}, and are read so")
+        raw.note(f"{lies}but they have version {inferred}, and are read as such")
         return inferred
 
     def _of_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
@@ -258,9 +258,9 @@ class Version:
 
 
 def _disagree(raw: RawModule, name: str) -> CheckpointError:
-    problem = f"the zero points of '{name}' have another GPTQ version than others of the folder"
+    problem = f"the zero points of '{name}' have a different GPTQ version than others in the folder"
     return raw.make_damage_error(
-        problem, "version 1", "one version", "there are files of two models"
+        problem, "version 1", "one version", "the folder has files of two models"
     )
 
 

@@ -228,7 +228,7 @@ class Affine(GroupedCodec):
         for leaf in _LEAVES:
             tensor = raw.find(leaf)
             if tensor is None:
-                expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
+                expected = " and ".join(_LEAVES[1:]) + " along with MLX's quantized weights"
                 raise raw.make_damage_error(
                     f"tensor '{raw.name}.{leaf}' is missing", expected=expected
                 )
@@ -253,9 +253,9 @@ class Affine(GroupedCodec):
         if not (shapes_fit and dtypes_fit and sizes_fit):
             descriptions = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
             raise raw.make_damage_error(
-                f"the tensors of '{raw.name}' do not fit together as MLX's",
+                f"the tensors of '{raw.name}' do not have matching MLX shapes and types",
                 ", ".join(descriptions),
-                f"codes, scales and biases of {list(shape)}",
+                f"quantized weights, scales and biases for {list(shape)}",
             )
         bits = width * 32 // columns
         group_size = columns // groups
@@ -333,8 +333,8 @@ class Mlx(QuantMethod):
             module, _, leaf = name.rpartition(".")
             if leaf == _SCALES and module not in result and f"{module}.{_BIASES}" in stored:
                 problem = (
-                    f"'{module}' is quantized by MLX, and is no module of an architecture that is"
-                    " read so"
+                    f"'{module}' is quantized by MLX, but is not a module of a supported"
+                    " architecture"
                 )
                 raise make_unread_settings_error(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
         return result
@@ -365,7 +365,7 @@ class Mlx(QuantMethod):
         has_scales = has_minima or scheme.scales is Scales.FLOATS
         if scheme.bits not in _READ_BITS or not has_scales or scheme.of_small_floats:
             return Reason(
-                "MLX has no such codes and scales",
+                "MLX does not support this scheme",
                 found=scheme,
                 expected=", ".join(map(str, self.schemes)),
             )
@@ -390,7 +390,7 @@ def _read_module_codec(settings: Settings) -> Affine:
 def _require_affine(settings: Settings) -> None:
     mode = settings.string("mode") if settings.has("mode") else _AFFINE
     if mode != _AFFINE:
-        problem = f"{settings.name} names a mode of MLX that is not read"
+        problem = f"{settings.name} names an MLX mode that is not supported"
         raise make_unread_settings_error(
             settings, problem, format_value(mode), _AFFINE, FLOAT_MODEL
         )
@@ -403,7 +403,7 @@ def _choose_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
         if not size % group_size:
             return group_size
     return Reason(
-        "MLX has no groups that divide it",
+        "no group size of MLX divides it",
         found=f"{scheme} of {size} columns",
         expected="32, 64 or 128",
     )
@@ -431,7 +431,7 @@ def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
     point = zero.expand(scale.shape)[wrong][0].item()
     dtype = DType.of(scale.dtype)
     return Reason(
-        f"{dtype} does not hold the offset of a group",
+        f"{dtype} cannot represent the offset of a group",
         f"-{point} steps of {step:g}",
         "an offset that is exact in the type of the scales",
         () if lost.any() else _EXACT_OFFSETS[dtype],

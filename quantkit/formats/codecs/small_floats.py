@@ -206,7 +206,7 @@ def _grid(
     else:
         size = f" in blocks of {block[0]} x {block[1]}"
     raise UnsupportedError(
-        f"the scales of '{weight.name}' do not fit it",
+        f"the scales of '{weight.name}' do not match its shape",
         path=path,
         found=f"{scale.dtype} {list(scale.shape)}",
         expected=f"one for the tensor, one a row, or a grid, of {list(weight.shape)}{size}",
@@ -241,7 +241,7 @@ class Mxfp4Weight(DequantizedTensor):
         is_stack = len(blocks.shape) == 4 and blocks.shape[-1] == _BYTES
         if not is_stack or scales.shape != blocks.shape[:-1]:
             raise UnsupportedError(
-                f"the scales of '{blocks.name}' do not fit it",
+                f"the scales of '{blocks.name}' do not match its shape",
                 path=homes[blocks.name].path,
                 found=list(scales.shape),
                 expected=(

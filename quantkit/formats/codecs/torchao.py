@@ -152,7 +152,7 @@ class _Weight:
         described = Settings(parse_object(text, raw.path), raw.path, name)
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
-            problem = f"'{raw.name}' is a tensor of torchao that is not read"
+            problem = f"'{raw.name}' is a torchao tensor of an unsupported type"
             raise raw.make_unsupported_error(
                 problem,
                 format_value(kind),
@@ -217,9 +217,9 @@ class _Weight:
                 if tensor is not None:
                     descriptions.append(f"{tensor.dtype} {list(tensor.shape)}")
             raise raw.make_damage_error(
-                f"the tensors of '{raw.name}' do not fit together as an {kind}",
+                f"the tensors of '{raw.name}' do not have matching shapes and types for an {kind}",
                 ", ".join(descriptions),
-                f"codes, scales and zero points of {list(shape)} in blocks of"
+                f"quantized weights, scales and zero points for {list(shape)} in blocks of"
                 f" {format_value(list(block))}",
             )
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, block_rows == 1)
@@ -248,7 +248,7 @@ class _Weight:
         codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle
         if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
             raise self.raw.make_damage_error(
-                f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4"
+                f"tensor '{self.raw.name}.{_CODES}' contains values outside the range of int4"
             )
         return codes
 
@@ -277,7 +277,9 @@ class _Weight:
             in_range = (shifted >= 0) & (shifted < 1 << self.bits)
             if bool(((shifted == shifted.round()) & in_range).all()):
                 return shifted.to(torch.uint8)
-        raise self.raw.make_unsupported_error(f"zero points of '{self.raw.name}' are not codes")
+        raise self.raw.make_unsupported_error(
+            f"zero points of '{self.raw.name}' are not integers in the range of its weights"
+        )
 
 
 class TorchAo(QuantMethod):

@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 # columns.
 _HEAD_ROWS = 64
 _UNREAD = {
-    "bloom": ("query_key_value", "codes, and vLLM's BLOOM reorders its rows when it loads it"),
+    "bloom": ("query_key_value", "quantized, but vLLM's BLOOM reorders its rows when it loads it"),
     "gpt_oss": (
         "experts",
         (

@@ -72,7 +72,7 @@ class GptFast(Container):
         """
         if kind == _INT4:
             problem = (
-                "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
+                "gpt-fast's int4 files have a layout for one GPU kernel, which is not supported"
             )
             file_name = next(path.glob(_FILES[kind])).name
             expected = " or ".join(list(_FILES.values())[:2])
@@ -179,8 +179,8 @@ class GptFastCheckpoint:
             return config
         # The int8 script quantizes the head, but not the embedding.
         self.notes.append(
-            f"{self._file.path}: the head is {head.dtype} and no longer the embedding; it is kept"
-            " apart"
+            f"{self._file.path}: the head is {head.dtype} and no longer equals the embedding; it is"
+            " kept separate"
         )
         return replace(config, tied_embeddings=False)
 
@@ -195,7 +195,7 @@ class GptFastCheckpoint:
                 continue
             has_float_scales = scales.dtype in FLOATS and scales.shape == weight.shape[:1]
             if weight.dtype != DType.INT8 or not has_float_scales:
-                problem = f"the scales of '{name}' do not go with it"
+                problem = f"the scales of '{name}' do not match it"
                 description = (
                     f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}"
                 )
@@ -229,7 +229,7 @@ def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
             raise UnsupportedError(
-                "gpt-fast has no name for a tensor of this model",
+                "gpt-fast does not support this model",
                 path=path,
                 found=parameter.name,
                 expected="a model like Llama",

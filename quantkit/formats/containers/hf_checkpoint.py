@@ -211,7 +211,7 @@ class HFCheckpoint:
         for name in other_names:
             del self._stored[name]
             del self._files[name]
-        note = f"the text part of {format_value(raw['model_type'])} is run, it takes no images"
+        note = f"only the text part of {format_value(raw['model_type'])} is run, without images"
         self.notes.append(Message(f"{self.path}: ", note))
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
@@ -285,7 +285,13 @@ class HFCheckpoint:
     def info(self, name: str) -> TensorSpec:
         tensor, place = self._places[name]
         stored = self._disk_specs[tensor.name]
-        return TensorSpec(name, place.shape, stored.dtype, stored.scheme, stored.stored_as)
+        return TensorSpec(
+            name=name,
+            shape=place.shape,
+            dtype=stored.dtype,
+            scheme=stored.scheme,
+            stored_as=stored.stored_as,
+        )
 
     def files(self) -> list[SourceFile]:
         scales = () if self.kv_cache is None else self.kv_cache.tensors.values()
@@ -520,7 +526,7 @@ class HFCheckpoint:
         if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
-            problem = f"tie_word_embeddings is true, yet {head} differs from the embedding"
+            problem = f"tie_word_embeddings is true, but {head} differs from the embedding"
             hint = "set tie_word_embeddings to false if the head was trained separately"
             raise CheckpointError(problem, path=self._config_path, hint=hint)
         del self._stored[head]
@@ -539,8 +545,8 @@ class HFCheckpoint:
                 raw.require(part, spec.scheme or spec.stored_as)
                 stored.pop(part.name, None)
             if name in stored:
-                problem = f"'{raw.name}' is there in floats and quantized"
-                expected = "only its codes and scales"
+                problem = f"'{raw.name}' is stored both unquantized and quantized"
+                expected = "only its quantized weights and scales"
                 raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
         self.notes += self._float_notes(joined)
@@ -566,5 +572,7 @@ class HFCheckpoint:
                 stored_as = home.stored_as
             else:
                 stored_as = None
-            specs[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
+            specs[name] = TensorSpec(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, scheme=None, stored_as=stored_as
+            )
         return specs | joined

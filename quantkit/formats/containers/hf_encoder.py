@@ -210,7 +210,7 @@ def _plan_units(
         part = None if spec.scheme is None else _cut_tile(tensor, spec.scheme)
         if part is not None:
             reason = Reason(
-                f"its rows lie within a larger tensor, and {TILE} does not divide them",
+                f"its rows are part of a larger tensor and are not a multiple of {TILE}",
                 part.shape[0],
             )
             raise reason.error(part.name, method.name)

@@ -93,7 +93,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     for name, file_name in (weight_map or {}).items():
         if name not in headers.tensors:
             expected = f"as {index.name} says"
-            hint = "the index is stale or the shard is another model's"
+            hint = "the index is stale or the shard belongs to another model"
             raise CheckpointError(
                 f"lacks tensor '{name}'", path=folder / file_name, expected=expected, hint=hint
             )
@@ -112,7 +112,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
                 del headers.tensors[name]
                 del headers.files[name]
     if not headers.tensors:
-        raise CheckpointError("holds no tensors", path=folder)
+        raise CheckpointError("contains no tensors", path=folder)
     return headers
 
 
@@ -137,7 +137,7 @@ def _check_copies(
                 f"tensor '{name}' differs from that of {listed_file.path.name},"
                 " which the index names",
                 path=file.path,
-                hint="readers differ in which of them they take: remove the wrong one",
+                hint="readers differ in which of them they load: remove the wrong one",
             )
     if not copies:
         return []

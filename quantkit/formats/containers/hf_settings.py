@@ -95,10 +95,10 @@ def _make_algorithm_error(algorithm: object, path: str) -> UnsupportedError:
         # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
         hint = (
             f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors'"
-            " nvfp4-pack-quantized; vLLM and TensorRT-LLM run this folder as it is"
+            " nvfp4-pack-quantized; vLLM and TensorRT-LLM run this folder unchanged"
         )
     return UnsupportedError(
-        "this algorithm of Model Optimizer is not read",
+        "this algorithm of Model Optimizer is not supported",
         path=path,
         found=format_value(algorithm),
         expected=_FLOAT8,

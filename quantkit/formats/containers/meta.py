@@ -111,10 +111,10 @@ class Meta(Container):
             difference = first_difference(written_tokenizer, used_tokenizer, gate_texts().values())
             if difference is not None:
                 raise CheckpointError(
-                    "tokenizer.model is another tokenizer than tokenizer.json",
+                    "tokenizer.model and tokenizer.json are different tokenizers",
                     path=original,
                     found=f"a difference in {difference}",
-                    hint="remove the one that is not the model's",
+                    hint="remove the one that does not belong to the model",
                 )
         files.update(present(folder, names + LICENSES))
         return with_templates(files, output.templates, in_settings=not has_original)
@@ -126,7 +126,7 @@ class Meta(Container):
         folder = find_text_folder(output.source.path)
         if output.tokenizer is None or (folder / _TOKENIZER).is_file():
             return []
-        return [f"{folder}: has no tokenizer.model; tokenizer.json is written in its place"]
+        return [f"{folder}: has no tokenizer.model; tokenizer.json is written instead"]
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -168,7 +168,7 @@ class MetaCheckpoint:
         self._check()
         factor = find_assumed_rope_factor(params, self.config)
         if factor is not None:
-            note = "does not say rope_scaling_factor"
+            note = "does not set rope_scaling_factor"
             version = "3.1" if factor == 8 else "3.2"
             self.notes.append(
                 f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}"
@@ -238,7 +238,7 @@ class MetaCheckpoint:
                 expected = holders[0].read(stored_name, piece_part)
                 if not expected.equal(holder.read(stored_name, piece_part)):
                     problem = (
-                        f"tensor '{stored_name}' must be the same in every shard that holds it and"
+                        f"tensor '{stored_name}' must be the same in every shard that has it, but"
                         " is not"
                     )
                     raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
@@ -253,7 +253,7 @@ class MetaCheckpoint:
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             difference = sorted(set(first_shard) ^ set(shard))
             if difference:
-                problem = f"holds other tensors than {self._paths[0].name}"
+                problem = f"contains different tensors than {self._paths[0].name}"
                 stray = f"'{difference[0]}' in one"
                 raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
             for name in weights:
@@ -265,7 +265,7 @@ class MetaCheckpoint:
                     else:
                         property_name = "shape"
                     raise CheckpointError(
-                        f"tensor '{name}' has another {property_name} than in"
+                        f"tensor '{name}' has a different {property_name} than in"
                         f" {self._paths[0].name}",
                         path=path,
                         found=f"{tensor.dtype} {list(tensor.shape)}",
@@ -293,7 +293,7 @@ class MetaCheckpoint:
         dtype = self._stored[_QUERY].dtype
         if dtype not in FLOATS:
             raise UnsupportedError(
-                "weights are not stored as floats", path=self._paths[0], found=dtype
+                "weights are not stored in a float type", path=self._paths[0], found=dtype
             )
         settings = Settings(params, params_path)
         # Query rows over all shards, unless the params have another size of heads.

@@ -62,7 +62,7 @@ class MetaEncoder(Encoder):
         return list(self._zips)
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
-        assert isinstance(value, Tensor), "Meta's format holds floats only"
+        assert isinstance(value, Tensor), "Meta's format does not support quantized weights"
         parameter = self._parameters[self.planned[index].name]
         if parameter.rotary:
             value = to_interleaved(value, self._config.head_dim)

@@ -101,7 +101,7 @@ def build_config(
         )
     if keys.has("vocab_size") and keys.integer("vocab_size", 1, Limits.width) != embedding[0]:
         raise CheckpointError(
-            f"{architecture.name}.vocab_size does not fit the embedding",
+            f"{architecture.name}.vocab_size does not match the embedding",
             path=str(path),
             found=keys.values["vocab_size"],
             expected=embedding[0],
@@ -299,7 +299,7 @@ def _windows(
     if isinstance(pattern, list):
         if len(pattern) != layers or not all(flag in (0, 1) for flag in pattern):
             raise CheckpointError(
-                f"{keys.name}.{_PATTERN} does not fit the layers",
+                f"{keys.name}.{_PATTERN} does not match the layers",
                 path=keys.path,
                 found=format_value(pattern),
                 expected=f"0 or 1 for each of {layers}",
@@ -314,7 +314,7 @@ def _windows(
         return window, windowed
     if architecture.default_window is not None:
         raise UnsupportedError(
-            f"llama.cpp does not load {architecture.name} models without windows",
+            f"llama.cpp does not load {architecture.name} models without sliding windows",
             path=keys.path,
             found=(
                 f"{_WINDOW} {format_value(keys.values.get(_WINDOW))},"
@@ -388,8 +388,8 @@ def _ropes_by_layer(
         base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
     if architecture.one_rotary_base and base != raw["rope_theta"]:
         raise UnsupportedError(
-            f"llama.cpp does not compute another rotary base of layers with a window of {keys.name}"
-            " models",
+            "llama.cpp does not support a separate rotary base for sliding-window layers in"
+            f" {keys.name} models",
             path=keys.path,
             found=f"{WINDOWED_BASE} {base:g}",
             expected=f"{raw['rope_theta']:g}",
@@ -414,7 +414,8 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
             widths.add(window)
     if len(widths) > 1:
         raise UnsupportedError(
-            "GGUF cannot hold windows of several widths", found=format_value(sorted(widths))
+            "GGUF does not support sliding windows of different sizes",
+            found=format_value(sorted(widths)),
         )
     windowed = [window is not None for window in config.windows]
     layers = config.num_layers
@@ -431,7 +432,7 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
         if windowed == _by_period(period, layers):
             return {**keys, _PATTERN: period}
     raise UnsupportedError(
-        "llama.cpp does not support this order of layers with windows",
+        "llama.cpp does not support this order of sliding-window layers",
         found=format_value(windowed),
     )
 
@@ -451,7 +452,7 @@ def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> N
         refused.append("heads whose total width is not the hidden size")
     if config.experts is not None and config.experts.normalized != architecture.normalized:
         refused.append(
-            f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1"
+            f"routing weights that {'do not ' if architecture.normalized else ''}add up to 1"
         )
     if config.clip_qkv is not None:
         refused.append("clipped queries, keys and values")
@@ -460,7 +461,7 @@ def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> N
             refused.append(description)
     if refused:
         raise UnsupportedError(
-            f"llama.cpp does not compute {refused[0]} of {architecture.name} models"
+            f"llama.cpp does not support {refused[0]} in {architecture.name} models"
         )
 
 
@@ -492,7 +493,9 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
     # Numbers are rounded to float32 on both sides, so that only real differences count.
     if _round_floats(config_read_back) != _round_floats(config):
         differences = config_read_back.differences(config) or ["its layers"]
-        raise UnsupportedError("GGUF cannot hold all of the model's config", found=differences[0])
+        raise UnsupportedError(
+            "GGUF cannot represent all of the model's config", found=differences[0]
+        )
 
 
 def _as_stored(value: Any) -> Any:

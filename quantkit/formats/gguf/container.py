@@ -121,7 +121,7 @@ class Gguf(Container):
 
         config = output.config
         if output.tokenizer is None:
-            problem = "the source has no tokenizer, and llama.cpp loads no model without one"
+            problem = "the source has no tokenizer, and llama.cpp does not load a model without one"
             hint = "put the tokenizer's files into the folder of the weights"
             raise UnsupportedError(problem, path=output.source.path, hint=hint)
         texts, _ = _text_metadata(output)
@@ -307,7 +307,13 @@ class GgufCheckpoint:
     def info(self, name: str) -> TensorSpec:
         tensor, place = self._places[name]
         spec = self._spec(tensor)
-        return TensorSpec(name, place.shape, spec.dtype, spec.scheme, spec.stored_as)
+        return TensorSpec(
+            name=name,
+            shape=place.shape,
+            dtype=spec.dtype,
+            scheme=spec.scheme,
+            stored_as=spec.stored_as,
+        )
 
     def files(self) -> list[SourceFile]:
         return [header.source for header in self._headers]
@@ -340,7 +346,13 @@ class GgufCheckpoint:
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value
-        return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
+        return TensorSpec(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=self._floats_as,
+            scheme=None,
+            stored_as=stored_as,
+        )
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
         """Return whether a tensor is the embedding or the head in integers that are no codes, and
@@ -361,11 +373,11 @@ class GgufCheckpoint:
         for name, tensor in self._stored.items():
             is_quantized = tensor.type not in FLOATS
             if tensor.type in NOT_READ or (is_quantized and len(tensor.shape) == 1):
-                problem = f"tensor '{name}' is of a type that is not read"
+                problem = f"tensor '{name}' has an unsupported type"
                 raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
             if is_quantized and version != _QUANTIZATION_VERSION:
                 raise UnsupportedError(
-                    "is quantized by unknown rules",
+                    "has unknown quantization rules",
                     path=self.path,
                     found=f"general.quantization_version {format_value(version)}",
                     expected=_QUANTIZATION_VERSION,

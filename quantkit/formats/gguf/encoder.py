@@ -193,11 +193,9 @@ class GgufEncoder(ShardedEncoder[_Written]):
             ResumeError: if they differ.
         """
         if state is not None and state != self.state():
-            problem = (
-                "the interrupted run had another tokenizer, chat template or name of the model"
-            )
+            problem = "the interrupted run had a different tokenizer, chat template or model name"
             raise ResumeError(
-                problem, hint="repeat its command, or remove what it left and start anew"
+                problem, hint="repeat its command, or remove its output and start again"
             )
 
     def _encode_unit(

@@ -56,7 +56,7 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
         for sharing in sharing_families().values():
             model_types += [supported_family.model_type for supported_family in sharing]
         raise UnsupportedError(
-            "the architecture is not written as GGUF",
+            "this architecture cannot be written as GGUF",
             found=config.architecture,
             expected=", ".join(sorted(model_types)),
         )
@@ -116,7 +116,7 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     assert role is not None
     if role not in GGUF:
         raise UnsupportedError(
-            "the architecture is not written as GGUF", found=f"'{parameter.name}'"
+            "this architecture cannot be written as GGUF", found=f"'{parameter.name}'"
         )
     return f"{GGUF[role].format(layer=parameter.layer)}.{parameter.leaf}"
 

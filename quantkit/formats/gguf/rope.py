@@ -60,11 +60,11 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
         windowed = config.window_rope or rope
         if windowed.type != "default":
             raise _make_unsupported_error(
-                architecture, "rope scaling of layers with a window", windowed.type
+                architecture, "rope scaling of sliding-window layers", windowed.type
             )
         if architecture.one_rotary_base and windowed.theta != rope.theta:
             raise _make_unsupported_error(
-                architecture, "another rotary base of layers with a window", windowed.theta
+                architecture, "a separate rotary base for sliding-window layers", windowed.theta
             )
         keys[WINDOWED_BASE] = float(windowed.theta)
     if rope.type == "default":
@@ -137,7 +137,7 @@ def read_rope(
         rotated = head_dim
     if rotated > head_dim or (rotated != head_dim and not architecture.partial_rotary):
         raise CheckpointError(
-            f"{architecture.name}.{count_key} does not fit the heads",
+            f"{architecture.name}.{count_key} does not match the head size",
             path=keys.path,
             found=rotated,
             expected=head_dim,
@@ -146,7 +146,7 @@ def read_rope(
         in_range = all(SCALE[0] <= value <= SCALE[1] for value in values)
         if len(values) != rotated // 2 or not in_range:
             raise CheckpointError(
-                f"tensor '{name}' does not fit the heads",
+                f"tensor '{name}' does not match the head size",
                 path=keys.path,
                 found=format_value(list(values)),
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
@@ -361,5 +361,5 @@ def _make_unsupported_error(
     architecture: GgufArchitecture, feature: str, value: object
 ) -> UnsupportedError:
     return UnsupportedError(
-        f"llama.cpp does not compute {feature} of {architecture.name} models", found=value
+        f"llama.cpp does not support {feature} in {architecture.name} models", found=value
     )

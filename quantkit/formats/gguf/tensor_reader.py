@@ -41,7 +41,9 @@ def read_place(
         if offset:
             return (floats.float() - offset).to(floats.dtype)
         return floats
-    rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
+    rows = GgmlRows(
+        file=file, view=view, type=kind, coded=spec.scheme is not None, dtype=spec.dtype
+    )
     if place.expert is None:
         return decode(rows, None, spec, tensor, place, part)
     expert_spec = replace(spec, shape=spec.shape[1:])

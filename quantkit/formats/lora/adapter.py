@@ -123,9 +123,9 @@ class Adapter:
         tensor: torch.Tensor = self._file.read(key, part)
         if not (self._allow_nonfinite or torch.isfinite(tensor).all()):
             raise NonFiniteError(
-                f"tensor '{key}' of the adapter holds NaN or Inf",
+                f"tensor '{key}' of the adapter contains NaN or Inf",
                 path=self.file,
-                hint=Message(Option("allow_nonfinite", value=True), " merges it all the same"),
+                hint=Message(Option("allow_nonfinite", value=True), " merges it anyway"),
             )
         return tensor
 
@@ -153,7 +153,9 @@ class Adapter:
         for key, tensor in self._file.tensors.items():
             if tensor.dtype not in STORED_FLOATS:
                 raise UnsupportedError(
-                    f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype
+                    f"tensor '{key}' is not stored in a float type",
+                    path=self.file,
+                    found=tensor.dtype,
                 )
             name = key.removeprefix(_PREFIX)
             suffix = _find_role_suffix(name)
@@ -163,7 +165,7 @@ class Adapter:
                 use = _ROLES[suffix]
             elif "lora_" in name or ".modules_to_save." in name:
                 raise UnsupportedError(
-                    f"tensor '{key}' is of a kind that is not merged",
+                    f"tensor '{key}' is of a kind that cannot be merged",
                     path=self.file,
                     hint=(
                         "if the state dict of a training run was saved, such as '.default.weight',"
@@ -185,7 +187,7 @@ class Adapter:
         for module_name, keys_by_role in keys_by_module.items():
             self.modules[module_name] = self._build_module(module_name, keys_by_role)
         if not self.modules and not self.replaced:
-            raise CheckpointError("holds no tensors", path=self.file)
+            raise CheckpointError("contains no tensors", path=self.file)
 
     def _build_module(self, name: str, parts: Mapping[str, str]) -> LoraModule:
         """Check that a module has all its tensors, in shapes that fit each other."""
@@ -206,12 +208,12 @@ class Adapter:
                 expected=_list_suffixes(expected_roles),
             )
         module = LoraModule(
-            name,
-            parts[f"{start}down"],
-            parts[f"{start}up"],
-            parts.get("bias"),
-            parts.get("magnitude"),
-            is_embedding,
+            name=name,
+            down=parts[f"{start}down"],
+            up=parts[f"{start}up"],
+            bias=parts.get("bias"),
+            magnitude=parts.get("magnitude"),
+            is_embedding=is_embedding,
         )
         rank = self.config.rank_of(name)
         down_shape = self.shape(module.down)
@@ -219,18 +221,18 @@ class Adapter:
         # The matrices of a convolution have more axes.
         if len(down_shape) != 2 or len(up_shape) != 2:
             raise UnsupportedError(
-                f"tensor '{module.down}' is not of a linear or an embedding",
+                f"tensor '{module.down}' does not belong to a linear layer or an embedding",
                 path=self.file,
                 found=f"{list(down_shape)} and {list(up_shape)}",
             )
         for key, size in ((module.down, down_shape[0]), (module.up, up_shape[1])):
             if size != rank:
                 raise CheckpointError(
-                    f"tensor '{key}' has another rank than the settings",
+                    f"tensor '{key}' has a different rank than the settings",
                     path=self.file,
                     found=size,
                     expected=f"{rank}, by {NAME}",
-                    hint="the two files are of different adapters",
+                    hint="the two files belong to different adapters",
                 )
         # Both have one value per row of B.
         output_shape = up_shape[:1]
@@ -245,10 +247,10 @@ class Adapter:
         setting = self.config.targets.find_exclusion(name)
         if setting is not None:
             raise CheckpointError(
-                f"module '{name}' has tensors, and '{setting}' excludes it: PEFT does not load"
+                f"module '{name}' has tensors, but '{setting}' excludes it: PEFT does not load"
                 " them",
                 path=self.file,
-                hint="the two files are of different adapters",
+                hint="the two files belong to different adapters",
             )
         return module
 
@@ -326,7 +328,7 @@ def _split_weight(path: Path) -> tuple[Path, float]:
         return Path(match["path"]), float(match["weight"])
     except ValueError:
         raise RequestError(
-            "no weight of an adapter",
+            "the weight of an adapter is not a number",
             found=format_value(match["weight"]),
             expected="PATH=NUMBER, such as adapter=0.5",
         ) from None

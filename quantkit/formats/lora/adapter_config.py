@@ -126,7 +126,7 @@ def note_folder_adapter(folder: Path) -> list[str]:
         return []
     return [
         Message(
-            f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; ",
+            f"{folder / NAME}: the folder also contains a LoRA adapter, which is not merged; ",
             Option("lora", job="convert"),
             " does that",
         )
@@ -147,7 +147,10 @@ def read_config(folder: Path) -> AdapterConfig:
     kind = settings.string("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
-            "is an adapter of another kind", path=path, found=format_value(kind), expected="LORA"
+            "is an adapter of an unsupported type",
+            path=path,
+            found=format_value(kind),
+            expected="LORA",
         )
     # PEFT writes every setting that it has, so those that an adapter does not use are empty.
     for key, value in raw.items():

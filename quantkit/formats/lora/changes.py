@@ -85,7 +85,7 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
     Of a tied base, the head is a separate tensor.
 
     Raises:
-        CheckpointError: if a tensor of an adapter does not fit the base.
+        CheckpointError: if a tensor of an adapter does not match the base.
         UnsupportedError: if what adapters do to a tensor cannot be combined.
     """
     bases = _Bases(source)
@@ -97,7 +97,15 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
             swapped = _require_shape(adapter, module, base, source)
             scaling = adapter.config.scaling(module.name) * adapter.weight
             for place in base.places:
-                changes[place.name].updates.append(Update(adapter, module, place, swapped, scaling))
+                changes[place.name].updates.append(
+                    Update(
+                        adapter=adapter,
+                        module=module,
+                        place=place,
+                        swapped=swapped,
+                        scaling=scaling,
+                    )
+                )
             if module.bias is not None:
                 bias = bases.find(f"{module.name}.bias", adapter, module.bias, changed_names)
                 _require_same_shape(adapter, module.bias, bias)
@@ -114,8 +122,8 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
                 change = changes[place.name]
                 if change.replacement is not None or adapter.weight != 1:
                     raise UnsupportedError(
-                        f"tensor '{key}' replaces one of the base, which has no weight and works"
-                        " for one adapter only",
+                        f"tensor '{key}' replaces one of the base, so it supports neither adapter"
+                        " weights nor other adapters",
                         path=adapter.file,
                         found=f"weight {adapter.weight:g}, {len(adapters)} adapters",
                         hint="leave the weight out, and " + _MERGE_ALONE,
@@ -192,8 +200,8 @@ class _Bases:
             )
         if self._is_tied and is_embedding(tensor.module):
             raise UnsupportedError(
-                "changes an embedding that the output head may share, in a model known by its"
-                " tensors only",
+                "changes an embedding that may be tied to the output head, in a model known by"
+                " its tensors only",
                 path=adapter.file,
                 found=f"'{key}'",
                 hint="merge it with PEFT",
@@ -229,12 +237,12 @@ def _require_shape(
         shape = (rows, columns)
     if base.shape != shape:
         raise _build_shape_error(
-            adapter, f"module '{module.name}' does not fit the base", shape, base
+            adapter, f"module '{module.name}' does not match the base", shape, base
         )
     # The norms of DoRA are those of outputs, which are columns of such a weight.
     if swapped and not module.is_embedding and module.magnitude is not None:
         raise UnsupportedError(
-            "DoRA of a weight that is [inputs, outputs] is not merged",
+            "DoRA of a weight stored as [inputs, outputs] is not supported",
             path=adapter.file,
             found=f"'{module.magnitude}'",
             hint="merge it with PEFT",
@@ -269,7 +277,7 @@ def _is_transposed(
 def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
     if adapter.shape(key) != base.shape:
         raise _build_shape_error(
-            adapter, f"tensor '{key}' does not fit the base", adapter.shape(key), base
+            adapter, f"tensor '{key}' does not match the base", adapter.shape(key), base
         )
 
 
@@ -380,7 +388,7 @@ def _require_combinable(changes: Changes) -> None:
         is_combined = len(changes.updates) > 1 or update.adapter.weight != 1
         if update.module.magnitude is not None and is_combined:
             raise UnsupportedError(
-                "DoRA has no weight, and works for one adapter of a module only",
+                "DoRA supports neither adapter weights nor several adapters of one module",
                 path=update.adapter.file,
                 found=(
                     f"{len(changes.updates)} adapters of '{update.module.name}', weight"

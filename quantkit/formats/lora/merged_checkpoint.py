@@ -83,7 +83,13 @@ class MergedCheckpoint(CheckpointView):
     def info(self, name: str) -> TensorSpec:
         spec = self._base.info(resolve_stored_name(self._base, name))
         if name not in self._changes:
-            return TensorSpec(name, spec.shape, spec.dtype, spec.scheme, spec.stored_as)
+            return TensorSpec(
+                name=name,
+                shape=spec.shape,
+                dtype=spec.dtype,
+                scheme=spec.scheme,
+                stored_as=spec.stored_as,
+            )
         if self._floats_as is not None:
             return TensorSpec(name, spec.shape, self._floats_as)
         # The dtype of a quantized tensor is not that of its weights.

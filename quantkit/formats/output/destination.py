@@ -180,7 +180,7 @@ def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARG
         disk = shutil.disk_usage(_find_existing_folder(folder))
     # A file system such as /proc.
     if disk.total == 0:
-        raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
+        raise DestinationError("cannot be written: it is not on a disk", path=folder.parent)
     if disk.free < needed_bytes + spare_bytes:
         raise NoSpaceError(
             "too little space on the disk",
@@ -369,11 +369,13 @@ class OwnFolder:
 
 def build_not_ours_error(path: Path) -> ResumeError:
     """Build the error for something in a partial folder that no run of quantkit leaves."""
-    hint = "remove the partial folder and start anew"
-    return ResumeError("is not what the interrupted run left", path=path, hint=hint)
+    hint = "remove the partial folder and start again"
+    return ResumeError("was not written by the interrupted run", path=path, hint=hint)
 
 
 def build_occupied_error(path: Path) -> ResumeError:
     """Build the error for something else at the path of a partial folder."""
     hint = "choose another destination"
-    return ResumeError("is in the way, and no interrupted run of quantkit", path=path, hint=hint)
+    return ResumeError(
+        "already exists and is not an interrupted run of quantkit", path=path, hint=hint
+    )

@@ -92,7 +92,7 @@ class Staging:
                 little space.
             InterruptedRunError: if there is an interrupted run and `resume` is not set.
             BeingWrittenError: if a job is writing there.
-            ResumeError: if the interrupted run had other inputs or options, or the folder holds
+            ResumeError: if the interrupted run had different inputs or options, or the folder holds
                 something else.
         """
         self.dst = dst
@@ -202,14 +202,14 @@ class Staging:
         strange_names = sorted({*names} - {*files, JOURNAL})
         if strange_names:
             raise DestinationError(
-                "is not part of the output, which is complete",
+                "is not part of the completed output",
                 path=self.path / strange_names[0],
                 hint=Message("move it away and repeat it with ", Option("resume", value=True)),
             )
         missing_names = sorted({*files} - {*names})
         if missing_names:
             missing_path = self.path / missing_names[0]
-            raise DestinationError("has gone since it was written", path=missing_path)
+            raise DestinationError("was removed after it was written", path=missing_path)
         self.require_in_place()
 
     def _match_fingerprint(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
@@ -224,9 +224,9 @@ class Staging:
         if not isinstance(before, dict):
             raise build_not_ours_error(self.path / JOURNAL)
         if before != fingerprint:
-            problem = "the interrupted run had other inputs or options"
+            problem = "the interrupted run had different inputs or options"
             changed_keys = find_changed_keys(before, fingerprint)
-            hint = "repeat its command, or remove the folder and start anew"
+            hint = "repeat its command, or remove the folder and start again"
             raise ResumeError(
                 problem, path=self.path, found=f"changed {', '.join(changed_keys)}", hint=hint
             )
@@ -261,11 +261,13 @@ def require_name(dst: Path) -> None:
     """
     if dst.name in ("", "..") or "\0" in dst.name:
         problem = "the destination is not a name for a new folder"
-        hint = "name a folder that is not there"
+        hint = "choose a folder that does not exist"
         raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
         raise RequestError(
-            "the destination is a name on a hub", found=dst, expected="a folder to make"
+            "the destination is the name of a hub repository",
+            found=dst,
+            expected="a folder to create",
         )
     if dst.name.endswith(PARTIAL):
         problem = f"names that end in {PARTIAL} are for unfinished outputs"
@@ -273,14 +275,14 @@ def require_name(dst: Path) -> None:
     # Another spelling would make a folder of a model that is meant to be a file.
     if dst.suffix != GGUF and dst.suffix.lower() == GGUF:
         raise RequestError(
-            "names of GGUF files end in small letters",
+            "the extension of a GGUF file must be in lower case",
             found=dst.name,
             hint=f"write {dst.stem}{GGUF}",
         )
     stem = split_stem(dst.name)
     if stem is not None:
-        problem = "the destination is the name of a part of a model"
-        hint = f"name the whole: {stem}{GGUF}"
+        problem = "the destination has the name of a part of a model"
+        hint = f"write the whole model: {stem}{GGUF}"
         raise RequestError(problem, found=dst.name, hint=hint)
 
 
@@ -323,8 +325,8 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
             if problem:
                 raise build_in_use_error(problem)
     if not resume:
-        hint = Message("add ", Option("resume", value=True), " to go on with it, or remove it")
-        raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
+        hint = Message("add ", Option("resume", value=True), " to continue it, or remove it")
+        raise InterruptedRunError("contains an interrupted run", path=partial, hint=hint)
 
 
 def read_interrupted_fingerprint(dst: Path) -> dict[str, Any]:
@@ -353,10 +355,10 @@ def require_finished(model: Path, manifest: str) -> None:
     with ignored_errors, contextlib.closing(OwnFolder(folder)) as unfinished_folder:
         writer = describe_writer(unfinished_folder)
     if writer:
-        raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
+        raise CheckpointError(writer, hint="it is not a complete model yet; wait until it is done")
     job = read_fingerprint(folder).get("job")
     job_words = f" of {job}" if job in _JOBS else ""
-    problem = f"is not a model yet but what an unfinished run{job_words} left"
+    problem = f"is the partial output of an unfinished run{job_words}, not a model"
     hint = Message("add ", Option("resume", value=True, job=""), " to the command that began it")
     if job == "quantize":
         hint += Message(

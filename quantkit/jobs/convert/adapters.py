@@ -46,10 +46,10 @@ def merge_adapters(
     quantized = schemes(source) or read_as_floats(source)
     if quantized and not dequantize:
         raise UnsupportedError(
-            "adapters are merged into floats, and the base is quantized",
+            "adapters can only be merged into unquantized weights, and the base model is quantized",
             path=source.path,
             found=str(next(iter(quantized.values()))),
-            hint=Message(Option("dequantize", value=True), " reads its weights as floats"),
+            hint=Message(Option("dequantize", value=True), " dequantizes its weights"),
         )
     adapters = []
     for path, weight in requested:

@@ -222,13 +222,18 @@ def round_weight(
     else:
         floats = value
     cast_finite(
-        floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded"
+        floats,
+        floats.dtype,
+        name,
+        path,
+        False,
+        "repair the source; such values cannot be quantized",
     )
     rounded, solver = round_to_nearest(floats, scheme, scale_dtype, select_column_kernels)
     # Finite floats can still need a scale above the largest number of a narrow type.
     if not all_finite(rounded.scale):
         raise NonFiniteError(
-            f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path
+            f"tensor '{name}' has values too large for scales in {scale_dtype}", path=path
         )
     error = relative_error(rounded, floats)
     return rounded, {"solver": solver, "relative_error": float(f"{error:.4g}")}
@@ -293,12 +298,12 @@ def _choose_closest_scheme(
             fitting.append(candidate)
     if not fitting:
         raise UnsupportedError(
-            f"tensor '{name}' cannot be rounded to {codes.name}",
+            f"tensor '{name}' cannot be quantized for {codes.name}",
             path=source.path,
             found=f"{rows} x {columns}",
-            expected=f"sizes that one of {', '.join(map(str, codes.schemes))} goes with",
+            expected=f"sizes that fit one of {', '.join(map(str, codes.schemes))}",
             hint=Message(
-                "choose another format, or write floats with ", Option("dequantize", value=True)
+                "choose another format, or dequantize with ", Option("dequantize", value=True)
             ),
         )
     source_size = columns // scheme.groups(columns)

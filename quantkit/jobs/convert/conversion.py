@@ -106,7 +106,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
                 parallel_names.append(name)
         able = " or ".join(parallel_names)
         raise RequestError(
-            Message(Option("mp"), " goes with ", Option("to", value=able)),
+            Message(Option("mp"), " requires ", Option("to", value=able)),
             found=Message(Option("mp", value=options.mp)),
         )
     require_new_names(source.path, dst)
@@ -170,9 +170,20 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     notes += [*kv_notes, *container.notes(output)]
     recorded = options.to_record(target.name, cast=cast, tensors_only=not source.config.runnable)
     recorded |= describe_adapters(source)
-    work = Work("convert", source, encoder, side_files, recorded)
+    work = Work(
+        job="convert", source=source, encoder=encoder, side_files=side_files, options=recorded
+    )
     notes = [*source.notes, *notes]
-    return Conversion(dst, options, work, target, changes, precise, notes, kv_cache)
+    return Conversion(
+        dst=dst,
+        options=options,
+        work=work,
+        target=target,
+        changes=changes,
+        precise=precise,
+        notes=notes,
+        kv_cache=kv_cache,
+    )
 
 
 def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
@@ -209,9 +220,12 @@ def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
         if options.requantize:
             raise
         if error.by_scales:
-            remedy = "casts scales that do not fit, and rounds anew what else cannot be held"
+            remedy = (
+                "casts scales that do not fit, and requantizes other tensors that cannot be"
+                " stored exactly"
+            )
         else:
-            remedy = "rounds it anew"
+            remedy = "requantizes it"
         raise NotRepresentableError(
             error.problem,
             path=error.path,
@@ -233,7 +247,7 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
             raise RequestError(
                 Message(
                     Option("tensors_only", value=True),
-                    " does not go with ",
+                    " cannot be combined with ",
                     Option("to", value=target.name),
                 ),
                 expected=Message(Option("to", value="hf")),
@@ -243,7 +257,7 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         changes_codes = target.method is not None and target.name != source.method
         if options.requantize or (quantized and changes_codes):
             raise RequestError(
-                Message(Option("tensors_only", value=True), " changes no codes"),
+                Message(Option("tensors_only", value=True), " does not change quantized weights"),
                 found=Message(Option("to", value=target.name)),
             )
     if not (quantized or integers):
@@ -251,12 +265,12 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
             problem = Message(
                 "the source is not quantized; ",
                 Option("to", value=target.name),
-                " converts one that is",
+                " requires a quantized source",
             )
             raise RequestError(problem, hint="quantize it first")
         if options.requantize:
             raise RequestError(
-                Message(Option("requantize", value=True), " is for a quantized source"),
+                Message(Option("requantize", value=True), " requires a quantized source"),
                 path=source.path,
             )
         return
@@ -266,33 +280,33 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     # In GGUF `dtype` is the type of the float tensors, next to which codes stay as they are.
     if target.codes is None or (options.dtype is not None and target.container is not GGUF):
         if target.codes is None:
-            written_as = "floats"
+            written_as = "an unquantized model"
         else:
-            written_as = "another float type"
+            written_as = "another dtype"
         raise UnsupportedError(
-            f"the source is quantized; it is written as {written_as} only if it is dequantized",
+            f"the source is quantized; it must be dequantized to be written as {written_as}",
             path=source.path,
             found=first_format,
             hint=Message(
                 Option("dequantize", value=True),
-                " writes the floats that its codes mean, each rounded once",
+                " dequantizes it, and rounds each weight once",
             ),
         )
     if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
-        ways = [Message(Option("dequantize", value=True), " writes floats")]
+        ways = [Message(Option("dequantize", value=True), " dequantizes it")]
         if name.removesuffix(".weight") in linear_columns(source.config):
-            reason = "its codes are not carried over"
-            expected = f"codes that {target.name} has"
-            ways.append(Message(Option("requantize", value=True), " rounds it anew"))
+            reason = "its quantized weights cannot be copied"
+            expected = f"a type that {target.name} has"
+            ways.append(Message(Option("requantize", value=True), " requantizes it"))
         else:
-            reason = "only linears have codes in this format"
-            expected = "floats"
-            ways.append(Message(Option("requantize", value=True), " writes this one as floats"))
+            reason = "only linears can be quantized in this format"
+            expected = "an unquantized tensor"
+            ways.append(Message(Option("requantize", value=True), " dequantizes this tensor"))
         if source.format == GGUF.name:
-            ways.insert(0, Message(Option("to", value=GGUF.name), " keeps every code"))
+            ways.insert(0, Message(Option("to", value=GGUF.name), " keeps all quantized weights"))
         raise UnsupportedError(
-            f"tensor '{name}' cannot be held exactly as {target.name}: {reason}",
+            f"tensor '{name}' cannot be stored exactly as {target.name}: {reason}",
             path=source.path,
             found=stored_as,
             expected=expected,
@@ -318,22 +332,22 @@ def _describe_code_changes(
     if changes.cast:
         name, cast = next(iter(changes.cast.items()))
         notes.append(
-            f"{dst}: {len(changes.cast)} of {total} quantized tensors keep their codes, and their"
-            f" scales are cast to {cast.dtypes[-1]} ('{name}': {cast.reason})"
+            f"{dst}: {len(changes.cast)} of {total} quantized tensors are kept, except"
+            f" that their scales are cast to {cast.dtypes[-1]} ('{name}': {cast.reason})"
         )
     if to_round:
         name, first = next(iter(to_round.items()))
         kinds = ", ".join(sorted({str(rounding.scheme) for rounding in to_round.values()}))
         notes.append(
-            f"{dst}: {len(to_round)} of {total} quantized tensors cannot be held exactly as"
-            f" {target.name} and are rounded anew to {kinds} ('{name}': {first.reason})"
+            f"{dst}: {len(to_round)} of {total} quantized tensors cannot be stored exactly as"
+            f" {target.name} and are requantized to {kinds} ('{name}': {first.reason})"
         )
     elif requantize and not changes.cast:
         notes.append(
             Message(
                 f"{dst}: ",
                 Option("requantize", value=True),
-                f" was not needed: {target.name} holds every quantized tensor exactly",
+                f" was not needed: {target.name} stores every quantized tensor exactly",
             )
         )
     if (
@@ -343,7 +357,7 @@ def _describe_code_changes(
     ):
         notes.append(
             f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32,"
-            f" which is exact: readers of {target.name} have no codes of embeddings, or few do"
+            f" which is exact: few or no readers of {target.name} support quantized embeddings"
         )
     as_floats = [name for name in read_as_floats(source) if name not in to_round]
     if as_floats:
@@ -354,8 +368,8 @@ def _describe_code_changes(
     if scale_dtype is None and quantized:
         scale_dtypes = {str(source.info(f"{module}.weight").dtype) for module in quantized}
         notes.append(
-            f"{dst}: scales stay {', '.join(sorted(scale_dtypes))}, as {source.config.dtype} does"
-            " not have them all; some readers round"
+            f"{dst}: scales stay {', '.join(sorted(scale_dtypes))}, because {source.config.dtype}"
+            " cannot represent them all; some readers round them"
         )
     return notes
 

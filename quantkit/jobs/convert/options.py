@@ -75,10 +75,10 @@ class ConvertOptions:
     mp: int = option(_TARGET, default=1)
     split_max_size: int | None = option(_TARGET)
     template: str | None = option(_TARGET)
-    dequantize: bool = option(_QUANTIZED, "Write a quantized model as floats.", bool, default=False)
+    dequantize: bool = option(_QUANTIZED, "Dequantize a quantized model.", bool, default=False)
     requantize: bool = option(
         _QUANTIZED,
-        "Cast scales or round again where the target format is not exact.",
+        "Cast scales or requantize tensors that the target format cannot store exactly.",
         bool,
         default=False,
     )

@@ -355,7 +355,9 @@ class FileJob:
             written = self.output
         else:
             written = None
-        return GeneratedFile(written, total, resumed, tokens, seconds)
+        return GeneratedFile(
+            output=written, prompts=total, resumed=resumed, tokens=tokens, seconds=seconds
+        )
 
     def _open_output(
         self, group: ProcessGroup

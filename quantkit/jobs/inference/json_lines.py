@@ -64,20 +64,20 @@ def parse_strict_object(line: str, place: str | None, *, first: bool = False) ->
         return value
     if first and line.lstrip().startswith("["):
         raise RequestError(
-            "holds a JSON array",
+            "contains a JSON array",
             path=place,
             expected=f"on each line {EXPECTED}",
             hint=LINES_OF_ARRAY,
         )
     raise RequestError(
-        "is no JSON object", path=place, found=format_value(line.strip()), expected=EXPECTED
+        "is not a JSON object", path=place, found=format_value(line.strip()), expected=EXPECTED
     )
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     duplicate = find_duplicate([key for key, _ in pairs])
     if duplicate is not None:
-        raise RequestError(f"the key {format_value(duplicate)} is there twice", argument=duplicate)
+        raise RequestError(f"the key {format_value(duplicate)} occurs twice", argument=duplicate)
     return dict(pairs)
 
 
@@ -107,15 +107,15 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     for key, value in values.items():
         if measure_depth(value) > MAX_DEPTH:
             raise RequestError(
-                f"{format_value(key)} holds lists or objects in one another",
-                expected=f"at most {MAX_DEPTH} deep",
+                f"{format_value(key)} is nested too deeply",
+                expected=f"at most {MAX_DEPTH} levels",
                 argument=key,
             )
         for item in collect_values(value):
             # Python reads larger numbers as infinity, without an error.
             if isinstance(item, float) and not math.isfinite(item):
                 raise RequestError(
-                    f"{format_value(key)} holds a number that is too large",
+                    f"{format_value(key)} contains a number that is too large",
                     expected="at most 1.79e308",
                     argument=key,
                 )
@@ -126,7 +126,7 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     for item in collect_values(spelled_id):
         if isinstance(item, _Spelled) and not _comes_back(item):
             raise RequestError(
-                "'id' holds a number that does not come back as it is",
+                "'id': the number loses precision in JSON",
                 found=format_value(str(item)),
                 expected=f"{float(item)}, or a string",
             )

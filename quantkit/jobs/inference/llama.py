@@ -159,10 +159,10 @@ class Llama:
             and as_integer("model_parallel_size", model_parallel_size) != processes
         ):
             raise RequestError(
-                "model_parallel_size is not the number of processes",
+                "model_parallel_size differs from the number of processes",
                 found=model_parallel_size,
                 expected=processes,
-                hint="start as many with torchrun, or leave it out",
+                hint="start this many processes with torchrun, or omit it",
             )
         group = join_until_exit(device)
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
@@ -223,7 +223,7 @@ class Llama:
                 "more prompts than the model was built for",
                 found=len(prompts),
                 expected=f"at most {self._engine.slots}",
-                hint="give `Llama.build` a larger `max_batch_size`",
+                hint="pass a larger `max_batch_size` to `Llama.build`",
             )
         # Prompts that get no new tokens make no request, and keep these results.
         tokens: list[list[int]] = []
@@ -240,7 +240,9 @@ class Llama:
                         f"prompt {number} is longer than max_seq_len",
                         found=len(prompt),
                         expected=self._max_seq_len,
-                        hint="give a shorter prompt, or `Llama.build` a larger `max_seq_len`",
+                        hint=(
+                            "use a shorter prompt, or pass a larger `max_seq_len` to `Llama.build`"
+                        ),
                     )
                 new = min(count, self._max_seq_len - len(prompt))
                 # Also for prompts without a request, so that the seeds of others stay the same.
@@ -381,10 +383,10 @@ class Llama:
         if self.model.config.architecture == "llama" and not self.tokenizer.byte_level:
             return Llama2Chat(self.tokenizer)
         raise RequestError(
-            "the model has no chat format of Meta's",
+            "the model has none of Meta's chat formats",
             found=self.model.config.architecture,
             expected="Llama 2 or Llama 3",
-            hint="quantkit.ChatSession takes the folder's own template",
+            hint="quantkit.ChatSession uses the folder's own template",
         )
 
 

@@ -120,7 +120,9 @@ def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Place
     difference = sample_difference(tokenizer, draft_tokenizer)
     if difference is not None:
         raise RequestError(
-            "the draft model has other tokens", path=as_path("path", path), found=difference
+            "the draft model has a different vocabulary",
+            path=as_path("path", path),
+            found=difference,
         )
     return draft
 

@@ -170,7 +170,7 @@ def from_batch_line(
             continue
         hint = "leave it out"
         if defaults:
-            hint += f", or give its default {format_value(defaults[0])}"
+            hint += f", or use its default {format_value(defaults[0])}"
         problem = f"'{key}' in 'body' is not supported for {url}"
         raise RequestError(problem, found=format_value(value), hint=hint, argument=key)
     # The two names of one parameter: the older one is deprecated in OpenAI's chat API.
@@ -189,7 +189,7 @@ def from_batch_line(
         if top and not with_logprobs:
             expected = '"logprobs": true'
             raise RequestError(
-                "'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs"
+                "'top_logprobs' requires 'logprobs'", expected=expected, argument="top_logprobs"
             )
         if with_logprobs:
             line["logprobs"] = top
@@ -250,7 +250,7 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
                 argument=key,
             )
     if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
-        problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+        problem = "'continue_final_message' and 'add_generation_prompt' are mutually exclusive"
         raise RequestError(problem, hint="leave one of them out", argument="continue_final_message")
     # Without its default, a request needs no template that knows the variable.
     changed: dict[str, Any] = {}

@@ -235,7 +235,7 @@ class PromptReader:
                     first_number = line_numbers.setdefault(batch.custom_id, number)
                     if first_number != number:
                         raise RequestError(
-                            f"'custom_id' is that of line {first_number}",
+                            f"'custom_id' is the same as in line {first_number}",
                             found=format_value(batch.custom_id),
                         )
                     if batch.model is not None and batch.model != self._folder.name:
@@ -362,8 +362,8 @@ class PromptReader:
                 form, calls = self._form(tools, ids)
             if grammar is not None and tools is not None:
                 raise RequestError(
-                    "'response_format' and 'tools' do not go together",
-                    hint='or "tool_choice": "none"',
+                    "'response_format' and 'tools' cannot be combined",
+                    hint='leave one of them out, or use "tool_choice": "none"',
                     argument="response_format",
                 )
             grammar = grammar or calls
@@ -372,14 +372,14 @@ class PromptReader:
             spelled = {} if form is None else form.find_hidden_marks(self._tokenizer)
             request = replace(request, spelled=spelled)
         result = Prompt(
-            request,
-            stop,
-            known_by,
-            kind == "messages",
-            kind == "token_ids",
-            len(cut) < len(ids),
-            grammar,
-            form,
+            request=request,
+            stop=stop,
+            known_by=known_by,
+            messages=kind == "messages",
+            token_ids=kind == "token_ids",
+            truncated=len(cut) < len(ids),
+            grammar=grammar,
+            form=form,
         )
         if kind == "messages":
             variables = line_values.get("chat_template_kwargs", {})
@@ -408,8 +408,8 @@ class PromptReader:
         syntax = syntax_of(self._chat.source(with_tools=True), special_tokens)
         if syntax is None:
             raise RequestError(
-                "the way in which this model calls tools is not known",
-                hint='leave them out, or "tool_choice": "none"',
+                "the tool call format of this model is unknown",
+                hint='leave out the tools, or use "tool_choice": "none"',
             )
         form = AnswerForm(syntax, tuple(tools.parameters), tools.parallel, reasoning)
         return form, tool_grammar(tools, syntax, self._tokenizer)
@@ -417,7 +417,9 @@ class PromptReader:
     def _require_compiled(self, prompt: Prompt, name: str) -> None:
         """Raise a `RequestError` if the grammar of a prompt is not supported."""
         if self._grammars is None:
-            raise RequestError("answers are not restricted through XLA", hint=f"leave out '{name}'")
+            raise RequestError(
+                "XLA does not support constrained answers", hint=f"leave out '{name}'"
+            )
         samples = prompt.request.samples
         if samples > _MAX_CONSTRAINED:
             expected = f"at most {_MAX_CONSTRAINED} with a {name}"
@@ -460,7 +462,7 @@ class PromptReader:
             raise wrong_type("chat_template_kwargs", variables, "an object")
         reserved = variables.keys() & _NO_VARIABLES
         if reserved:
-            problem = f"'{min(reserved)}' is no variable of the template's own"
+            problem = f"'{min(reserved)}' is reserved, and cannot be a variable of the template"
             raise RequestError(problem, argument="chat_template_kwargs")
         return self._chat.encode(value, tools=tools, **variables)
 
@@ -548,7 +550,7 @@ def _find_prompt_key(line_values: Mapping[str, Any]) -> str:
     kinds = [key for key in _PROMPTS if key in line_values]
     if not kinds:
         raise RequestError(
-            "there is no prompt", found=", ".join(line_values) or "no keys", expected=EXPECTED
+            "no prompt is given", found=", ".join(line_values) or "no keys", expected=EXPECTED
         )
     if len(kinds) > 1:
         raise RequestError(
@@ -556,12 +558,12 @@ def _find_prompt_key(line_values: Mapping[str, Any]) -> str:
         )
     for key in ("specials", *_OF_MESSAGES):
         if key == "specials":
-            goes_with = "prompt"
+            required = "prompt"
         else:
-            goes_with = "messages"
-        if key in line_values and kinds != [goes_with]:
+            required = "messages"
+        if key in line_values and kinds != [required]:
             raise RequestError(
-                f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'", argument=key
+                f"'{key}' requires '{required}'", found=f"'{kinds[0]}'", argument=key
             )
     return kinds[0]
 

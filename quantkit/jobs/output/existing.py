@@ -212,7 +212,7 @@ def _as_written(dst: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise DestinationError(
-            f"exists already, and is not as quantkit wrote it: {error.problem}",
+            f"exists already, and has changed since quantkit wrote it: {error.problem}",
             path=error.path or dst,
             found=error.found,
             expected=error.expected,

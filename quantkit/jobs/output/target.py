@@ -37,7 +37,7 @@ def choose_target(
                 Option("dequantize", value=True),
                 " and ",
                 Option("requantize", value=True),
-                " exclude each other",
+                " are mutually exclusive",
             )
         )
     if to is None:
@@ -48,7 +48,7 @@ def choose_target(
         if result is not None and result.name != GGUF.name:
             raise RequestError(
                 Message(
-                    "the destination is a GGUF file by its name, and ",
+                    "the destination is named as a GGUF file, and ",
                     Option("to", value=result.name),
                     " requests a folder",
                 ),
@@ -63,7 +63,7 @@ def choose_target(
         raise RequestError(
             Message(
                 Option("dequantize", value=True),
-                " does not go with ",
+                " cannot be combined with ",
                 Option("to", value=result.name),
             ),
             expected=", ".join(able),
@@ -72,7 +72,7 @@ def choose_target(
         raise RequestError(
             Message(
                 Option("requantize", value=True),
-                " does not go with ",
+                " cannot be combined with ",
                 Option("to", value=result.name),
             ),
             expected=", ".join(_list_code_targets()),
@@ -106,7 +106,8 @@ def choose_quantized_target(to: str | None, dst: Path) -> Target:
     if result.codes is None:
         able = ", ".join(_list_code_targets())
         raise RequestError(
-            Message(Option("to", value=result.name), " is a format of floats"), expected=able
+            Message(Option("to", value=result.name), " cannot store quantized weights"),
+            expected=able,
         )
     return result
 
@@ -121,9 +122,7 @@ def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[
     else:
         names = [*as_strings("to", to)]
     if not names:
-        raise RequestError(
-            Message(Option("to"), " names no format"), expected="a format, or several"
-        )
+        raise RequestError(Message(Option("to"), " is empty"), expected="one or more formats")
     for name in names:
         if name and names.count(name) > 1:
             raise RequestError(Message(Option("to"), " names a format twice"), found=name)
@@ -147,9 +146,11 @@ def choose_shard_bytes(requested: int | None, container: Container) -> int:
     if container.model_parallel:
         raise RequestError(
             Message(
-                Option("split_max_size"), " does not go with ", Option("to", value=container.name)
+                Option("split_max_size"),
+                " cannot be combined with ",
+                Option("to", value=container.name),
             ),
-            hint=Message(Option("mp"), " says how many files"),
+            hint=Message(Option("mp"), " sets the number of files"),
         )
     return size
 
@@ -166,7 +167,7 @@ def choose_kv_cache(
     if cache is None or not cache.rewritable or not can_hold:
         return None, note_dropped_cache(source, dst)
     cache.require_sound(allow_nonfinite=allow_nonfinite)
-    return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
+    return cache, [f"{dst}: the scheme and scales of the KV cache are copied"]
 
 
 def note_dropped_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
@@ -178,8 +179,8 @@ def note_dropped_cache(source: StoredCheckpoint, dst: Path, *, again: bool = Fal
     if again:
         return [f"{dst}: the scales of the KV cache are calibrated again"]
     return [
-        f"{dst}: the scheme and scales of the KV cache are dropped: readers keep the cache in"
-        " floats"
+        f"{dst}: the scheme and scales of the KV cache are dropped: readers use an"
+        " unquantized cache"
     ]
 
 
@@ -191,7 +192,7 @@ def require_holds_kv_cache(target: Target, dst: Path) -> None:
         # A folder of floats holds such scales too, but is no format for quantized models.
         able = ", ".join(name for name in _WITH_KV_CACHE if name != HF.name)
         raise UnsupportedError(
-            f"{target.name} has no place for scales of a KV cache",
+            f"{target.name} cannot store the scales of a KV cache",
             path=dst,
             expected=able,
             hint=Message("leave ", Option("kv_cache"), " out"),
@@ -206,14 +207,15 @@ def require_kv_cache_run(source: StoredCheckpoint) -> None:
     # Latent attention caches one vector for all heads, and not keys and values.
     if config.runnable and config.latent_attention is None:
         return
-    reason = "it has no keys and values but latent ones (MLA)"
+    reason = "it caches latent vectors instead of keys and values (MLA)"
     if not config.runnable:
         if config.run_by is not None:
             reason = f"{config.run_by} runs it"
         else:
-            reason = "it is known by its tensors only"
+            reason = "only its tensors are known"
     raise UnsupportedError(
-        f"scales of a KV cache are calibrated for models of quantkit's own decoder; {reason}",
+        "scales of a KV cache can only be calibrated for models that quantkit runs itself;"
+        f" {reason}",
         path=source.path,
         found=config.architecture,
         hint=Message("leave ", Option("kv_cache"), " out"),

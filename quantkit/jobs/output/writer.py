@@ -171,7 +171,7 @@ class Writer:
         files = order_output_files(dst, self._encoder.files())
         self._in_folder = files is None
         if work.side_files and not self._in_folder:
-            raise ValueError("only a folder has side files")
+            raise ValueError("only a folder can have side files")
         if files is None:
             self._manifest_name = MANIFEST
         else:
@@ -286,7 +286,11 @@ class Writer:
         # The journal may name only bytes that are on the disk, so they are synced first.
         sizes = self._sink.sync()
         point = SafePoint(
-            self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records
+            tensors=self._next,
+            files=sizes,
+            sha256=self._sink.hashes(),
+            state=self._encoder.state(),
+            records=self._unsaved_records,
         )
         self._staging.record(asdict(point))
         # The journal has each record once: a safe point lists those since the last one.
@@ -418,7 +422,7 @@ class Writer:
             mark_kept(error, self.path)
 
     def _last_safe_point(self) -> SafePoint:
-        last = SafePoint(0, {}, {}, None, {})
+        last = SafePoint(tensors=0, files={}, sha256={}, state=None, records={})
         names = frozenset(spec.name for spec in self._encoder.planned)
         # Entries of another form are those of a journal that no such run wrote.
         try:

@@ -65,7 +65,7 @@ def model_card(
     manifest = manifest_or_empty(model)
     if readme is None and any(name.startswith(f"{CARD}/") for name in files):
         raise RequestError(
-            "is a folder, and the place of the model card", path=model / CARD, hint="rename it"
+            "is a folder, but must be the model card", path=model / CARD, hint="rename it"
         )
     if readme is None:
         original = b""
@@ -111,7 +111,13 @@ def model_card(
     else:
         content = _text(card, original).encode()
     lacks_base = bool(manifest) and not base
-    return Card(content, list(added), readme is None, sent.get("license"), lacks_base)
+    return Card(
+        content=content,
+        changed=list(added),
+        is_new=readme is None,
+        license=sent.get("license"),
+        lacks_base=lacks_base,
+    )
 
 
 def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def _read(content: bytes, path: Path) -> Any:
         # The library takes such a card for one without metadata, and would put new lines above it.
         if _BEGUN.match(text) and not _ENDED.search(text):
             raise RequestError(
-                "its metadata does not end", path=path, expected="a line ---", hint=hint
+                "its metadata is not terminated", path=path, expected="a line ---", hint=hint
             )
         with silence_library():
             return ModelCard(text)

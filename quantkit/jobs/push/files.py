@@ -41,14 +41,14 @@ def require_sound(model: Path) -> Path:
     """
     if str(model).startswith(PREFIX) and not model.exists():
         raise RequestError(
-            "is a name on the hub",
+            "is a repository on the hub",
             found=format_value(str(model)),
             expected="a folder or a GGUF file to push",
         )
     path = locate_existing_model(model)
     if not path.is_dir() and path.suffix.lower() != GGUF:
         raise RequestError(
-            "is one file of a model", path=model, expected="its folder, or a GGUF file"
+            "is only one file of a model", path=model, expected="its folder, or a GGUF file"
         )
     require_finished(path, manifest.NAME)
     # A link may hide the name of a partial folder.

@@ -158,17 +158,17 @@ def push(
             repository = replace(repository, commit=commit)
     pushed = [PushedFile(file, files[file].size, states[file]) for file in sorted(files)]
     return PushResult(
-        name,
-        f"{HfApi().endpoint}/{name}",
-        revision,
-        None if repository is None else repository.commit,
-        private,
-        created,
-        pushed,
-        deleted,
-        kept,
-        dry_run,
-        notes.lines,
+        name=name,
+        url=f"{HfApi().endpoint}/{name}",
+        branch=revision,
+        commit=None if repository is None else repository.commit,
+        private=private,
+        created=created,
+        files=pushed,
+        deleted=deleted,
+        kept=kept,
+        dry_run=dry_run,
+        notes=notes.lines,
     )
 
 
@@ -189,7 +189,7 @@ def _repository_name(name: str) -> str:
     plain = as_string("name", name).removeprefix(PREFIX)
     if not HUB_NAME.fullmatch(plain) or "/" not in plain:
         raise RequestError(
-            "is not the name of a repository of models",
+            "is not the name of a model repository",
             found=format_value(name),
             expected="owner/name",
         )
@@ -207,7 +207,7 @@ def _require_valid(
     ):
         if value is not None and not pattern.fullmatch(as_string(option, value)):
             raise RequestError(
-                Message(Option(option), " is none that a hub knows"),
+                Message(Option(option), " is not in the form that hubs accept"),
                 found=format_value(value),
                 expected=expected,
             )
@@ -218,14 +218,12 @@ def _require_valid(
     # Where a model is read, a revision may be a commit as well.
     if revision is not None and COMMIT.fullmatch(revision):
         raise RequestError(
-            Message(Option("revision"), " is a commit, which does not change"),
+            Message(Option("revision"), " is a commit, to which nothing can be pushed"),
             found=revision,
             expected="a branch",
         )
     if message is not None and not as_string("message", message).strip():
-        raise RequestError(
-            Message(Option("message"), " is empty"), expected="the message of a commit"
-        )
+        raise RequestError(Message(Option("message"), " is empty"), expected="a commit message")
 
 
 def _read_existing_repository(
@@ -295,17 +293,17 @@ def _local_files(
 def _check_card(card: Card, private: bool | None, notes: _Notes) -> None:
     """Require a licence of a public model, and note what else the card lacks."""
     if not card.license:
-        problem = "the model card states no licence"
+        problem = "the model card has no license"
         if private is False:
             raise RequestError(
                 problem,
                 found=README,
-                hint=Message(Option("license"), " states it, such as apache-2.0 or other"),
+                hint=Message(Option("license"), " adds it, such as apache-2.0 or other"),
             )
-        notes.extend([Message(f"{problem}: ", Option("license"), " states it")])
+        notes.extend([Message(f"{problem}: ", Option("license"), " adds it")])
     if card.lacks_base:
         notes.extend(
-            [Message("the model card states no base model: ", Option("base_model"), " states it")]
+            [Message("the model card has no base model: ", Option("base_model"), " adds it")]
         )
     if card.changed and not card.is_new:
         notes.extend(
@@ -340,7 +338,7 @@ def _require_no_mixture(name: str, files: Collection[str], other_files: Sequence
             mixed.append(other_file)
     if mixed:
         raise RequestError(
-            "the repository has files that readers would load with the model's",
+            "the repository has other files that readers would load with this model",
             path=PREFIX + name,
             found=some_names(mixed),
             hint=(
@@ -363,7 +361,9 @@ def _ensure_destination(
         if private and repository is not None and repository.private is False:
             problem = "the hub has created a public repository"
             raise RequestError(
-                problem, path=PREFIX + name, hint=Message(Option("public", value=True), " uses it")
+                problem,
+                path=PREFIX + name,
+                hint=Message(Option("public", value=True), " accepts it"),
             )
     if repository is not None and not repository.has_branch and branch is not None:
         create_branch(name, branch)

@@ -69,7 +69,13 @@ class CertifiedText:
             rounded_caches[cache] = [bucket.round_values() for bucket in buckets]
         count, length = self.windows.shape
         return PositionCertificate(
-            self.name, self.sha256, self.requested, length, count, bound, rounded_caches
+            text=self.name,
+            sha256=self.sha256,
+            asked=self.requested,
+            length=length,
+            windows=count,
+            kl_bound=bound,
+            caches=rounded_caches,
         )
 
     def memory_bytes(self, config: ModelConfig) -> int:
@@ -117,7 +123,7 @@ def prepare_certified_text(
     if positions is None:
         if text is not None:
             raise RequestError(
-                Message(Option("certify_text"), " goes with ", Option("certify_positions"))
+                Message(Option("certify_text"), " requires ", Option("certify_positions"))
             )
         return None
     length = as_integer("certify_positions", positions, _MIN_TOKENS)
@@ -125,14 +131,14 @@ def prepare_certified_text(
         raise RequestError(
             Message(
                 Option("certify_positions"),
-                " does not go with ",
+                " cannot be combined with ",
                 Option("tensors_only", value=True),
                 ": the model is not run",
             )
         )
     if tokenizer is None:
         raise RequestError(
-            "a certificate for long contexts needs a tokenizer, and the source has none",
+            "certifying long contexts requires a tokenizer, and the source has none",
             path=source.path,
         )
     if text is None:
@@ -144,8 +150,8 @@ def prepare_certified_text(
     context = source.config.max_positions
     windows, notes = position_windows(name, ids, prompt_start(tokenizer), length, context)
     if notes and text is None and windows.shape[1] < context:
-        notes[0] += Message("; ", Option("certify_text"), " names a longer one")
-    return CertifiedText(name, digest, length, windows, notes)
+        notes[0] += Message("; ", Option("certify_text"), " sets a longer one")
+    return CertifiedText(name=name, sha256=digest, requested=length, windows=windows, notes=notes)
 
 
 def _text(path: Path | None) -> tuple[str, str, str]:

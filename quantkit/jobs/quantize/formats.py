@@ -69,10 +69,10 @@ class Formats:
             # None fills the row of a format that has fewer blocks.
             if None in row or len(layers) > 1:
                 raise UnsupportedError(
-                    f"{' and '.join(self.prepared_by_folder)} have the layers in another order,"
-                    " and cannot be written together",
+                    f"{' and '.join(self.prepared_by_folder)} order the layers differently, and"
+                    " cannot be written together",
                     path=self.first.source.path,
-                    hint="write them one after the other",
+                    hint="write them with separate commands",
                 )
             for name, block in zip(self.prepared_by_folder, row, strict=True):
                 result.append(replace(block, folder=name))

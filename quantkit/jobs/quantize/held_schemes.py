@@ -70,7 +70,8 @@ def assign_schemes(
         unread = describe_unread_experts(source.config, scheme_map.schemes)
         if unread:
             notes.append(
-                f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does"
+                f"{dst}: transformers does not load {unread} correctly (seen in 5.23);"
+                " quantkit does"
             )
     small_floats = set()
     for scheme in scheme_map.schemes.values():
@@ -81,7 +82,7 @@ def assign_schemes(
     if small and source.config.dtype != DType.BFLOAT16:
         # This `dtype` is an argument of transformers.
         notes.append(
-            f"{dst}: {' and '.join(small)}: transformers decodes it to bfloat16 alone (seen in"
+            f"{dst}: {' and '.join(small)}: transformers only decodes it to bfloat16 (seen in"
             " 5.23); load it with dtype=torch.bfloat16"
         )
     problem = describe_problems(vllm_problems_of(source, scheme_map.schemes, target))
@@ -122,28 +123,28 @@ def _require_supported(
             misfit = codec.misfit(source.info(f"{module}.weight").shape)
             if misfit:
                 raise UnsupportedError(
-                    f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}",
+                    f"{target.name} cannot store '{module}' in {scheme}: {misfit.problem}",
                     path=path,
                     found=misfit.found,
                     expected=misfit.expected,
                     hint=Message(
-                        "choose another scheme, or ", Option("keep"), " the linear as floats"
+                        "choose another scheme, or ", Option("keep"), " the linear unquantized"
                     ),
                 )
             continue
         reason = codec
         if embedding:
             raise UnsupportedError(
-                f"{target.name} has no place for an {scheme} embedding: {reason.problem}",
+                f"{target.name} does not support an {scheme} embedding: {reason.problem}",
                 path=path,
                 found=f"{scheme} for '{module}'",
                 expected=reason.expected,
                 hint=Message("leave ", Option("embedding"), " out"),
             )
         raise UnsupportedError(
-            f"{target.name} does not hold {scheme}: {reason.problem}",
+            f"{target.name} does not support {scheme}: {reason.problem}",
             path=path,
             found=f"{scheme} for '{module}'",
             expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
-            hint=Message("choose another scheme, or ", Option("keep"), " the linear as floats"),
+            hint=Message("choose another scheme, or ", Option("keep"), " the linear unquantized"),
         )

@@ -90,9 +90,9 @@ def imatrix(
     path = as_path("dst", dst)
     if path.suffix.lower() not in (_DAT, GGUF):
         raise RequestError(
-            "unknown form of an importance matrix",
+            "unknown format of importance matrix",
             found=path.name,
-            expected="a name in .gguf or .dat",
+            expected="a name that ends in .gguf or .dat",
         )
     if path.exists():
         raise DestinationError("exists already; nothing is overwritten", path=path)
@@ -170,11 +170,11 @@ def importance_from(path: Path, source: Checkpoint) -> dict[str, Tensor]:
             experts = 1
         if entry.means.numel() != columns * experts:
             raise CheckpointError(
-                f"the importance of '{tensor.name}' is not of this model",
+                f"the importance of '{tensor.name}' does not fit this model",
                 path=path,
                 found=entry.means.numel(),
                 expected=f"{columns * experts} inputs",
-                hint="make it from this model",
+                hint="measure it on this model",
             )
         means = entry.means.view(experts, columns)
         counts = entry.counts.expand(experts) * tokens_per_count

@@ -47,10 +47,10 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
     if unsolved.keys() == prepared.scheme_map.linears.keys():
         module, reason = next(iter(unsolved.items()))
         raise UnsupportedError(
-            "GPTQ can solve no linear layer of this model",
+            "GPTQ cannot quantize any linear layer of this model",
             path=prepared.source.path,
             found=f"'{module}': {reason}",
-            hint=Message(Option("method", value="rtn"), " rounds them"),
+            hint=Message(Option("method", value="rtn"), " rounds them to nearest"),
         )
     # A recipe that names such a module requests it explicitly: a note would not do.
     requested_by_name = []
@@ -61,11 +61,13 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
         module = requested_by_name[0]
         count = len(requested_by_name)
         raise RequestError(
-            f"GPTQ cannot solve '{module}', which the recipe names: {unsolved[module]}",
+            f"GPTQ cannot quantize '{module}', which the recipe names: {unsolved[module]}",
             path=prepared.source.path,
             found=f"{count} such linear{'s' * (count > 1)}",
             hint=Message(
-                "leave it out of the recipe; ", Option("method", value="rtn"), " rounds it"
+                "leave it out of the recipe; ",
+                Option("method", value="rtn"),
+                " rounds it to nearest",
             ),
         )
     scheme_map = prepared.scheme_map.without(unsolved)
@@ -82,11 +84,11 @@ def lockstep_quantizer(
         source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
     )
     return LockstepQuantizer(
-        source,
-        drawn,
-        prepared.scheme_map.schemes,
-        passage_of(source),
-        prepared.survey,
+        source=source,
+        calibration=drawn,
+        schemes=prepared.scheme_map.schemes,
+        passage=passage_of(source),
+        survey=prepared.survey,
         memory_bytes=settings.memory_bytes,
         effort=effort,
         allow_nonfinite=prepared.options.allow_nonfinite,
@@ -108,8 +110,8 @@ def _describe_kept_linears(kept: dict[str, str]) -> list[str]:
         else:
             omitted = ""
         if len(modules) > 1:
-            verb = "keep their floats"
+            verb = "stay unquantized"
         else:
-            verb = "keeps its floats"
+            verb = "stays unquantized"
         lines.append(f"{', '.join(modules[:_NAMED])}{omitted} {verb}: {reason}")
     return lines

@@ -163,48 +163,48 @@ class QuantizeOptions:
     _: KW_ONLY
     head: str | QuantScheme | None = option(
         SCHEMES,
-        "Scheme of a head that is not tied to the embedding. Default: it stays in floats.",
+        "Scheme of an output head that is not tied to the embedding. Default: unquantized.",
         "scheme",
         metavar="SCHEME",
     )
     embedding: str | QuantScheme | None = option(
         SCHEMES,
-        "Scheme of the embedding, one scale per token; also of a head that is tied to it.",
+        "Scheme of the embedding, with one scale per token, and of an output head tied to it.",
         "scheme",
         metavar="int8",
     )
     target_bits: float | None = option(
         SCHEMES,
         Message(
-            "Instead of ",
+            "Choose the scheme of each linear for this average number of bits per weight, such as"
+            " 4.5, instead of ",
             Option("scheme"),
-            ": choose each linear's, for this average number of bits per weight, such as 4.5.",
+            ".",
         ),
         float,
         metavar="BITS",
     )
     max_size: int | None = option(
         SCHEMES,
-        "The same, for this total size of the weight files, such as 5GB.",
+        "Choose the scheme of each linear for this total size of the weight files, such as 5GB.",
         "size",
         metavar="SIZE",
     )
     keep: str | Iterable[str] = option(
         SCHEMES,
-        "Glob of linears that stay in floats; repeatable.",
+        "Glob pattern of linears to leave unquantized; repeatable.",
         "patterns",
         default=(),
         metavar="PATTERN",
     )
     activations: ActivationsName | None = option(
         SCHEMES,
-        "Type that readers round inputs of linears to. Default: fp8 for fp8 and fp8-block, else"
-        " none.",
+        "Activation dtype at inference. Default: fp8 for the schemes fp8 and fp8-block, else none.",
         choices=get_args(ActivationsName),
     )
     kv_cache: KvCacheName | None = option(
         SCHEMES,
-        "Also calibrate scales of the KV cache, for readers that keep it in 8 bits. Default: none.",
+        "Also calibrate scales for an 8-bit KV cache. Default: none.",
         choices=KV_CACHES,
     )
     strict: bool = option(
@@ -216,13 +216,13 @@ class QuantizeOptions:
     )
     method: Method | None = option(
         METHOD,
-        "Round to nearest, or GPTQ. Default: GPTQ below 8 bits, rounding for 8.",
+        "Round to nearest (rtn) or GPTQ. Default: gptq below 8 bits, else rtn.",
         choices=METHODS,
     )
     imatrix: str | Path | None = option(
         METHOD,
-        "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a"
-        " small text.",
+        "llama.cpp importance matrix to weight rounding errors with. Default: measured on a small"
+        " text.",
         "file",
         metavar="FILE",
     )
@@ -230,7 +230,7 @@ class QuantizeOptions:
     text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
     effort: EffortName | None = option(
         CALIBRATION,
-        "How much calibration; `quantkit plan quantize` shows the time of each. Default: default.",
+        "Calibration effort; `quantkit plan quantize` shows the time of each. Default: default.",
         choices=tuple(EFFORTS),
     )
     thorough: bool = option(
@@ -245,16 +245,20 @@ class QuantizeOptions:
     length: int | None = option(
         CALIBRATION,
         Message(
-            "Tokens in each sample. Default: by ", Option("effort"), f", at most {MAX_LENGTH}."
+            "Number of tokens per sample. Default: by ",
+            Option("effort"),
+            f", at most {MAX_LENGTH}.",
         ),
         int,
     )
     seed: int | None = option(
-        CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int
+        CALIBRATION,
+        f"Random seed for the positions of the samples in the text. Default: {SEED}.",
+        int,
     )
     activation_memory: int | None = option(
         CALIBRATION,
-        "Calibration activations kept in memory; the rest goes to DST's disk. Default:"
+        "Memory for calibration activations; the rest goes to DST's disk. Default:"
         f" {ACTIVATION_MEMORY / 1e9:g}GB, at most half of what is available.",
         "memory",
         metavar="AMOUNT",
@@ -262,35 +266,36 @@ class QuantizeOptions:
     )
     device: str | torch.device | None = option(CALIBRATION, changes_result=False)
     refine: bool = option(
-        REFINEMENT, "Then train the scales against SRC's logits.", bool, default=False
+        REFINEMENT,
+        "After quantization, train the scales against SRC's logits.",
+        bool,
+        default=False,
     )
     train_codes: bool = option(
         REFINEMENT,
-        Message("With ", Option("refine", value=True), ", also train the codes."),
+        Message("With ", Option("refine", value=True), ", also train the quantized weights."),
         bool,
         default=False,
     )
     train_norms: bool = option(
         REFINEMENT,
-        Message("With ", Option("refine", value=True), ", also train the weights of norms."),
+        Message("With ", Option("refine", value=True), ", also train the norm weights."),
         bool,
         default=False,
     )
-    epochs: int | None = option(
-        REFINEMENT, f"Passes over the samples in training. Default: {EPOCHS}.", int
-    )
+    epochs: int | None = option(REFINEMENT, f"Number of training epochs. Default: {EPOCHS}.", int)
     lora: Requested = option(
         ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]"
     )
     source_check: bool = option(CHECKS, default=True, changes_result=False)
     allow_nonfinite: bool = option(CHECKS, default=False)
     accept_quality_loss: bool = option(
-        CHECKS, "Keep a result that is too far from its source.", bool, default=False
+        CHECKS, "Keep the result even if it differs too much from SRC.", bool, default=False
     )
     certify_positions: int | None = option(
         CHECKS,
-        "Also measure KL by position, in windows of this many tokens, with a float and an int8"
-        " cache.",
+        "Also measure the KL divergence by position, in windows of this many tokens, with a float"
+        " and an int8 KV cache.",
         int,
         metavar="TOKENS",
     )
@@ -299,14 +304,16 @@ class QuantizeOptions:
         Message(
             "UTF-8 text for ",
             Option("certify_positions"),
-            ". Default: some 5,000 tokens that ship with quantkit.",
+            ". Default: a text of about 5,000 tokens that ships with quantkit.",
         ),
         "path",
         metavar="FILE",
     )
     base_model: str | None = option(MODEL_CARD, "Name of SRC on a hub: owner/name.", metavar="NAME")
     license: str | None = option(
-        MODEL_CARD, "License, as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
+        MODEL_CARD,
+        "License identifier on hubs, such as apache-2.0. Default: SRC's own.",
+        metavar="ID",
     )
     to: TargetName | Sequence[TargetName] | None = option(OUTPUT)
     split_max_size: int | None = option(OUTPUT)
@@ -314,13 +321,11 @@ class QuantizeOptions:
     resume: bool = option(OUTPUT, default=False, changes_result=False)
     if_exists: IfExists = option(OUTPUT, default="fail", changes_result=False)
     weights: WeightKind | None = option(OTHER)
-    dequantize: bool = option(
-        OTHER, "Read the weights of a quantized SRC as floats.", bool, default=False
-    )
+    dequantize: bool = option(OTHER, "Dequantize a quantized SRC first.", bool, default=False)
     tensors_only: bool = option(OTHER, default=False)
     via: Via | None = option(
         OTHER,
-        "What runs the model. Default: own code where it knows the family, else transformers.",
+        "Code that runs the model. Default: quantkit's own for known families, else transformers.",
         choices=VIAS,
     )
     trust_remote_code: bool = option(OTHER, default=False)
@@ -343,7 +348,7 @@ class QuantizeOptions:
         ):
             if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(
-                    Message(Option(name), " is none that a hub knows"),
+                    Message(Option(name), " is not in the form that hubs accept"),
                     found=format_value(value),
                     expected=expected,
                 )
@@ -359,7 +364,7 @@ class QuantizeOptions:
                     Option("via"),
                     " and ",
                     Option("tensors_only", value=True),
-                    " exclude each other: then nothing runs the model",
+                    " are mutually exclusive: the latter does not run the model",
                 )
             )
         if self.tensors_only:
@@ -416,7 +421,9 @@ class QuantizeOptions:
             if target.name != NATIVE:
                 raise RequestError(
                     Message(
-                        Option("activations"), " does not go with ", Option("to", value=target.name)
+                        Option("activations"),
+                        " cannot be combined with ",
+                        Option("to", value=target.name),
                     ),
                     expected=Message(Option("to", value=NATIVE)),
                 )
@@ -445,7 +452,7 @@ class QuantizeOptions:
             value = getattr(self, name)
             if value is not None and value is not False:
                 raise RequestError(
-                    Message(Option(name), " goes with ", Option("method", value="gptq"))
+                    Message(Option(name), " requires ", Option("method", value="gptq"))
                 )
 
     def _check_several(self) -> None:
@@ -453,20 +460,19 @@ class QuantizeOptions:
         for name in ("target_bits", "max_size"):
             if getattr(self, name) is not None:
                 raise RequestError(
-                    Message(Option(name), " goes with one format: sizes differ by format"),
+                    Message(Option(name), " requires a single format: sizes differ by format"),
                     found=names,
                     hint=(
-                        "choose the size in one, and convert its result to the others, with the"
-                        " same codes"
+                        "quantize to this size in one format, and convert the result to the others"
                     ),
                 )
         if self.tensors_only:
             raise RequestError(
                 Message(
                     Option("tensors_only", value=True),
-                    " goes with ",
+                    " requires ",
                     Option("to", value=NATIVE),
-                    " alone",
+                    " as the only format",
                 ),
                 found=names,
             )
@@ -478,7 +484,7 @@ class QuantizeOptions:
             for name in ("train_codes", "train_norms", "epochs"):
                 if getattr(self, name):
                     raise RequestError(
-                        Message(Option(name), " goes with ", Option("refine", value=True))
+                        Message(Option(name), " requires ", Option("refine", value=True))
                     )
             return
         excluded = {
@@ -495,7 +501,7 @@ class QuantizeOptions:
         for name, requested in excluded.items():
             if requested:
                 raise RequestError(
-                    Message(Option("refine", value=True), " does not go with ", name),
+                    Message(Option("refine", value=True), " cannot be combined with ", name),
                     hint="run `quantkit refine` on the result",
                 )
 
@@ -505,7 +511,7 @@ class QuantizeOptions:
                 raise RequestError(
                     Message(
                         Option(name),
-                        " does not go with ",
+                        " cannot be combined with ",
                         Option("via", value="transformers"),
                         " yet",
                     )
@@ -513,7 +519,10 @@ class QuantizeOptions:
         if self.to not in (None, NATIVE):
             raise RequestError(
                 Message(
-                    Option("to"), " does not go with ", Option("via", value="transformers"), " yet"
+                    Option("to"),
+                    " cannot be combined with ",
+                    Option("via", value="transformers"),
+                    " yet",
                 ),
                 found=", ".join(target.name for target in self.targets),
                 expected=NATIVE,
@@ -531,7 +540,7 @@ class QuantizeOptions:
             )
         if self.method == "rtn" and self.size is not None:
             raise RequestError(
-                "a size to fit goes with GPTQ",
+                "a target size requires GPTQ",
                 found=Message(Option("method", value="rtn")),
                 expected=Message(Option("method", value="gptq")),
             )
@@ -542,7 +551,7 @@ class QuantizeOptions:
             raise RequestError(
                 Message(
                     Option("imatrix"),
-                    " goes with ",
+                    " requires ",
                     Option("method", value="rtn"),
                     ": GPTQ measures the inputs itself",
                 )
@@ -560,7 +569,7 @@ class QuantizeOptions:
             as_string("text_column", self.text_column)
             if self.calibration is None:
                 raise RequestError(
-                    Message(Option("text_column"), " goes with ", Option("calibration"))
+                    Message(Option("text_column"), " requires ", Option("calibration"))
                 )
         for name in ("samples", "length"):
             value = getattr(self, name)
@@ -574,7 +583,7 @@ class QuantizeOptions:
             is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
             if not is_number or not 0 <= memory < math.inf:
                 raise RequestError(
-                    Message(Option("activation_memory"), " is no number of bytes"),
+                    Message(Option("activation_memory"), " is not a valid number of bytes"),
                     found=format_value(memory),
                     expected="such as 4_000_000_000",
                 )

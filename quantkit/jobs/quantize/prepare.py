@@ -217,11 +217,11 @@ class Prepared:
         else:
             kv_cache = build_fp8_cache(self.source.config, self.dst)
         return Output(
-            self.source,
-            self.source.config,
-            specs,
-            choose_shard_bytes(options.split_max_size, target.container),
-            self.tokenizer,
+            source=self.source,
+            config=self.source.config,
+            planned=specs,
+            shard_bytes=choose_shard_bytes(options.split_max_size, target.container),
+            tokenizer=self.tokenizer,
             method=target.method,
             templates=select_templates(self.source, self.tokenizer, options.template),
             name=model_name(self.source, options.base_model),
@@ -333,7 +333,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
         raise RequestError(
             Message(
                 Option("tensors_only", value=True),
-                " does not go with ",
+                " cannot be combined with ",
                 Option("to", value=target.name),
             ),
             expected=Message(Option("to", value=NATIVE)),
@@ -376,11 +376,12 @@ def prepare(options: QuantizeOptions) -> Prepared:
         recurrent = describe_kept_recurrent(source.config, scheme_map.schemes)
         if recurrent:
             notes.append(
-                f"{source.path}: {recurrent}; a recipe that names them alone may give them int8"
+                f"{source.path}: {recurrent}; a recipe that names them explicitly can"
+                " quantize them to int8"
             )
         parts = describe_kept_parts(source.config, source.extra_config, scheme_map.schemes)
         if parts:
-            notes.append(f"{source.path}: kept as they are: {'; '.join(parts)}")
+            notes.append(f"{source.path}: not quantized: {'; '.join(parts)}")
     notes += scheme_notes
     notes += note_dropped_cache(source, dst, again=options.kv_cache is not None)
     # The weights are measured, and calibrated, with floats in the cache.
@@ -392,22 +393,22 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if certified is not None:
         notes += certified.notes
     prepared = Prepared(
-        options,
-        source,
-        scheme_map,
-        tokenizer,
-        linears_by,
-        settings,
-        certified,
-        notes,
+        options=options,
+        source=source,
+        scheme_map=scheme_map,
+        tokenizer=tokenizer,
+        linears_by=linears_by,
+        settings=settings,
+        certified=certified,
+        notes=notes,
         adapters=adapters,
     )
     if options.imatrix is not None and not prepared.is_weighted:
         raise RequestError(
             Message(
                 Option("imatrix"),
-                " would not be used: it weights errors of fewer than 8 bits, in models that can be"
-                " run",
+                " has no effect: it only applies to schemes of fewer than 8 bits, in models"
+                " that can be run",
             ),
             path=source.path,
         )
@@ -431,14 +432,13 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
         file = find_code_file(source.path)
         if file is not None:
             raise RequestError(
-                "the folder's code is not run for a model that quantkit runs itself",
+                "the folder's code is not used, because quantkit runs this model itself",
                 path=source.path,
                 found=file,
                 hint=Message(
                     Option("via", value="transformers"),
-                    " runs it; or leave ",
+                    " runs it; or omit ",
                     Option("trust_remote_code"),
-                    " out",
                 ),
             )
     if source.config.run_by is not None:
@@ -472,18 +472,18 @@ def _as_floats(
             values["to"] = ",".join(options.to)
         words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(values)]
         raise UnsupportedError(
-            "the source is quantized already",
+            "the source is already quantized",
             path=source.path,
             found=source_format,
             hint=(
                 Message(
-                    f"start from the float model, or read this one as floats: {shlex.join(words)} ",
+                    f"start from the float model, or dequantize this one: {shlex.join(words)} ",
                     Option("dequantize", value=True),
                 )
             ),
         )
     note = (
-        f"{source.path}: the source is quantized already ({source_format}); its weights are read as"
+        f"{source.path}: the source is already quantized ({source_format}); its weights are read as"
         f" {source.config.dtype}, and rounded again"
     )
     return DequantizedCheckpoint(source), [note]
@@ -549,7 +549,12 @@ def set_up_size_fit(prepared: Prepared) -> Fit | None:
 
     assert target.codes is not None
     return Fit(
-        prepared.source, size, target.codes, target.method, _not_chosen(prepared), total_bytes
+        source=prepared.source,
+        target=size,
+        codes=target.codes,
+        method=target.method,
+        settled=_not_chosen(prepared),
+        total_bytes=total_bytes,
     )
 
 

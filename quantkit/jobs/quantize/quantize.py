@@ -104,7 +104,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     prepared = prepare(options)
     if prepared.source.config.run_by is not None and group.size > 1:
         raise RequestError(
-            "models that transformers runs are quantized by one process",
+            "models that transformers runs can only be quantized by one process",
             found=f"{group.size} processes",
         )
     if options.refine:
@@ -184,7 +184,7 @@ def _quantize_and_refine(
     """Quantize to a folder next to the output, and refine the model in it."""
     if options.group.size > 1:
         raise RequestError(
-            Message(Option("refine", value=True), " is for one process"),
+            Message(Option("refine", value=True), " requires a single process"),
             found=f"{options.group.size} processes",
         )
     require_buildable(prepared.dst, prepared.encoder, resume=options.resume)

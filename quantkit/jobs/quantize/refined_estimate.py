@@ -38,7 +38,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
         raise RequestError(
             Message(
                 Option("refine", value=True),
-                " trains scales in floats of integer codes, and no linear gets such",
+                " trains float scales of integer weights, and no linear gets any",
             ),
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),
@@ -49,7 +49,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
         raise RequestError(
             Message(
                 Option("refine", value=True),
-                " trains on the samples of GPTQ, and this scheme is rounded to nearest by default",
+                " trains on GPTQ's samples, and this scheme is rounded to nearest by default",
             ),
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),

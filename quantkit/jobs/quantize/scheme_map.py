@@ -33,7 +33,9 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Scales
 
 _HEAD = CANONICAL["head"]
-_RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
+_RECURRENT = (
+    "carries a state from token to token: stays unquantized unless a recipe names it explicitly"
+)
 # Linears that change a state need at least so many bits: their errors add up from token to token.
 _FINE = 8
 
@@ -55,8 +57,8 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
     if options.head is not None:
         if isinstance(options.scheme, Recipe):
             raise RequestError(
-                Message(Option("head"), " does not go with a recipe"),
-                hint=f"name {_HEAD} among its overrides",
+                Message(Option("head"), " cannot be combined with a recipe"),
+                hint=f"add an override for {_HEAD} to the recipe",
             )
         recipe = _with_override(recipe, _HEAD, options.head)
     if options.embedding is not None:
@@ -65,14 +67,18 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
             if Override(pattern, None).matches(EMBEDDING):
                 raise RequestError(
                     Message(
-                        Option("embedding"), " quantizes what ", Option("keep"), " leaves as floats"
+                        Option("embedding"),
+                        " quantizes a module that ",
+                        Option("keep"),
+                        " leaves unquantized",
                     ),
                     found=f"{format_value(pattern)} matches '{EMBEDDING}'",
                     hint=(
                         Message(
                             "leave ",
                             Option("embedding"),
-                            " out, which keeps its floats then, or name the linear layers alone",
+                            " out to keep it unquantized, or use a pattern that only matches"
+                            " linears",
                         )
                     ),
                 )
@@ -106,13 +112,13 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
             "the scheme is the path of a file",
             found=format_value(str(scheme)),
             expected=f"{SPELLINGS}, or a Recipe",
-            hint="quantkit.Recipe.from_json(path) reads one",
+            hint="quantkit.Recipe.from_json(path) reads a recipe",
         )
     # Callers without a type checker may pass anything.
     if not isinstance(scheme, str):
         raise RequestError(
             Message(
-                f"give a scheme: {SPELLINGS}, or a Recipe; or a size: ",
+                f"expected a scheme ({SPELLINGS}, or a Recipe) or a size: ",
                 Option("target_bits"),
                 " or ",
                 Option("max_size"),
@@ -188,9 +194,7 @@ class SchemeMap:
         kept = collect_default_floats(config)
         recurrent = recurrent_linears(config)
         if not columns:
-            raise RequestError(
-                "nothing would be quantized: no tensor is known for the weight of a linear layer"
-            )
+            raise RequestError("nothing would be quantized: no weight of a linear layer was found")
         embedding = _embedding_scheme(recipe, config, embeddings)
         if embedding is not None:
             columns = {EMBEDDING: config.hidden_size, **columns}
@@ -387,8 +391,8 @@ def _require_fine(
             # Only an override gives such a linear a scheme.
             assert override is not None
             raise RequestError(
-                f"'{module}' changes a state that goes from token to token: it takes int8, or keeps"
-                " its floats",
+                f"'{module}' changes a state that is passed from token to token: it can only"
+                " be int8 or unquantized",
                 found=f"{scheme} for {format_value(override.pattern)}",
                 expected='"int8" or "keep"',
             )
@@ -413,10 +417,10 @@ def _build_empty_error(recurrent: Collection[str], other_modules: Collection[str
         example = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
         return RequestError(
             "nothing would be quantized: all linear layers carry a state from token to token, and"
-            " keep their floats",
-            hint=f"a recipe that names them gives them int8: {example}",
+            " stay unquantized",
+            hint=f"a recipe that names them can quantize them to int8: {example}",
         )
-    return RequestError("the recipe keeps every linear; nothing would be quantized")
+    return RequestError("nothing would be quantized: the recipe keeps every linear unquantized")
 
 
 def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
@@ -454,12 +458,12 @@ def _embedding_scheme(
     is_identified = config.runnable or has_role
     if override is not None and scheme is not None and not is_identified:
         raise RequestError(
-            "the embedding of a model without a decoder here keeps its floats",
+            "the embedding of a model that quantkit does not run itself cannot be quantized",
             found=format_value(override.pattern),
         )
     if override is not None and scheme is not None and scheme not in embeddings:
         raise RequestError(
-            "the embedding cannot be quantized so",
+            "the embedding does not support this scheme",
             found=f"{scheme} for {format_value(override.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
         )
@@ -471,9 +475,9 @@ def _embedding_scheme(
         and head.scheme != scheme
     ):
         if scheme:
-            state = ", and both are one"
+            state = ", so both need the same scheme"
         else:
-            state = " and keeps its floats"
+            state = ", which stays unquantized"
         raise RequestError(
             f"lm_head is tied to the embedding{state}",
             found=f"{head.scheme} for {format_value(head.pattern)}",
@@ -538,7 +542,10 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
             raise RequestError(
                 f"'{tensor.module}' is one module on disk and cannot have several schemes",
                 found=", ".join(described),
-                hint=f"give them all one, by the pattern '*.{tensor.module.rpartition('.')[2]}'",
+                hint=(
+                    "use one scheme for all, with the pattern"
+                    f" '*.{tensor.module.rpartition('.')[2]}'"
+                ),
             )
 
 

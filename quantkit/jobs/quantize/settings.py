@@ -28,7 +28,7 @@ def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
         return check_device(options.device)
     if options.device is not None and check_device(options.device).type != "cpu":
         raise RequestError(
-            "models that transformers runs are quantized on the CPU",
+            "models that transformers runs can only be quantized on the CPU",
             found=Message(Option("device", value=f"{str(options.device)!r}")),
         )
     return torch.device("cpu")
@@ -56,27 +56,27 @@ def gptq_settings(
         return None
     lack: str | None = None
     if not source.config.measurable:
-        lack = "it is known by its tensors only"
+        lack = "only its tensors are known"
     elif tokenizer is None:
         lack = "it has no tokenizer"
     # GPTQ was not requested by its name: the error has to say why it is needed.
     if lack is not None and (sized or options.method is None):
         if sized:
             raise RequestError(
-                f"a size to fit needs a model that can be calibrated: {lack}",
+                f"a target size requires a model that can be calibrated: {lack}",
                 path=source.path,
-                hint=Message("give a scheme and ", Option("method", value="rtn"), " instead"),
+                hint=Message("choose a scheme and ", Option("method", value="rtn"), " instead"),
             )
         raise RequestError(
-            f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}",
+            f"int4 requires GPTQ by default, and the source cannot be calibrated: {lack}",
             path=source.path,
-            hint=Message("round it with ", Option("method", value="rtn")),
+            hint=Message("round to nearest with ", Option("method", value="rtn")),
         )
     if tokenizer is None:
         raise RequestError(
-            "calibration needs a tokenizer, and the source has none",
+            "calibration requires a tokenizer, and the source has none",
             path=source.path,
-            hint=Message("round it with ", Option("method", value="rtn")),
+            hint=Message("round to nearest with ", Option("method", value="rtn")),
         )
     return sample_settings(
         tokenizer,

@@ -81,9 +81,9 @@ def describe_kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> 
     several = len(kept) > 1
     return (
         f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
-        f" keep{'s' * (not several)} {'their' if several else 'its'} floats"
+        f" stay{'s' * (not several)} unquantized"
         f" ({_list_names(_by_shared_name(kept), _NAMED_RECURRENT)}; {share:.1%} of the parameters),"
-        " as errors there add up from token to token"
+        " because errors there accumulate from token to token"
     )
 
 
@@ -176,4 +176,4 @@ def drop_schemes_out_of_bounds(
         others_text = f", and so do {len(too_far) - 1} more"
     else:
         others_text = ""
-    return remaining, [f"{source.path}: '{module}' keeps its floats: {reason}{others_text}"]
+    return remaining, [f"{source.path}: '{module}' stays unquantized: {reason}{others_text}"]

@@ -180,5 +180,11 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     if options.template is not None:
         recorded["template"] = Path(options.template).name
     return Work(
-        "quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch
+        job="quantize",
+        source=source,
+        encoder=prepared.encoder,
+        side_files=prepared.side_files,
+        options=recorded,
+        computed_by=computed_by,
+        scratch_bytes=scratch,
     )

@@ -41,7 +41,7 @@ def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
     if match is None:
         raise RequestError(
-            Message(Option("mesh"), " is no shape"),
+            Message(Option("mesh"), " is not a valid shape"),
             found=format_value(mesh),
             expected="DxM, such as 2x4",
         )
@@ -82,29 +82,31 @@ class RefineOptions:
     against: str | Path
     delta: str | Path | None = option(
         OUTPUT,
-        "Write the changed tensors alone, to this file; see apply-delta.",
+        "Write only the changed tensors, to this file; see apply-delta.",
         "path",
         metavar="FILE",
     )
     train_codes: bool = option(
-        TRAINING, "Also train the codes. Default: only scales.", bool, default=False
+        TRAINING, "Also train the quantized weights. Default: only scales.", bool, default=False
     )
-    train_norms: bool = option(TRAINING, "Also train the weights of norms.", bool, default=False)
-    batch: int | None = option(TRAINING, f"Samples of a step. Default: {BATCH}.", int)
-    epochs: int | None = option(TRAINING, f"Passes over the samples. Default: {EPOCHS}.", int)
+    train_norms: bool = option(TRAINING, "Also train the norm weights.", bool, default=False)
+    batch: int | None = option(TRAINING, f"Batch size. Default: {BATCH}.", int)
+    epochs: int | None = option(TRAINING, f"Number of epochs. Default: {EPOCHS}.", int)
     calibration: str | Path | Iterable[object] | None = option(CALIBRATION, TEXT_HELP, "file")
     text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
     samples: int | None = option(CALIBRATION, f"Number of samples. Default: {SAMPLES}.", int)
     length: int | None = option(
-        CALIBRATION, "Tokens in each sample. Default: by the model's width.", int
+        CALIBRATION, "Number of tokens per sample. Default: by the model's width.", int
     )
     seed: int | None = option(
-        CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int
+        CALIBRATION,
+        f"Random seed for the positions of the samples in the text. Default: {SEED}.",
+        int,
     )
     activation_memory: int | None = option(
         TRAINING,
-        "States and codes kept in memory; the rest goes to the disk of the output. Default: as"
-        " quantize.",
+        "Memory for states and quantized weights; the rest goes to the output's disk. Default: as"
+        " in quantize.",
         "memory",
         metavar="AMOUNT",
         changes_result=False,
@@ -112,14 +114,13 @@ class RefineOptions:
     device: str | torch.device | None = option(TRAINING, changes_result=False)
     mesh: str | None = option(
         TRAINING,
-        "Processes of torchrun, or devices of XLA, by samples and by parts of the model. Default:"
-        " 1xN.",
+        "Data-parallel (D) by model-parallel (M) torchrun processes or XLA devices. Default: 1xN.",
         metavar="DxM",
         changes_result=False,
     )
     backend: str | None = option(
         TRAINING,
-        "xla: train on the devices that JAX finds, such as TPU chips. Default: torch.",
+        "xla: train with JAX, such as on TPU chips. Default: torch.",
         choices=(XLA,),
         changes_result=False,
     )
@@ -145,7 +146,7 @@ class RefineOptions:
             else:
                 outputs = "neither"
             raise RequestError(
-                Message("give a destination or ", Option("delta")),
+                Message("expected either a destination or ", Option("delta")),
                 found=outputs,
                 expected="one of them",
             )
@@ -156,7 +157,7 @@ class RefineOptions:
         if self.seed is not None:
             as_seed("seed", self.seed)
         if self.text_column is not None and self.calibration is None:
-            raise RequestError(Message(Option("text_column"), " goes with ", Option("calibration")))
+            raise RequestError(Message(Option("text_column"), " requires ", Option("calibration")))
         if self.backend not in (None, XLA):
             raise RequestError(
                 Message("unknown ", Option("backend")),
@@ -165,14 +166,18 @@ class RefineOptions:
             )
         if self.backend is not None and self.train_codes:
             raise RequestError(
-                Message(Option("train_codes"), " does not go with ", Option("backend", value="xla"))
+                Message(
+                    Option("train_codes"),
+                    " cannot be combined with ",
+                    Option("backend", value="xla"),
+                )
             )
         # JAX, not torch, chooses the devices of XLA.
         if self.backend is not None and self.device is not None:
             raise RequestError(
                 Message(
                     Option("device"),
-                    " does not go with ",
+                    " cannot be combined with ",
                     Option("backend", value="xla"),
                     ", which has its own",
                 )

@@ -67,9 +67,9 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     require_runnable(reference)
     if schemes(reference) or read_as_floats(reference):
         raise RequestError(
-            "the model to refine against is quantized itself",
+            "the model to refine against must not be quantized",
             path=reference.path,
-            expected="floats",
+            expected="the float model",
         )
     quantized = CheckpointInOutputTypes(plan)
     configs = []
@@ -79,7 +79,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     differences = configs[0].differences(configs[1])
     if differences:
         raise RequestError(
-            "the quantized model is not made from this float model",
+            "the quantized model was not created from this float model",
             path=quantized.path,
             found=f"{differences[0]} differs",
             expected=f"the config of {reference.path}",
@@ -90,7 +90,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         tokenizer, _ = load_checked_tokenizer(reference)
     if tokenizer is None:
         raise RequestError(
-            "training needs a tokenizer, and the model has none", path=quantized.path
+            "training requires a tokenizer, and the model has none", path=quantized.path
         )
     names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
     require_scales_change(plan, names.weights)
@@ -107,6 +107,15 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     )
     if settings.samples < _MIN_SAMPLES:
         raise RequestError(
-            "too few samples to hold some back", found=settings.samples, expected=f"{_MIN_SAMPLES}"
+            "too few samples: some are held out for evaluation",
+            found=settings.samples,
+            expected=f"{_MIN_SAMPLES}",
         )
-    return Refinement(options, plan, quantized, reference, names, settings)
+    return Refinement(
+        options=options,
+        plan=plan,
+        quantized=quantized,
+        reference=reference,
+        names=names,
+        settings=settings,
+    )

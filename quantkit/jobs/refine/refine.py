@@ -136,7 +136,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     if options.backend is not None:
         if group.size > 1:
             raise RequestError(
-                Message(Option("backend", value="xla"), " is for one process"),
+                Message(Option("backend", value="xla"), " requires a single process"),
                 found=f"{group.size} processes",
             )
         # The axis of the samples: each part gets as many of a step's samples.
@@ -145,7 +145,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             raise RequestError(
                 Message(
                     Option("batch"),
-                    " can't be divided among the parts of the samples in ",
+                    " is not divisible by the data-parallel size of ",
                     Option("mesh"),
                 ),
                 found=options.step_samples,
@@ -159,19 +159,20 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     data, model = shape
     if data * model != group.size:
         raise RequestError(
-            Message(Option("mesh"), " has another number of processes than there are"),
+            Message(Option("mesh"), " does not match the number of processes"),
             found=f"{options.mesh} for {group.size}",
-            hint="start as many with torchrun",
+            hint="start this many processes with torchrun",
         )
     samples = planned.settings.samples
     most = min(options.step_samples, samples - held_back(samples))
     # A process without samples would have nothing to do in a step.
     if data > most:
-        problem = Message(Option("mesh"), " has more processes for samples than a step has samples")
+        problem = Message(Option("mesh"), " has a data-parallel size above the samples per step")
         raise RequestError(problem, found=data, expected=f"at most {most}")
     if group.size > 1 and planned.names.codes:
         raise RequestError(
-            Message(Option("train_codes"), " is for one process"), found=f"{group.size} processes"
+            Message(Option("train_codes"), " requires a single process"),
+            found=f"{group.size} processes",
         )
     mesh = Mesh.of(group, shape)
     # Machines may have other copies of the models.
@@ -209,15 +210,15 @@ def _write_delta(
         staging.discard()
         raise
     return RefineResult(
-        output,
-        len(content),
-        None,
-        state.curve,
-        len(changed),
-        gate,
-        time.monotonic() - began,
-        planned.plan.notes,
-        details,
+        path=output,
+        weight_bytes=len(content),
+        bits_per_weight=None,
+        curve=state.curve,
+        changed=len(changed),
+        quality=gate,
+        seconds=time.monotonic() - began,
+        notes=planned.plan.notes,
+        manifest=details,
         is_delta=True,
     )
 

@@ -66,7 +66,9 @@ def plan_rewriting(
                 expected = "a name in .gguf"
             else:
                 expected = "a folder"
-            raise RequestError("the format of the source is kept", found=dst, expected=expected)
+            raise RequestError(
+                "the format of the source cannot be changed", found=dst, expected=expected
+            )
     plan = plan_conversion(
         ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check)  # type: ignore[arg-type]
     )
@@ -76,7 +78,7 @@ def plan_rewriting(
         raise RequestError(
             "the source is not quantized",
             path=source.path,
-            hint=Message("quantize it with ", Option("refine", value=True)),
+            hint=Message("create it with ", Option("refine", value=True, job="quantize")),
         )
     return plan
 
@@ -124,7 +126,8 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
             encoded = codec.encode(replace(value, scale=scale))
         if isinstance(encoded, Reason):
             raise NotRepresentableError(
-                f"tensor '{name}' cannot get other scales in {plan.target.name}: {encoded.problem}",
+                f"tensor '{name}' cannot store trained scales in {plan.target.name}:"
+                f" {encoded.problem}",
                 path=plan.work.source.path,
                 found=encoded.found,
                 expected=encoded.expected,
@@ -152,7 +155,7 @@ def put_all(
             floats = [value]
         for tensor in floats:
             if tensor is not None and not all_finite(tensor):
-                raise NonFiniteError(f"tensor '{spec.name}' holds NaN or Inf", path=changed.path)
+                raise NonFiniteError(f"tensor '{spec.name}' contains NaN or Inf", path=changed.path)
         writer.put(spec.name, value, records.get(spec.name))
     return writer.seal()
 
@@ -180,9 +183,9 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
         # The manifest and deltas identify tensors by these hashes, which must agree as well.
         if not is_equal or tensor_hash(written) != tensor_hash(expected):
             raise QuantkitError(
-                f"tensor '{name}' is not what was to be written, as it is read back",
+                f"tensor '{name}' differs from what was written when it is read back",
                 path=result.path,
-                hint="a bug in quantkit, or a disk that fails",
+                hint="this is a bug in quantkit, or the disk fails",
             )
 
 

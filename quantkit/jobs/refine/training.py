@@ -146,9 +146,9 @@ def _build_no_improvement_error(state: State, path: Path) -> NoImprovementError:
     return NoImprovementError(
         "training did not bring the model closer to its float model",
         path=path,
-        found=f"a KL of {lowest:.4g} on text that was held back, {lowest / start - 1:+.1%}",
+        found=f"a KL of {lowest:.4g} on held-out text, {lowest / start - 1:+.1%}",
         expected=f"less than {start:.4g}",
-        hint="use more samples, or take the quantized model as it is",
+        hint="use more samples, or keep the quantized model unchanged",
     )
 
 

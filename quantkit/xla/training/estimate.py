@@ -180,7 +180,9 @@ def estimate_training(
         try:
             if data * model != slice_.chips:
                 raise RequestError(
-                    "the mesh is not all of the slice", found=name, expected=f"{slice_.chips} chips"
+                    "the mesh does not use the whole slice",
+                    found=name,
+                    expected=f"{slice_.chips} chips",
                 )
             mesh = DeviceMesh.of(devices, (data, model), slice_.count)
             estimates.append(_estimate(checkpoint, slice_, mesh, names, batch, length))
@@ -190,15 +192,15 @@ def estimate_training(
     if last_error is not None and not estimates:
         raise last_error
     return TrainingEstimate(
-        checkpoint.path.name,
-        target,
-        slice_.chips * slice_.count,
-        slice_.chip.memory,
-        batch,
-        length,
-        _flops(checkpoint.config, batch, length, _USEFUL),
-        estimates,
-        refused,
+        model=checkpoint.path.name,
+        target=target,
+        chips=slice_.chips * slice_.count,
+        memory=slice_.chip.memory,
+        batch=batch,
+        length=length,
+        flops=_flops(checkpoint.config, batch, length, _USEFUL),
+        meshes=estimates,
+        refused=refused,
     )
 
 
@@ -273,15 +275,15 @@ def _estimate(
     exchange_seconds = sent_bytes / slice_.chip.links
     useful_seconds = _flops(checkpoint.config, batch, length, _USEFUL) / chips / slice_.chip.flops
     return MeshEstimate(
-        f"{mesh.size(DATA)}x{mesh.size(MODEL)}",
-        arguments,
-        temporaries,
-        total,
-        totals,
-        compute_seconds,
-        exchange_seconds,
+        mesh=f"{mesh.size(DATA)}x{mesh.size(MODEL)}",
+        arguments=arguments,
+        temporaries=temporaries,
+        total=total,
+        exchanges=totals,
+        compute_seconds=compute_seconds,
+        exchange_seconds=exchange_seconds,
         # As if exchanges ran in parallel with products.
-        useful_seconds / max(compute_seconds, exchange_seconds),
+        utilization=useful_seconds / max(compute_seconds, exchange_seconds),
     )
 
 

@@ -100,7 +100,7 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
         ({**_GPTQ, "act_bits": 8}, "8 bits"),
         ({**_GPTQ, "rotation_config": {"block_size": 32}}, "rotated"),
         ({**_AWQ, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}}, "several schemes"),
-        ({**_AWQ, "bits": 8}, "these bits"),
+        ({**_AWQ, "bits": 8}, "bit width"),
     ],
     ids=["llm_compressor", "fp8", "mx", "activations", "rotated", "awq-mixed", "awq-8"],
 )

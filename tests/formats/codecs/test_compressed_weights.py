@@ -140,7 +140,7 @@ def test_every_form_is_read_with_its_values(
             assert isinstance(value, QuantTensor) == (not floats)
             found = value.dequantize() if isinstance(value, QuantTensor) else value
             assert torch.equal(found, weight if part is None else part.of(weight))
-    reported = any("activations stay floats" in note for note in source.notes)
+    reported = any("also quantizes activations" in note for note in source.notes)
     assert reported == (FORMS[kind][0] == INT)
     assert any("7 scales of activations are left out" in note for note in source.notes) == (
         kind == "bytes with zero points"
@@ -253,5 +253,7 @@ def test_codes_beyond_their_scheme_are_refused_when_read(model: Path, tmp_path: 
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{UP}.weight"][3, 4] = 8
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"codes outside its scheme .*expected -8 to 7"):
+    with pytest.raises(
+        CheckpointError, match=r"values outside the range of its scheme .*expected -8 to 7"
+    ):
         open_checkpoint(folder).load(f"{UP}.weight")

@@ -152,7 +152,7 @@ def test_odd_numbers_of_outputs_and_scales_beyond_float16_are_refused(
     assert not isinstance(codec, Reason)
     odd = codec.encode(_random(rows, 64, scheme))
     assert isinstance(odd, Reason)
-    assert "outputs fill no whole words" in odd.problem
+    assert "outputs do not fill whole words" in odd.problem
     for scale in (1e-9, 70000.0, 1.0001):
         value = _random(8, 64, scheme, torch.float32)
         value.scale[3, 1] = scale
@@ -267,7 +267,7 @@ def test_the_zero_points_report_their_version(
     coded, plain = open_checkpoint(folder), open_checkpoint(floats)
     assert set(schemes(coded).values()) == {scheme}
     lies = {"gptq": 1, "gptq_v2": 2}[stated] != version
-    assert [note for note in coded.notes if f"they are of version {version}" in note] == coded.notes
+    assert [note for note in coded.notes if f"they have version {version}" in note] == coded.notes
     assert len(coded.notes) == lies
     for name in schemes(coded):
         value = coded.load(f"{name}.weight")
@@ -284,7 +284,7 @@ def test_modules_of_two_versions_are_refused(llama: Path, tmp_path: Path) -> Non
         name: load_file(two / "model.safetensors")[name],
     }
     save_file(mixed, one / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"have another GPTQ version than others"):
+    with pytest.raises(CheckpointError, match=r"have a different GPTQ version"):
         open_checkpoint(one)
 
 
@@ -388,8 +388,8 @@ def test_groups_too_small_for_a_scheme_are_read_as_floats(tmp_path: Path) -> Non
 _Q, _UP = "model.layers.1.self_attn.q_proj.", "model.layers.1.mlp.up_proj."
 _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     "3 bits": ({"bits": 3}, None, r"bits per weight are not supported \(found 3"),
-    "marlin": ({"checkpoint_format": "marlin"}, None, "this layout of GPTQ is not read"),
-    "int16 words": ({"pack_dtype": "int16"}, None, "packed into other words"),
+    "marlin": ({"checkpoint_format": "marlin"}, None, "this GPTQ layout is not supported"),
+    "int16 words": ({"pack_dtype": "int16"}, None, "this packing type of GPTQ"),
     "a group size of text": (
         {"group_size": "128"},
         None,
@@ -420,7 +420,7 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     "whole scales": (
         {},
         {_Q + "scales": torch.ones(2, 64, dtype=torch.int32)},
-        "scales' holds no floats",
+        "scales' is not stored in a float type",
     ),
     "a long index": (
         {},
@@ -440,7 +440,7 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     "floats besides": (
         {},
         {_UP + "weight": torch.zeros(96, 64)},
-        "is there in floats and quantized",
+        "is stored both unquantized and quantized",
     ),
 }
 
@@ -549,7 +549,7 @@ INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
         ("gptq", [INT4, None, None], "gptqmodel, vLLM"),
         ("gptq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
         ("gptq", [INT4, INT8, None], "gptqmodel, vLLM on GPUs"),
-        ("gptq", [QuantScheme(4, 8)] * 3, "what reads GPTQ in such groups"),
+        ("gptq", [QuantScheme(4, 8)] * 3, "readers that support this group size of GPTQ"),
         ("awq", [INT4, None, None], "gptqmodel, transformers with gptqmodel, vLLM"),
         ("awq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
     ],

@@ -177,7 +177,7 @@ def test_groups_that_mlx_has_not_are_refused() -> None:
     assert isinstance(Mlx().codec(QuantScheme(4, 48)), Reason)
     spec = TensorSpec("up.weight", (8, 80), DType.FLOAT16, QuantScheme(8, None))
     with pytest.raises(
-        UnsupportedError, match=r"'up.weight' .* as mlx: MLX has no groups .*int8 of 80 columns"
+        UnsupportedError, match=r"'up.weight' .* as mlx: no group size of MLX .*int8 of 80 columns"
     ):
         Affine().list_stored_tensors(spec)
 
@@ -393,7 +393,7 @@ def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: P
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "copy"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    with pytest.raises(UnsupportedError, match="cannot be held exactly as compressed-tensors"):
+    with pytest.raises(UnsupportedError, match="exactly as compressed-tensors"):
         quantkit.convert(folder, tmp_path / "ct", to="compressed-tensors", source_check=False)
 
 
@@ -452,12 +452,12 @@ DAMAGES: dict[str, tuple[Edit, dict[str, Any], str]] = {
     "a mode": (
         lambda _: None,
         {"mode": "mxfp4"},
-        "names a mode of MLX that is not read .*'mxfp4', expected affine",
+        "names an MLX mode that is not supported .*'mxfp4', expected affine",
     ),
     "a module's mode": (
         lambda _: None,
         {UP: {"mode": "nvfp4"}},
-        "mode of MLX that is not read .*'nvfp4'",
+        "an MLX mode that is not supported .*'nvfp4'",
     ),
     "no bits": (lambda _: None, {"bits": None}, "lacks the key 'bits'"),
     "bits as a text": (lambda _: None, {"bits": "4"}, "wrong type for 'quantization_config.bits'"),
@@ -483,24 +483,28 @@ DAMAGES: dict[str, tuple[Edit, dict[str, Any], str]] = {
     "signed codes": (
         _set("weight", torch.zeros(96, 8, dtype=torch.int32)),
         {},
-        "do not fit together as MLX's",
+        "do not have matching MLX shapes and types",
     ),
-    "codes of floats": (_set("weight", torch.zeros(96, 8)), {}, "do not fit together as MLX's"),
+    "codes of floats": (
+        _set("weight", torch.zeros(96, 8)),
+        {},
+        "do not have matching MLX shapes and types",
+    ),
     "bytes as scales": (
         _set("scales", torch.zeros(96, 2, dtype=torch.uint8)),
         {},
-        "do not fit together",
+        "do not have matching",
     ),
-    "other biases": (_set("biases", torch.zeros(96, 2)), {}, "do not fit together"),
-    "too many biases": (_set("biases", torch.zeros(96, 4).bfloat16()), {}, "do not fit together"),
-    "no groups": (_set("scales", torch.zeros(96, 0).bfloat16()), {}, "do not fit together"),
-    "a number as scales": (_set("scales", torch.zeros(()).bfloat16()), {}, "do not fit together"),
+    "other biases": (_set("biases", torch.zeros(96, 2)), {}, "do not have matching"),
+    "too many biases": (_set("biases", torch.zeros(96, 4).bfloat16()), {}, "do not have matching"),
+    "no groups": (_set("scales", torch.zeros(96, 0).bfloat16()), {}, "do not have matching"),
+    "a number as scales": (_set("scales", torch.zeros(()).bfloat16()), {}, "do not have matching"),
     "too few rows": (
         _set("weight", torch.zeros(95, 8, dtype=torch.uint32)),
         {},
-        "do not fit together",
+        "do not have matching",
     ),
-    "7 bits": (_set("weight", torch.zeros(96, 14, dtype=torch.uint32)), {}, "do not fit together"),
+    "7 bits": (_set("weight", torch.zeros(96, 14, dtype=torch.uint32)), {}, "do not have matching"),
     "another tensor": (_set("offsets", torch.zeros(96)), {}, "unexpected tensor .*up_proj.offsets"),
 }
 
@@ -520,5 +524,5 @@ def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_alone_are_refused(mlx: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"is quantized by MLX, and is no module of"):
+    with pytest.raises(UnsupportedError, match=r"is quantized by MLX, but is not a module of"):
         open_checkpoint(mlx, tensors_only=True)

@@ -103,7 +103,7 @@ def test_two_groups_that_contradict_each_other_are_refused_by_name(
     targets: list[str], others: list[str], module: str
 ) -> None:
     with pytest.raises(
-        CheckpointError, match=r"two schemes \(found int4-g32 in 'one' and int8-g32 in 'two'"
+        CheckpointError, match=r"two schemes .*\(found int4-g32 in 'one' and int8-g32 in 'two'"
     ) as found:
         _read(_config(one=(targets, {}), two=(others, {"num_bits": 8})))
     assert f"'{module}'" in str(found.value)

@@ -200,9 +200,7 @@ def test_mxfp4_without_its_other_half_is_refused(left: str, tmp_path: Path) -> N
         "q_proj.weight": torch.ones(8, 8),
     }
     folder = _folder(tmp_path / "src", tensors, {"quant_method": "mxfp4"})
-    with pytest.raises(
-        CheckpointError, match=f"'experts.down_proj_{left}' lacks its codes or scales"
-    ):
+    with pytest.raises(CheckpointError, match=f"'experts.down_proj_{left}' lacks its"):
         open_checkpoint(folder, tensors_only=True)
 
 

@@ -58,7 +58,12 @@ def with_rows(linears: Linears, rows: Mapping[str, int]) -> Linears:
     """The same with other numbers of outputs."""
     shapes = {module: (rows.get(module, 64), 64) for module in linears.shapes}
     return Linears(
-        linears.method, linears.settings, shapes, linears.coded, linears.names, linears.model_type
+        method=linears.method,
+        settings=linears.settings,
+        shapes=shapes,
+        coded=linears.coded,
+        names=linears.names,
+        model_type=linears.model_type,
     )
 
 

@@ -210,7 +210,7 @@ def test_it_takes_what_it_says_it_takes(demo_model: Path, tmp_path: Path) -> Non
     quantkit.quantize(demo_model, tmp_path / "int8", "int8")
     with pytest.raises(UnsupportedError, match="the source is quantized"):
         quantkit.convert(tmp_path / "int8", tmp_path / "out", to="loud")
-    with pytest.raises(RequestError, match='`mp` goes with `to="meta"`'):
+    with pytest.raises(RequestError, match='`mp` requires `to="meta"`'):
         quantkit.convert(demo_model, tmp_path / "out", to="loud", mp=2)
 
 

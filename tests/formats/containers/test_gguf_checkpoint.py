@@ -365,7 +365,9 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
         open_checkpoint(parts[0])
     parts[1].write_bytes(content)
     parts[2].rename(tmp_path / "last.gguf")
-    with pytest.raises(CheckpointError, match="is part 3 of 3 of a model, and has another name"):
+    with pytest.raises(
+        CheckpointError, match="is part 3 of 3 of a model, but is not named like it"
+    ):
         open_checkpoint(tmp_path / "last.gguf")
 
 
@@ -378,7 +380,7 @@ def test_a_folder_of_one_model_is_that_model(tmp_path: Path) -> None:
     assert open_checkpoint(folder).path == folder / "a.gguf"
     (folder / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(
-        CheckpointError, match=r"several models in GGUF \(found a.gguf, b.gguf\); name the file"
+        CheckpointError, match=r"several GGUF models \(found a.gguf, b.gguf\); name the file"
     ):
         open_checkpoint(folder)
     (folder / "a.gguf").rename(folder / "a.bin")
@@ -402,16 +404,18 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
         _opened(written({"blk.9.attn_k.weight": tensors["blk.1.attn_k.weight"]}))
     with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.weight' has the wrong shape"):
         _opened(written({"blk.1.attn_k.weight": tensors["blk.1.attn_k.weight"][:8]}))
-    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' does not fit the heads"):
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' does not match the head size"):
         _opened(written({"rope_freqs.weight": np.ones(3, np.float32)}))
     with pytest.raises(
-        UnsupportedError, match=r"'output_norm.weight' is of a type that is not read \(found Q8_0\)"
+        UnsupportedError, match=r"'output_norm.weight' has an unsupported type \(found Q8_0\)"
     ):
         _opened(written({}, blocks={"output_norm.weight": (np.zeros(68, np.uint8), Ggml.Q8_0)}))
     metadata["general.quantization_version"] = 1
-    with pytest.raises(UnsupportedError, match="is quantized by unknown rules"):
+    with pytest.raises(UnsupportedError, match="has unknown quantization rules"):
         _opened(written({}, types={"": Ggml.Q4_0}))
-    with pytest.raises(RequestError, match="only Hugging Face folders are taken by their tensors"):
+    with pytest.raises(
+        RequestError, match="only Hugging Face folders can be read by their tensors"
+    ):
         open_checkpoint(written({}), tensors_only=True)
 
 
@@ -499,7 +503,7 @@ def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path
     tensors = gguf_files.tensors_of(model)
     tensors["output_norm.weight"][3] += 2**-20
     path = gguf_files.write(tmp_path / "a.gguf", build_metadata(source.config) | _ENDS, tensors)
-    with pytest.raises(QuantkitError, match=r"'model\.norm\.weight' is not what the source holds"):
+    with pytest.raises(QuantkitError, match=r"'model\.norm\.weight' differs from the source"):
         require_exact(source, _opened(path))
     report = quantkit.verify(folder, path)
     assert [one.name for one in report.differing if not one.within] == ["model.norm.weight"]
@@ -541,7 +545,7 @@ def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_i
     assert isinstance(means, QuantTensor)
     quantkit.convert(path, tmp_path / "mlx", to="mlx", source_check=False)
     for quantized in (path, tmp_path / "mlx"):
-        with pytest.raises(UnsupportedError, match="`dequantize=True` writes the floats"):
+        with pytest.raises(UnsupportedError, match="`dequantize=True` dequantizes it"):
             quantkit.convert(quantized, tmp_path / "refused", to="hf", source_check=False)
         made = tmp_path / f"from-{quantized.stem}"
         quantkit.convert(quantized, made, to="hf", dequantize=True, source_check=False)

@@ -232,7 +232,7 @@ def test_another_header_is_no_run_to_go_on_with() -> None:
     state = encoder_of(config, values).state()
 
     encoder_of(config, values).restore(state)
-    with pytest.raises(ResumeError, match="another tokenizer"):
+    with pytest.raises(ResumeError, match="a different tokenizer"):
         encoder_of(config, values, 20_000).restore(state)
 
 

@@ -98,7 +98,7 @@ def test_a_manifest_does_not_speak_for_another_file(made: Path, tmp_path: Path) 
     shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
     for _ in range(2):
         with pytest.raises(
-            CheckpointError, match=r"the manifest is that of another file .*found demo\.gguf"
+            CheckpointError, match=r"the manifest belongs to another file .*found demo\.gguf"
         ):
             verify(copy)
         original.unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def test_an_interrupted_run_goes_on(job: str, demo_model: Path, tmp_path: Path) 
     make(demo_model, whole, source_check=False)
     interrupted(make, demo_model, file)
     assert sorted(path.name for path in tmp_path.glob("file*")) == ["file.gguf.partial"]
-    with pytest.raises(CheckpointError, match="is not a model yet"):
+    with pytest.raises(CheckpointError, match="is the partial output"):
         open_checkpoint(partial(file) / "file.gguf")
     make(demo_model, file, source_check=False, resume=True)
     assert file.read_bytes() == whole.read_bytes()

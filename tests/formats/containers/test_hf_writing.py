@@ -116,7 +116,9 @@ def quantized(source: HFCheckpoint, dst: Path, recipe: Recipe, *, resume: bool =
     tensors = [spec for block in blocks for spec in block.tensors]
     output = Output(source, source.config, tensors, SHARD_BYTES)
     encoder, quantizer = HF.encoder(output), RtnQuantizer(source, allow_nonfinite=False)
-    work = Work("quantize", source, encoder, HF.side_files(output), {})
+    work = Work(
+        job="quantize", source=source, encoder=encoder, side_files=HF.side_files(output), options={}
+    )
     with open_writer(work, dst, resume=resume, source_check=False, progress=silent) as writer:
         with quantizer.running(blocks, writer.existing_tensors):
             for block in blocks:
@@ -222,8 +224,8 @@ def test_parts_of_a_fused_module_have_one_scheme(pattern: str, tmp_path: Path) -
     assert (
         str(caught.value)
         == f"'model.layers.{layer}.self_attn.qkv_proj' is one module on disk and cannot have"
-        " several schemes (found q_proj int8, k_proj int8, v_proj kept); give them all one, by"
-        " the pattern '*.qkv_proj'"
+        " several schemes (found q_proj int8, k_proj int8, v_proj kept); use one scheme for all,"
+        " with the pattern '*.qkv_proj'"
     )
 
 
@@ -436,8 +438,8 @@ def test_experts_of_several_schemes_are_not_loaded_by_transformers(
         QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")
     ).notes
     assert (
-        f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen"
-        " in 5.23); quantkit does" in notes
+        f"{tmp_path / 'other'}: transformers does not load experts of several schemes correctly"
+        " (seen in 5.23); quantkit does" in notes
     )
 
 
@@ -450,7 +452,8 @@ def test_a_meta_folder_is_refused_or_holds_the_same_tensors(case: str, tmp_path:
         "smollm3",
     ):  # three layers of SmolLM3 all have rotary positions
         with pytest.raises(
-            UnsupportedError, match=r"^Meta's format cannot hold [^\n]*; convert to 'hf' instead$"
+            UnsupportedError,
+            match=r"^Meta's format does not support [^\n]*; convert to 'hf' instead$",
         ):
             quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
         assert not (tmp_path / "meta").exists()

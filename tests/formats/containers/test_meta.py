@@ -546,7 +546,7 @@ def test_a_model_that_metas_format_has_no_words_for_is_refused(
     kind: str, changes: dict[str, Any], lost: str, tmp_path: Path
 ) -> None:
     model = oracle.make(kind, **changes)
-    with pytest.raises(UnsupportedError, match=f"Meta's format cannot hold .*{lost}"):
+    with pytest.raises(UnsupportedError, match=f"Meta's format does not support .*{lost}"):
         quantkit.convert(oracle.save(model, tmp_path / "hf"), tmp_path / "meta", to="meta")
     assert not (tmp_path / "meta").exists()
 
@@ -602,7 +602,8 @@ def test_shards_with_different_tensors_are_refused(change: str, tmp_path: Path) 
             shards[1]["layers.3.attention.wo.weight"] = value
     folder = _write(tmp_path / "meta", shards, _params(model))
     with pytest.raises(
-        CheckpointError, match=r"consolidated\.01\.pth: holds other tensors than consolidated\.00"
+        CheckpointError,
+        match=r"consolidated\.01\.pth: contains different tensors than consolidated\.00",
     ):
         open_checkpoint(folder)
 
@@ -657,7 +658,7 @@ def test_a_shard_with_a_smaller_tensor_is_refused(
     shards[1][name] = shards[1][name].narrow(axis, 0, 8).clone()
     folder = _write(tmp_path / "meta", shards, _params(model))
     with pytest.raises(
-        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' has another shape"
+        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' has a different shape"
     ):
         open_checkpoint(folder)
 

@@ -23,7 +23,7 @@ from quantkit.jobs.output import writer as output
 
 JOURNAL = ".quantkit-journal.jsonl"
 SECRET = b"somebody's only copy"
-NOT_OURS = "not what the interrupted run left"
+NOT_OURS = "was not written by the interrupted run"
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_a_partial_folder_that_is_none_is_refused(
 ) -> None:
     target = victim.parent if plant is _link else victim
     plant(partial(tmp_path / "new"), target)
-    with pytest.raises(ResumeError, match="is in the way"):
+    with pytest.raises(ResumeError, match="is not an interrupted run"):
         quantkit.convert(demo_model, tmp_path / "new", resume=resume)
     assert contents(victim.parent) == {"victim": SECRET}
 
@@ -146,7 +146,7 @@ def test_a_link_to_an_interrupted_run_is_not_followed(
 ) -> None:
     before = contents(partial(dst))
     partial(tmp_path / "new").symlink_to(partial(dst))
-    with pytest.raises(ResumeError, match="is in the way"):
+    with pytest.raises(ResumeError, match="is not an interrupted run"):
         quantkit.convert(demo_model, tmp_path / "new", resume=True)
     assert contents(partial(dst)) == before
 
@@ -281,7 +281,7 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
         (partial(dst) / "notes.txt").write_text("mine")
 
     with pytest.raises(
-        DestinationError, match=r"notes\.txt: is not part of the output.*`resume=True`"
+        DestinationError, match=r"notes\.txt: is not part of the completed output.*`resume=True`"
     ):
         quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert not dst.exists()

@@ -94,7 +94,13 @@ def make(
     Args:
         before: called before the files get their names.
     """
-    work = Work("convert", open_checkpoint(DEMO_MODEL), Bytes(names), {}, {})
+    work = Work(
+        job="convert",
+        source=open_checkpoint(DEMO_MODEL),
+        encoder=Bytes(names),
+        side_files={},
+        options={},
+    )
     with open_writer(work, dst, resume=resume, source_check=False, progress=silent) as writer:
         for index in range(writer.done, COUNT):
             writer.put(f"tensor {index}", torch.full((8,), float(index)))
@@ -247,7 +253,7 @@ def test_an_unfinished_file_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [(SPLIT[0], "a part of a model"), ("x.GGUF", "end in small letters")]
+    ("name", "problem"), [(SPLIT[0], "a part of a model"), ("x.GGUF", "must be in lower case")]
 )
 def test_names_that_are_no_destination(name: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=problem) as caught:
@@ -268,7 +274,8 @@ def test_verify_finds_what_is_not_as_it_was_written(
     else:
         last.unlink()
     with pytest.raises(
-        CheckpointError, match="is not what quantkit wrote" if damage == "changed" else "is missing"
+        CheckpointError,
+        match="has changed since quantkit wrote it" if damage == "changed" else "is missing",
     ):
         verify_model(tmp_path / "x.gguf")
     (tmp_path / MANIFEST).rename(tmp_path / "else.json")
