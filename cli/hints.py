@@ -14,7 +14,9 @@ from quantkit.base.messages import Message, Option
 # repeatable --text has the singular.
 _RENAMED = {"runtime": "for", "texts": "text"}
 
+# Arguments of Python that commands take without an option.
 _POSITIONAL = ("path", "src", "dst")
+# An option as Python spells it, such as `resume=True`.
 _BACKQUOTED = re.compile(r"`([a-z]\w*)(?:=[^`]*)?`")
 
 # The command that was parsed last. Errors are printed after click has left its context.
@@ -29,8 +31,8 @@ class UnknownOptionError(AssertionError):
 strict = False
 
 
-def set_command(command: click.Command) -> None:
-    """Remember the command for which messages are printed from now on."""
+def set_command(command: click.Command | None) -> None:
+    """Remember the command for which messages are printed from now on; None forgets it."""
     global _command
     _command = command
 
@@ -38,11 +40,10 @@ def set_command(command: click.Command) -> None:
 @contextmanager
 def command_scope() -> Iterator[None]:
     """Forget the running command at the end: what a script does later concerns no command."""
-    global _command
     try:
         yield
     finally:
-        _command = None
+        set_command(None)
 
 
 def spell(text: str) -> str:

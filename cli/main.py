@@ -11,6 +11,7 @@ import traceback
 import click
 from click.shell_completion import shell_complete
 
+from quantkit.base.messages import Message
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
 from quantkit.cli.generate import generate
@@ -191,7 +192,10 @@ class _Notes(logging.Handler):
         else:
             label = "note"
         text = record.getMessage()
-        # Formatting a `Message` into a string would lose its options.
-        if record.msg == "%s" and isinstance(record.args, tuple) and len(record.args) == 1:
-            text = str(record.args[0]) if not isinstance(record.args[0], str) else record.args[0]
+        # The library logs a `Message` as the only argument of "%s". Formatting it into a string
+        # has lost its options, so the argument itself is spelled.
+        if record.msg == "%s" and isinstance(record.args, tuple):
+            argument = record.args[0]
+            if isinstance(argument, Message):
+                text = argument
         mention(f"quantkit: {label}: {spell(text)}", err=True)

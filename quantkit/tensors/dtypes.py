@@ -22,10 +22,10 @@ class DType(StrEnum):
 
     itemsize: int
 
-    FLOAT32 = "float32", 4
-    FLOAT16 = "float16", 2
-    BFLOAT16 = "bfloat16", 2
-    FLOAT64 = "float64", 8
+    FLOAT32 = ("float32", 4)
+    FLOAT16 = ("float16", 2)
+    BFLOAT16 = ("bfloat16", 2)
+    FLOAT64 = ("float64", 8)
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
     FLOAT8_E5M2 = "float8_e5m2"
@@ -55,12 +55,12 @@ class DType(StrEnum):
     UINT3 = "uint3"
     UINT2 = "uint2"
     UINT1 = "uint1"
-    BITS16 = "bits16", 2
+    BITS16 = ("bits16", 2)
     BITS8 = "bits8"
     BITS4X2 = "bits4x2"
     BITS2X4 = "bits2x4"
     BITS1X8 = "bits1x8"
-    QINT32 = "qint32", 4
+    QINT32 = ("qint32", 4)
     QINT8 = "qint8"
     QUINT8 = "quint8"
     QUINT4X2 = "quint4x2"

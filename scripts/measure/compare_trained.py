@@ -1,8 +1,8 @@
-"""Compare GPTQ through transformers with rounding and with llm-compressor, on a model that
+r"""Compare GPTQ through transformers with rounding and with llm-compressor, on a model that
 `train_tiny.py` made.
 
-    python scripts/measure/compare_trained.py MODEL CALIBRATION TEXT... --peer PYTHON [--seeds 3]
-    [--schemes int4-g64,int4-g32]
+    python scripts/measure/compare_trained.py MODEL CALIBRATION TEXT... --peer PYTHON [--seeds 3] \
+        [--schemes int4-g64,int4-g32]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, measured by
 transformers on 60 windows of 256 tokens of every text; the seconds and the peak memory of the whole

@@ -30,7 +30,7 @@ for folder in kernels evals cli; do cp -r "$folder" "$site/quantkit/"; done
 if compgen -G ".whl/*.whl" >/dev/null; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .whl/*.whl
 fi
-export PYTHONPATH="$site:$PWD/scripts" QUANTKIT_CACHE="$site/cache"
+export PYTHONPATH="$site:$PWD/scripts/measure" QUANTKIT_CACHE="$site/cache"
 
 dry=()
 if [[ ${2:-} == --dry-run ]]; then

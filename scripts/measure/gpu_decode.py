@@ -1,9 +1,8 @@
-"""Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the GPU.
+r"""Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the GPU.
 
-    python scripts/measure/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes
-    bf16,int8,int8+modules]
-        [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps]
-        [--profile 0]
+    python scripts/measure/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] \
+        [--schemes bf16,int8,int8+modules] [--contexts 128,1024,4096] [--layers 4,12] \
+        [--prefill 0] [--decoding eager,compiled,steps] [--profile 0]
 
 A scheme may end in ``+head-SCHEME``, that of the head, and in ``+modules``: blocks run as modules,
 where the kernels of `quantkit.kernels.triton_block` would take five launches for each.

@@ -1,8 +1,8 @@
-"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU can say which is
+r"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU can say which is
 faster.
 
-    python scripts/measure/gpu_kernels.py [--out FILE.json] [--seconds 300] [--what
-    few,gemv,many,attention]
+    python scripts/measure/gpu_kernels.py [--out FILE.json] [--seconds 300] \
+        [--what few,gemv,many,attention]
 
 few: tensor cores for 1 and 16 tokens, 16 or 32 rows a program, rows split 1 to 16 times, loads
 ahead or not. gemv: the kernel for single products, some tiles, loads ahead or not. many: tiles of

@@ -1,9 +1,8 @@
-"""Measure how far quantized models are from their source, on texts the calibration has not seen.
+r"""Measure how far quantized models are from their source, on texts the calibration has not seen.
 
-    python scripts/measure/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes
-    int4-g128,...] [--samples 128]
-                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]]
-                                       [--refine] [--methods METHOD...]
+    python scripts/measure/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] \
+        [--schemes int4-g128,...] [--samples 128] [--peer PYTHON] \
+        [--autoround PYTHON [--iterations 200,1000]] [--refine] [--methods METHOD...]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
 256 tokens of every text, for rounding and for GPTQ with samples of 256 tokens; with `--refine` also

@@ -1,8 +1,8 @@
-"""Quantize tiny models of the architectures that transformers knows, by GPTQ and by rounding, and
+r"""Quantize tiny models of the architectures that transformers knows, by GPTQ and by rounding, and
 compare both with the source in transformers.
 
-    python scripts/measure/measure_architectures.py [NAME ...] [--scheme int4-g32] [--samples 32]
-    [--json FILE] [--update-docs]
+    python scripts/measure/measure_architectures.py [NAME ...] [--scheme int4-g32] [--samples 32] \
+        [--json FILE] [--update-docs]
 
 Prints for each architecture and both methods the KL on text that calibration does not see, how many
 linears are quantized, which of those that tokens pass are not, which other tensors changed, and how

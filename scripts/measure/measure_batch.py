@@ -1,10 +1,9 @@
-"""Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in
+r"""Measure sequences decoded together on this CPU, in turn with llama.cpp and vLLM: tables in
 Markdown.
 
-    python scripts/measure/measure_batch.py --models FOLDER [--peer PYTHON] [--vllm PYTHON
-    [--vllm-eager]]
-        [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] [--sequences 1 2 4 8 16] [--prompt
-        16] [--new 16]
+    python scripts/measure/measure_batch.py --models FOLDER [--peer PYTHON] \
+        [--vllm PYTHON [--vllm-eager]] [--rounds 5] [--head SCHEME] [--schemes int8 int4-g128] \
+        [--sequences 1 2 4 8 16] [--prompt 16] [--new 16]
 
 Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless
 `--head` names a scheme. PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4

@@ -1,8 +1,8 @@
-"""Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
+r"""Measure generation on this CPU, in turn with llama.cpp: tables in Markdown, and a picture.
 
-    python scripts/measure/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b]
-    [--schemes int4-g128 int4-g32]
-        [--modes exact fast] [--rounds 7] [--measures decode] [--head SCHEME] [--plot OUT.png]
+    python scripts/measure/measure_cpu.py --peer PYTHON --models FOLDER [--shape qwen3-moe-2.7b] \
+        [--schemes int4-g128 int4-g32] [--modes exact fast] [--rounds 7] [--measures decode] \
+        [--head SCHEME] [--plot OUT.png]
 
 Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has
 llama-cpp-python and gguf; its models are made in FOLDER and kept. All candidates are loaded, each

@@ -1,7 +1,7 @@
-"""Measure what following the float model brings, by the samples on which it is followed.
+r"""Measure what following the float model brings, by the samples on which it is followed.
 
-    python scripts/measure/measure_drift.py MODEL CALIBRATION TEXT... [--strides 1,4,8,16,32]
-    [--seeds 3] [--fixed-damping 0.1]
+    python scripts/measure/measure_drift.py MODEL CALIBRATION TEXT... [--strides 1,4,8,16,32] \
+        [--seeds 3] [--fixed-damping 0.1]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, the mean over the
 seeds, for int4-g128 with 128 samples of 256 tokens; the float model takes every n-th sample,

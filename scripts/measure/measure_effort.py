@@ -1,9 +1,8 @@
-"""Measure how the divergence and the time of GPTQ depend on the amount of calibration.
+r"""Measure how the divergence and the time of GPTQ depend on the amount of calibration.
 
-    python scripts/measure/measure_effort.py MODEL TEXT... [--scheme int4-g64] [--efforts
-    quick,default,thorough]
-                                     [--lengths 128,256,512,1024,2048] [--seeds 2] [--windows 24]
-                                     [--window 512]
+    python scripts/measure/measure_effort.py MODEL TEXT... [--scheme int4-g64] \
+        [--efforts quick,default,thorough] [--lengths 128,256,512,1024,2048] [--seeds 2] \
+        [--windows 24] [--window 512]
 
 Runs `quantkit quantize MODEL` with each effort, and with samples of each length, on the packaged
 text, and prints a table in Markdown: calibration tokens, tokens for each input of the widest

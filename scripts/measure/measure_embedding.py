@@ -1,8 +1,8 @@
-"""What an int8 embedding saves and costs, on random weights in the shape of Qwen3-0.6B: tied,
+r"""What an int8 embedding saves and costs, on random weights in the shape of Qwen3-0.6B: tied,
 151,936 tokens.
 
-    python scripts/measure/measure_embedding.py FOLDER [--layers 28] [--scheme int4-g128] [--rounds
-    5]
+    python scripts/measure/measure_embedding.py FOLDER [--layers 28] [--scheme int4-g128] \
+        [--rounds 5]
 
 The source is made in FOLDER, and kept. Says of it rounded, with the embedding in bfloat16 and in
 int8, the size of the weights in a file, what is held in memory, tokens a second (the two in turn,

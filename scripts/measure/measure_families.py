@@ -1,7 +1,7 @@
-"""Time families' blocks on this CPU, in turn with Llama's of the same sizes: a table in Markdown.
+r"""Time families' blocks on this CPU, in turn with Llama's of the same sizes: a table in Markdown.
 
-    python scripts/measure/measure_families.py [--families gemma2 olmo2] [--scheme int4-g128]
-    [--layers 8] [--rounds 15]
+    python scripts/measure/measure_families.py [--families gemma2 olmo2] [--scheme int4-g128] \
+        [--layers 8] [--rounds 15]
 
 Random weights in a family's sizes, some layers of them, and next to them the same tensors in blocks
 as Llama's: as many bytes are read for a token. Both are loaded, and take turns. Figures are medians

@@ -1,9 +1,8 @@
-"""Measure what a choice of schemes for a size gains over one scheme for all layers, and how well it
-is estimated.
+r"""Measure what a choice of schemes for a size gains over one scheme for all layers, and how well
+it is estimated.
 
-    python scripts/measure/measure_fit.py MODEL CALIBRATION TEXT... [--bits 4.5,...] [--schemes
-    int4-g64,...] [--seeds 3]
-                                  [--estimates]
+    python scripts/measure/measure_fit.py MODEL CALIBRATION TEXT... [--bits 4.5,...] \
+        [--schemes int4-g64,...] [--seeds 3] [--estimates]
 
 Prints a table in Markdown: bits a weight of the linears, KL(source || quantized) per token in units
 of 1e-4 over 60 windows of 256 tokens of every text, the KL that was estimated, and the bytes of the

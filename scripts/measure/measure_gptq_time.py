@@ -1,9 +1,8 @@
-"""Time `quantkit quantize --method gptq` against llm-compressor's default GPTQ, as whole processes
+r"""Time `quantkit quantize --method gptq` against llm-compressor's default GPTQ, as whole processes
 in turn.
 
-    python scripts/measure/measure_gptq_time.py CALIBRATION --peer PYTHON [--model MODEL] [--shapes
-    2048x2,4096x1]
-                                        [--samples 128] [--length 256] [--pairs 5] [--avx2]
+    python scripts/measure/measure_gptq_time.py CALIBRATION --peer PYTHON [--model MODEL] \
+        [--shapes 2048x2,4096x1] [--samples 128] [--length 256] [--pairs 5] [--avx2]
 
 Both start from the same float32 folder and the same samples, by default 128 of 256 tokens, and end
 with a folder on disk; ours reads and tokenizes the text and passes the gate besides. PYTHON is an

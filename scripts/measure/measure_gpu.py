@@ -1,8 +1,8 @@
-"""Measure the quantized products on the GPU at hand against bfloat16 and against peers.
+r"""Measure the quantized products on the GPU at hand against bfloat16 and against peers.
 
-    python scripts/measure/measure_gpu.py [--schemes int8,int4-g128] [--models
-    llama-2-7b,llama-3.1-8b] [--tokens 1,16]
-                                  [--json FILE] [--plot FILE.png] [--seconds 500] [--dry-run]
+    python scripts/measure/measure_gpu.py [--schemes int8,int4-g128] \
+        [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16] [--json FILE] [--plot FILE.png] \
+        [--seconds 500] [--dry-run]
 
 For every linear shape, q/k/v and gate/up joined, and every number of tokens: the median time of one
 product with a cold L2 cache, from CUDA graphs over operands that are together twice its size.

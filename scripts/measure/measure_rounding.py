@@ -1,8 +1,8 @@
-"""Measure how far rounding to nearest moves models, compared with llama.cpp's Q4_0, which has as
+r"""Measure how far rounding to nearest moves models, compared with llama.cpp's Q4_0, which has as
 many bits a weight.
 
-    python scripts/measure/measure_rounding.py PYTHON MODEL... --texts TEXT... [--scheme int4-g32]
-    [--window 256] [--windows 60]
+    python scripts/measure/measure_rounding.py PYTHON MODEL... --texts TEXT... [--scheme int4-g32] \
+        [--window 256] [--windows 60]
 
 PYTHON has llama-cpp-python. Each model, in its own float type, is rounded as `quantize --method
 rtn` does, without the importance of inputs, and on scales that span the groups. llama.cpp quantizes

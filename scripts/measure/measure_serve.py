@@ -1,13 +1,11 @@
-"""Compare `quantkit serve` under load with llama.cpp's llama-server, and with vLLM: tables in
+r"""Compare `quantkit serve` under load with llama.cpp's llama-server, and with vLLM: tables in
 Markdown.
 
-    python scripts/measure/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf [--vllm
-    PYTHON] [--backends cpu-fast]
-        [--clients 1 4 8 16 32] [--slots 8] [--arrivals 0.5 0.8] [--seconds 30] [--rounds 3] [--seed
-        0] [--json OUT]
-    python scripts/measure/measure_serve.py --make FOLDER        # random weights of TinyLlama's
-                                                                 shape, with
-                                                         a tokenizer
+    python scripts/measure/measure_serve.py INT4_FOLDER --peer LLAMA_SERVER --gguf M.gguf \
+        [--vllm PYTHON] [--backends cpu-fast] [--clients 1 4 8 16 32] [--slots 8] \
+        [--arrivals 0.5 0.8] [--seconds 30] [--rounds 3] [--seed 0] [--json OUT]
+    python scripts/measure/measure_serve.py --make FOLDER        # random weights of TinyLlama's \
+        shape, with a tokenizer
 
 `scripts/peers/llama_server.sh` builds LLAMA_SERVER, and `peer_llamacpp.py` makes the GGUF file of
 that shape. Requests are streamed completions of random token ids, greedy, with lengths that are

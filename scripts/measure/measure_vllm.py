@@ -1,8 +1,8 @@
-"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's loader
-makes of the folders with what the model card, `inspect` and `doctor` say.
+r"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's
+loader makes of the folders with what the model card, `inspect` and `doctor` say.
 
-    python scripts/measure/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE]
-    [--update-docs]
+    python scripts/measure/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE] \
+        [--update-docs]
 
 PYTHON has vLLM, see `peer_vllm_loader.py`. Each architecture is quantized by rounding to
 compressed-tensors, and if quantkit has a decoder for it to GPTQ and AWQ too: all linears in one

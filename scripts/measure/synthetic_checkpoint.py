@@ -1,7 +1,7 @@
-"""Make a Meta checkpoint of random weights in the shape of Llama 2, for measuring.
+r"""Make a Meta checkpoint of random weights in the shape of Llama 2, for measuring.
 
-    python scripts/measure/synthetic_checkpoint.py DST [--layers 9] [--shards 4] [--dim 4096]
-    [--hidden 11008]
+    python scripts/measure/synthetic_checkpoint.py DST [--layers 9] [--shards 4] [--dim 4096] \
+        [--hidden 11008]
 
 Nine layers in four shards are 4.2 GB. The tokenizer is that of the packaged model, which knows
 fewer tokens than the embedding has rows.

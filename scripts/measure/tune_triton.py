@@ -1,9 +1,9 @@
-"""Find the fastest tile configs of the Triton kernels on the GPU at hand and write them into the
+r"""Find the fastest tile configs of the Triton kernels on the GPU at hand and write them into the
 package.
 
-    python scripts/measure/tune_triton.py [--schemes int8,int4-g128] [--models
-    llama-2-7b,llama-3.1-8b] [--tokens 1,16]
-                                  [--output FILE.json] [--seconds 500] [--dry-run]
+    python scripts/measure/tune_triton.py [--schemes int8,int4-g128] \
+        [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16] [--output FILE.json] [--seconds 500] \
+        [--dry-run]
 
 Every candidate is timed with a cold cache for every linear shape of the models, q/k/v and gate/up
 joined, and every number of tokens: the fewest tokens first, of all schemes and shapes. What is

@@ -1,11 +1,12 @@
-"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be compared
+r"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be compared
 with quantkit's.
 
-    PEER scripts/peers/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32
-    [--asym] [--positive] PEER scripts/peers/peer_autoround.py weights OUT READ PEER
-    scripts/peers/peer_autoround.py tune MODEL OUT TOKENS --iterations 200 --group-size 128 python
-    scripts/peers/compare_with_owner.py OUT ROUNDED python scripts/peers/compare_with_owner.py OUT
-    READ
+    PEER scripts/peers/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32 \
+        [--asym] [--positive]
+    PEER scripts/peers/peer_autoround.py weights OUT READ
+    PEER scripts/peers/peer_autoround.py tune MODEL OUT TOKENS --iterations 200 --group-size 128
+    python scripts/peers/compare_with_owner.py OUT ROUNDED
+    python scripts/peers/compare_with_owner.py OUT READ
 
 PEER has auto-round and not quantkit. `make` quantizes MODEL, a Hugging Face folder of floats, on a
 few random samples into OUT, and writes the float32 weights that AutoRound rounded to, before it

@@ -1,8 +1,8 @@
-"""Hold quantkit's reading of files that llama.cpp's own quantizer made against the gguf package and
-llama.cpp.
+r"""Hold quantkit's reading of files that llama.cpp's own quantizer made against the gguf package
+and llama.cpp.
 
-    .venv/bin/python scripts/peers/peer_gguf_quantizer.py PYTHON OUT FOLDER... [--kinds Q4_0 Q8_0
-    Q4_K_M Q6_K]
+    .venv/bin/python scripts/peers/peer_gguf_quantizer.py PYTHON OUT FOLDER... \
+        [--kinds Q4_0 Q8_0 Q4_K_M Q6_K]
 
 Each folder's model is written as a float16 file in OUT, which PYTHON, with llama-cpp-python,
 quantizes. Every tensor must be what the gguf package dequantizes it to: to the bit in float32,

@@ -1,9 +1,9 @@
-"""GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of them.
+r"""GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of
+them.
 
-    PEER scripts/peers/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq
-    [--asym] [--act-order]
-        [--tokens FILE]
-    PEER scripts/peers/peer_gptqmodel.py weights FOLDER FILE
+    PEER scripts/peers/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq \
+        [--asym] [--act-order] [--tokens FILE] PEER scripts/peers/peer_gptqmodel.py weights FOLDER \
+        FILE
     python scripts/peers/peer_gptqmodel.py compare FOLDER FILE
 
 PEER has gptqmodel and not quantkit; on two cores it wants GPTQMODEL_CPU_WORKERS=2, and

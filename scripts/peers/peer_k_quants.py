@@ -1,9 +1,9 @@
-"""Compare K-quants by GPTQ with llama.cpp's own, with an importance matrix from the same tokens,
+r"""Compare K-quants by GPTQ with llama.cpp's own, with an importance matrix from the same tokens,
 both run by llama.cpp.
 
-    .venv/bin/python scripts/peers/peer_k_quants.py PYTHON MODEL --calibration TEXT --texts TEXT...
-    [--mixes q4_k_m q5_k_m]
-        [--seeds 0 1 2] [--samples 128] [--length 256] [--windows 30]
+    .venv/bin/python scripts/peers/peer_k_quants.py PYTHON MODEL --calibration TEXT --texts \
+        TEXT... [--mixes q4_k_m q5_k_m] [--seeds 0 1 2] [--samples 128] [--length 256] \
+        [--windows 30]
 
 PYTHON has llama-cpp-python and numpy. For each seed, the samples that GPTQ is calibrated on give
 the mean squared inputs of each linear, with which llama.cpp quantizes a float32 file. Prints a

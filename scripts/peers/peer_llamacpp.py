@@ -1,8 +1,8 @@
-"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and
+r"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and
 `measure_batch.py`.
 
-    PYTHON scripts/peers/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2]
-    [--context 2048] [--sequences 8]
+    PYTHON scripts/peers/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] \
+        [--context 2048] [--sequences 8]
 
 PYTHON has llama-cpp-python and gguf. The model is made in FOLDER, in a folder of its shape, and
 kept. Says how many bytes of weights it reads for a token; then, for each line on standard input

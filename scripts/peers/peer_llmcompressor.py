@@ -1,8 +1,7 @@
-"""Quantize a model with llm-compressor's GPTQ, as a peer to measure quantkit's own against.
+r"""Quantize a model with llm-compressor's GPTQ, as a peer to measure quantkit's own against.
 
-    python scripts/peers/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] [--recipe
-    imatrix_mse]
-        [--ignore re:.*linear_attn.*]
+    python scripts/peers/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] \
+        [--recipe imatrix_mse] [--ignore re:.*linear_attn.*]
 
 Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
 folder in float32, such as `quantkit convert --dtype fp32` writes; TOKENS a safetensors file whose

@@ -1,7 +1,8 @@
-"""Find out how vLLM names the linears of models, and write the table that quantkit's doctor and
+r"""Find out how vLLM names the linears of models, and write the table that quantkit's doctor and
 writer read.
 
-    PYTHON scripts/peers/peer_vllm_modules.py FOLDER ... > quantkit/formats/codecs/vllm_modules.toml
+    PYTHON scripts/peers/peer_vllm_modules.py FOLDER ... > \
+        quantkit/formats/codecs/vllm_modules.toml
 
 PYTHON has vLLM, see `peer_vllm_loader.py`, and the folders are float models, named by their
 `model_type`, which `measure_vllm.py --folders` makes. vLLM builds each with settings that name all

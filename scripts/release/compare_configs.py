@@ -1,8 +1,9 @@
-"""Random configs of every family: quantkit against transformers, and what `convert` writes against
+r"""Random configs of every family: quantkit against transformers, and what `convert` writes against
 its source.
 
-    python scripts/release/compare_configs.py [--configs 2000] [--first 0] [--seed 0] [--processes
-    2] [--show REFUSED] python scripts/release/compare_configs.py --only 1234
+    python scripts/release/compare_configs.py [--configs 2000] [--first 0] [--seed 0] \
+        [--processes 2] [--show REFUSED]
+    python scripts/release/compare_configs.py --only 1234
 
 Each config is drawn from the seed and its number (`fuzzing.configs`). transformers builds a model
 of it with random weights, in float32, and saves them; the config lies next to them as it was drawn.

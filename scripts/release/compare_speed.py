@@ -1,8 +1,8 @@
-"""Time decoding and prefill of two versions of quantkit in turn, both loaded: a few steps of one,
+r"""Time decoding and prefill of two versions of quantkit in turn, both loaded: a few steps of one,
 then of the other.
 
-    python scripts/release/compare_speed.py OLD_PYTHON NEW_PYTHON [--shape tinyllama-1.1b] [--scheme
-    int4-g128]
+    python scripts/release/compare_speed.py OLD_PYTHON NEW_PYTHON [--shape tinyllama-1.1b] \
+        [--scheme int4-g128]
 
 Prints the median and the quartiles of the ratios of wall time, new over old, below 1 where the new
 one is faster.

@@ -1,6 +1,7 @@
-"""Run the same jobs with two versions of quantkit and compare every byte of what they write.
+r"""Run the same jobs with two versions of quantkit and compare every byte of what they write.
 
-    python scripts/release/compare_versions.py OLD_PYTHON NEW_PYTHON MODEL TEXT --work /tmp/compared
+    python scripts/release/compare_versions.py OLD_PYTHON NEW_PYTHON MODEL TEXT --work \
+        /tmp/compared
 
 OLD_PYTHON and NEW_PYTHON are the interpreters of two environments, MODEL a Meta folder of floats,
 TEXT a text to calibrate on. The order of the jobs is that of `JOBS`; a job may read what an earlier

@@ -1,9 +1,10 @@
-"""Damaged checkpoints through quantkit: every one must be refused in one line, or read as others
+r"""Damaged checkpoints through quantkit: every one must be refused in one line, or read as others
 read it.
 
-    python scripts/release/fuzz.py [--inputs 2000] [--first 0] [--seed 0] [--processes 2] [--seconds
-    10] python scripts/release/fuzz.py --only 12345 python scripts/release/fuzz.py --kind gguf
-    --inputs 20000
+    python scripts/release/fuzz.py [--inputs 2000] [--first 0] [--seed 0] [--processes 2] \
+        [--seconds 10]
+    python scripts/release/fuzz.py --only 12345
+    python scripts/release/fuzz.py --kind gguf --inputs 20000
 
 Each input is a sound folder (made on the spot, see `fuzzing.bases`) with one to three mutations of
 one of its files. It depends on the seed and its number alone; ``--only`` repeats one, says what was

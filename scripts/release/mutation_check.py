@@ -1,4 +1,4 @@
-"""Counts how many small mutations of the code the tests notice.
+r"""Counts how many small mutations of the code the tests notice.
 
 Draws places in `FOLDERS` with a fixed seed and one mutation for each: a comparison flipped, + and -
 swapped, `and` and `or` swapped, a constant changed, `not` dropped, a returned value replaced by
@@ -8,10 +8,11 @@ that the test starts, and the whole suite runs once. A place that is reached whi
 is made belongs to every test that uses the fixture. Then each mutation is made alone, in another
 copy, and its tests run until one fails.
 
-    python scripts/release/mutation_check.py --state /tmp/mutations.json python
-    scripts/release/mutation_check.py --state /tmp/old.json --repository ../older --count 20 python
-    scripts/release/mutation_check.py --state /tmp/two.json --count 2 --folders quantkit/solver
-    --tests tests/solver
+    python scripts/release/mutation_check.py --state /tmp/mutations.json
+    python scripts/release/mutation_check.py --state /tmp/old.json --repository ../older --count \
+        20
+    python scripts/release/mutation_check.py --state /tmp/two.json --count 2 --folders \
+        quantkit/solver --tests tests/solver
 
 The repository needs its `.venv` with the tests' packages. A run that is stopped goes on where it
 was if the command is repeated. Places are drawn from the repository as it is, so two versions are

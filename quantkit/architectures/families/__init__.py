@@ -68,14 +68,13 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
             path=settings.path,
             found=kind,
             expected=", ".join(supported),
-            hint=(
-                Message(
-                    "quantize, verify and eval run it through transformers after",
-                    " `pip install 'quantkit[transformers]'`, and so does generate with ",
-                    Option("backend", value="transformers", job="generate"),
-                    "; quantize and convert process its tensors without running it, with ",
-                    Option("tensors_only", value=True, job="convert"),
-                )
+            hint=Message(
+                "quantize, verify and eval run it through transformers after",
+                " `pip install 'quantkit[transformers]'`, and so does generate with ",
+                Option("backend", value="transformers", job=""),
+                "; with ",
+                Option("tensors_only", value=True, job=""),
+                ", quantize and convert process its tensors without running it",
             ),
         )
     return family.read(settings)

@@ -3,8 +3,8 @@ its settings.
 
 vLLM fuses q, k and v, and gate and up; all experts of a layer are one module; and some modules have
 other names than on disk. `vllm_modules.toml` has what differs from these rules for a `model_type`,
-as `scripts/vllm_modules.py` found it in vLLM 0.32. Its names have ``*`` for a number, and ``+`` for
-one that counts on from the number of layers.
+as `scripts/peers/peer_vllm_modules.py` found it in vLLM 0.32. Its names have ``*`` for a number,
+and ``+`` for one that counts on from the number of layers.
 """
 
 from __future__ import annotations
