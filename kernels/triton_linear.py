@@ -285,10 +285,8 @@ def linear_product(
                 num_warps=config.warps,
                 num_stages=config.stages,
             )
-            if bias is None:
-                products.append(F.linear(x, weights))
-            else:
-                products.append(F.linear(x, weights, bias[part]))
+            part_bias = None if bias is None else bias[part]
+            products.append(F.linear(x, weights, part_bias))
         # `cat` would copy the only product.
         if len(products) == 1:
             return products[0]

@@ -53,7 +53,7 @@ def test_a_quick_demo_says_what_it_leaves_out_and_what_to_try(
         capfd, "demo", "--quick", "--output", tmp_path / "my demo", "--json", tmp_path / "found"
     )
     assert (code, err) == (0, "")
-    assert "Left out by --quick: int8, int4-g32, int4-g128." in out
+    assert "Left out by the quick demo: int8, int4-g32, int4-g128." in out
     found = json.loads((tmp_path / "found").read_text())
     assert [row["name"] for row in found["rows"]] == ["bf16", "int4-g64"] == list(found["verdicts"])
     assert sorted(path.name for path in (tmp_path / "my demo").iterdir()) == ["bf16", "int4-g64"]

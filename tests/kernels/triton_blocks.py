@@ -267,7 +267,7 @@ def test_models_that_they_do_not_serve_run_the_modules(
 
 
 @pytest.mark.parametrize(
-    "name", ["projected_heads", "gated_product", "added_product", "cached_attention"]
+    "name", ["project_qkv", "project_and_gate", "project_and_add", "attend_to_cache"]
 )
 def test_kernels_that_are_wrong_are_found_out_at_load(
     name: str, monkeypatch: pytest.MonkeyPatch
