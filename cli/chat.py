@@ -47,6 +47,7 @@ _LOCAL = (
 _REMOTE = ("api_key", "model")
 
 
+@options.accept_threads
 @click.command(cls=Command)
 @click.argument("path", type=options.PATH, required=False)
 @section(

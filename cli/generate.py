@@ -92,6 +92,7 @@ class _WithPrompt(Command):
             ) from error
 
 
+@options.accept_threads
 @click.command(cls=_WithPrompt)
 @click.argument("path", type=options.PATH)
 @click.argument("text", metavar="[PROMPT]", required=False)

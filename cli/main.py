@@ -2,37 +2,112 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator, MutableMapping
+from typing import NamedTuple
 
 import click
-from click.shell_completion import shell_complete
+from click.shell_completion import CompletionItem, shell_complete
 
 from quantkit.base.messages import Message
-from quantkit.cli.chat import chat
-from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
-from quantkit.cli.generate import generate
 from quantkit.cli.hints import command_scope, spell
-from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
+from quantkit.cli.options import COMPLETION, Context, exit_codes
 from quantkit.cli.output import drop_output, mention, report_interrupted, say, with_kept
-from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
-from quantkit.cli.refine import apply_delta, refine
-from quantkit.cli.serve import serve
 from quantkit.cli.signals import get_interrupt_exit_code, interruptible
 from quantkit.cli.streams import open_missing_streams
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
 
+class _Entry(NamedTuple):
+    """Where a command is defined, and its line in the list of commands."""
+
+    module: str
+    function: str
+    about: str
+
+
+# A command's module is imported when the command is looked up: the list of commands stays fast, and
+# no command loads what only others need.
+_ENTRIES = {
+    "apply-delta": _Entry("refine", "apply_delta", "Apply what `quantkit refine --delta` wrote."),
+    "bench": _Entry("measure", "bench", "Time models: prefill, decoding, loading, memory, cost."),
+    "chat": _Entry("chat", "chat", "Chat with the instruct model in PATH."),
+    "completion": _Entry(
+        "options", "completion", "Print the script that completes quantkit in a shell."
+    ),
+    "convert": _Entry(
+        "convert", "convert", "Write a model in another format, sharding or float type."
+    ),
+    "demo": _Entry("demo", "demo", "Try everything on a small model that ships with quantkit."),
+    "doctor": _Entry("check", "doctor", "Check what is wrong with a model, whoever made it."),
+    "eval": _Entry("measure", "evaluate", "Measure models: perplexity, divergence, tasks, speed."),
+    "generate": _Entry(
+        "generate", "generate", "Continue a prompt, or many, with the model in PATH."
+    ),
+    "imatrix": _Entry("quantize", "imatrix", "Measure the importance of inputs for llama.cpp."),
+    "inspect": _Entry("check", "inspect", "Describe the model in PATH, from headers alone."),
+    "plan": _Entry("plan", "plan", "Estimate the memory, disk and time of a command."),
+    "push": _Entry("push", "push", "Send a model to a repository on the Hugging Face hub."),
+    "quantize": _Entry("quantize", "quantize", "Quantize a model's linear layers to int8 or int4."),
+    "refine": _Entry(
+        "refine", "refine", "Train a quantized model's scales against its float model."
+    ),
+    "serve": _Entry("serve", "serve", "Serve the model in PATH with OpenAI's API."),
+    "verify": _Entry("check", "verify", "Check if two models are the same, or how far apart."),
+}
+
+
+class _LateCommands(MutableMapping[str, click.Command]):
+    """The commands by name; each is imported when it is first looked up."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, click.Command] = {}
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._loaded:
+            entry = _ENTRIES[name]
+            module = importlib.import_module(f"quantkit.cli.{entry.module}")
+            self._loaded[name] = getattr(module, entry.function)
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        raise NotImplementedError("commands are added to the table of entries")
+
+    def __delitem__(self, name: str) -> None:
+        raise NotImplementedError("commands are removed from the table of entries")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_ENTRIES)
+
+    def __len__(self) -> int:
+        return len(_ENTRIES)
+
+
 class _Commands(click.Group):
-    """Suggests ``generate`` for the name of that command in other tools."""
+    """Lists commands without importing them, and suggests ``generate`` for the name of that
+    command in other tools.
+    """
 
     context_class = Context
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.about) for name, entry in _ENTRIES.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        completions = []
+        for name, entry in _ENTRIES.items():
+            if name.startswith(incomplete):
+                completions.append(CompletionItem(name, help=entry.about))
+        # Those of the options; the class in between would import all commands.
+        return completions + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -66,6 +141,7 @@ def _show_version(context: click.Context, option: click.Parameter, requested: bo
 
 @click.group(
     cls=_Commands,
+    commands=_LateCommands(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=exit_codes(),
 )
@@ -92,26 +168,6 @@ def _show_version(context: click.Context, option: click.Parameter, requested: bo
 )
 def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
-
-
-_JOBS = (
-    demo,
-    inspect,
-    doctor,
-    convert,
-    quantize,
-    refine,
-    imatrix,
-    verify,
-    evaluate,
-    generate,
-    chat,
-    serve,
-    bench,
-)
-add_threads(*_JOBS, plan.commands["generate"], plan.commands["refine"])
-for command in (*_JOBS, apply_delta, plan, push, completion):
-    quantkit.add_command(command)
 
 
 @command_scope()

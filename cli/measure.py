@@ -36,6 +36,7 @@ _SHARED = (
 )
 
 
+@options.accept_threads
 @click.command("eval", cls=Command)
 @click.argument(
     "models",
@@ -185,6 +186,7 @@ def evaluate(
             )
 
 
+@options.accept_threads
 @click.command(cls=Command)
 @click.argument(
     "models", metavar="[[NAME=]PATH]...", nargs=-1, shell_complete=options.complete_named

@@ -22,7 +22,7 @@ from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, find_option
 from quantkit.base.processors import set_threads, validate_threads
 from quantkit.cli.hints import set_command, spell
 from quantkit.errors import RequestError
-from quantkit.formats.registry import targets
+from quantkit.formats.target_names import FLOAT_TARGETS, TARGET_NAMES
 from quantkit.kernels import BACKENDS
 from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
@@ -411,11 +411,7 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
     """Create the option for the format of the output, with `quantized` only for quantized models;
     `default` is in words.
     """
-    names = []
-    for name, output_format in targets().items():
-        # A format without codes stores floats only.
-        if output_format.codes is not None or not quantized:
-            names.append(name)
+    names = [name for name in TARGET_NAMES if not (quantized and name in FLOAT_TARGETS)]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     if not quantized:
         return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
@@ -610,27 +606,27 @@ def backend(*extra_backends: str, extra_help: str = "") -> Decorator:
     )
 
 
-def add_threads(*commands: click.Command) -> None:
-    """Add the option for the number of threads to commands.
+def accept_threads(command: click.Command) -> click.Command:
+    """Add the option for the number of threads to a command, at the end of its options.
 
     A function with a parameter `threads` gets the number.
     """
-    for command in commands:
-        # The callback below sets the threads of this process for all commands. `demo` also needs
-        # the number itself, as its default is one thread, and `bench` for the processes it starts.
-        takes_threads = "threads" in inspect.signature(command.callback or command).parameters
-        option = click.Option(
-            ["--threads"],
-            type=int,
-            metavar="N",
-            expose_value=takes_threads,
-            callback=_set_threads,
-            help="Number of CPU threads. Default: one for each core that the command may use.",
-        )
-        # A page without sections has one list, and a section of one option would split it.
-        if any(parameter in _sections for parameter in command.params):
-            _sections[option] = RUN
-        command.params.append(option)
+    # The callback below sets the threads of this process for all commands. `demo` also needs the
+    # number itself, as its default is one thread, and `bench` for the processes it starts.
+    takes_threads = "threads" in inspect.signature(command.callback or command).parameters
+    option = click.Option(
+        ["--threads"],
+        type=int,
+        metavar="N",
+        expose_value=takes_threads,
+        callback=_set_threads,
+        help="Number of CPU threads. Default: one for each core that the command may use.",
+    )
+    # A page without sections has one list, and a section of one option would split it.
+    if any(parameter in _sections for parameter in command.params):
+        _sections[option] = RUN
+    command.params.append(option)
+    return command
 
 
 def _set_threads(context: click.Context, option: click.Parameter, count: int | None) -> int | None:

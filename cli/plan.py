@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,13 @@ from typing import Any
 import click
 
 from quantkit.cli import options
-from quantkit.cli.commands import (
-    build_job_arguments,
-    convert,
-    list_input_files,
-    quantize,
-    report_result,
-)
+from quantkit.cli.convert import convert
 from quantkit.cli.files import Outputs
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.cli.quantize import build_job_arguments, list_input_files, quantize
 from quantkit.cli.refine import refine
+from quantkit.cli.report import report_result
 from quantkit.errors import RequestError
 
 
@@ -45,6 +42,7 @@ def plan() -> None:
     """
 
 
+@options.accept_threads
 @plan.command("generate", cls=options.Command)
 @click.argument("model", shell_complete=options.complete_files)
 @click.option(
@@ -167,7 +165,7 @@ takes minutes; --mesh chooses one."""
 def _refine_params() -> list[click.Parameter]:
     """Copy the parameters of `refine`, with its float model optional, and add those of a slice."""
     # `refine` keeps its own parameters, of which --against is required.
-    params = [copy(param) for param in refine.params]
+    params = [copy(param) for param in refine.params if param.name != "threads"]
     for param in params:
         param.required = param.required and param.name != "against"
     target = click.Option(
@@ -183,11 +181,18 @@ def _refine_params() -> list[click.Parameter]:
     return [*params, target, scheme]
 
 
-# Each plan takes the parameters of its command, so the same arguments work with both.
-for _name, _params, _planned, _more in (
-    ("convert", convert.params, _plan_convert, ""),
-    ("quantize", quantize.params, _plan_quantize, ""),
-    ("refine", _refine_params(), _plan_refine, _ABOUT_SLICES),
-):
-    _about = _ABOUT.format(_name) + _more
-    plan.add_command(options.Command(_name, params=_params, callback=_planned, help=_about))
+def _create_plan(
+    name: str, params: list[click.Parameter], callback: Callable[..., None], more: str = ""
+) -> options.Command:
+    """Create the plan of a command; `more` is added to its help."""
+    about = _ABOUT.format(name) + more
+    return options.Command(name, params=params, callback=callback, help=about)
+
+
+# Each plan takes the parameters of its command, so the same arguments work with both. Those of
+# `convert` and `quantize` include --threads.
+plan.add_command(_create_plan("convert", convert.params, _plan_convert))
+plan.add_command(_create_plan("quantize", quantize.params, _plan_quantize))
+plan.add_command(
+    options.accept_threads(_create_plan("refine", _refine_params(), _plan_refine, _ABOUT_SLICES))
+)

@@ -9,14 +9,15 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.hints import spell
 from quantkit.cli.options import Command, section
-from quantkit.cli.output import mention, note
+from quantkit.cli.output import note
 from quantkit.cli.processes import join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.cli.report import report_written
 from quantkit.jobs.refine.options import OUTPUT, RefineOptions
 
 
+@options.accept_threads
 @click.command(cls=Command)
 @click.argument("quantized", type=options.PATH)
 @click.argument("dst", type=options.PATH, required=False)
@@ -60,7 +61,7 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **params: Any) -
                 quantized, dst, **params, group=group, on_estimate=begin, progress=progress
             )
     if group.is_rank0:
-        _report(outputs, result)
+        report_written(outputs, result)
 
 
 @click.command("apply-delta", cls=Command)
@@ -85,14 +86,4 @@ def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | N
     outputs = Outputs(data, reads=[delta], makes=dst)
     with ProgressDisplay() as progress:
         result = job(model, delta, dst, resume=resume, progress=progress)
-    _report(outputs, result)
-
-
-def _report(outputs: Outputs, result: Any) -> None:
-    """Report what a command has written, with the notes on it."""
-    # Its lines go to stderr if JSON goes to stdout, so programs can read that.
-    for line in result.notes:
-        note(line)
-    for line in result.lines():
-        mention(spell(line), err=outputs.json_on_stdout)
-    outputs.write(result.to_json())
+    report_written(outputs, result)

@@ -19,6 +19,7 @@ from quantkit.errors import RequestError
 from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
 
 
+@options.accept_threads
 @click.command(cls=Command)
 @click.argument("path", type=options.PATH)
 @section(

@@ -5,7 +5,6 @@ quantization.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
@@ -17,11 +16,6 @@ from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import SIDE_FILES
 from quantkit.formats.gguf.container import Gguf
-
-TargetName = Literal[
-    "compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"
-]
-"""The names of `targets`, spelled out for editors and type checkers; a test compares them."""
 
 HF = HuggingFace(METHODS, NATIVE)
 META = Meta()

@@ -36,6 +36,31 @@ def test_help_fits_a_terminal_and_begins_with_a_sentence(
     assert not summary.endswith("...")
 
 
+def test_the_list_of_commands_has_the_first_sentence_of_each(capfd: Capture) -> None:
+    _, out, _ = run(capfd, "--help")
+    listed = dict(
+        re.findall(r"^  ([a-z-]+) {2,}(.+)$", out.partition("Commands:\n")[2], re.MULTILINE)
+    )
+    assert listed == {
+        name: command.get_short_help_str(100) for name, command in quantkit.commands.items()
+    }
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = """
+import sys
+from quantkit.cli.main import _ENTRIES, main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+modules = {f"quantkit.cli.{entry.module}" for entry in _ENTRIES.values()}
+print(sorted((modules - {"quantkit.cli.options"}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("name", ["convert", "quantize", "eval", "generate", "chat", "bench"])
 def test_every_option_stands_in_one_section(name: str, capfd: Capture) -> None:
     command = quantkit.commands[name]

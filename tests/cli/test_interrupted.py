@@ -223,7 +223,7 @@ def _process(code: str, *arguments: str | Path) -> tuple[int, str, str]:
 
 
 @SIGNALS
-@pytest.mark.parametrize("module", ["click", "quantkit.cli.commands", "torch"])
+@pytest.mark.parametrize("module", ["click", "quantkit.cli.check", "torch"])
 def test_an_interruption_of_an_import_is_reported_in_one_line(
     module: str, number: int, code: int, demo_model: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import quantkit
 from quantkit.base.messages import Message, Option
 from quantkit.cli import hints
-from quantkit.cli.commands import quantize
+from quantkit.cli.quantize import quantize
 
 
 @pytest.mark.parametrize(

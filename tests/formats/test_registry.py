@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from quantkit.formats.registry import targets
+from quantkit.formats.target_names import FLOAT_TARGETS, TARGET_NAMES
 
-from quantkit.formats.registry import TargetName, targets
 
-
-def test_names_of_targets_are_spelled_out_for_type_checkers() -> None:
-    assert get_args(TargetName) == tuple(targets())
+def test_names_of_targets_are_those_of_the_table() -> None:
+    assert tuple(targets()) == TARGET_NAMES
+    without_codes = [name for name, target in targets().items() if target.codes is None]
+    assert list(FLOAT_TARGETS) == without_codes

@@ -23,7 +23,7 @@ import quantkit
 from quantkit.calibration.importance import input_importance
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.registry import TargetName
+from quantkit.formats.target_names import TargetName
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model

@@ -19,7 +19,7 @@ from quantkit.base.option_fields import (
 )
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.lora.adapter import Requested, spell_adapters
-from quantkit.formats.registry import TargetName
+from quantkit.formats.target_names import TargetName
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:

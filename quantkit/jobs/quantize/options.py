@@ -38,7 +38,8 @@ from quantkit.formats.authorship import HUB_NAME, LICENSE
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, spell_adapters
-from quantkit.formats.registry import GGUF, TargetName
+from quantkit.formats.registry import GGUF
+from quantkit.formats.target_names import TargetName
 from quantkit.jobs.output.target import NATIVE, choose_quantized_targets
 from quantkit.jobs.refine.options import EPOCHS
 from quantkit.tensors.activations import Activations, ActivationsName

@@ -40,7 +40,8 @@ from quantkit.formats.output.staging import (
     require_name,
     require_new_names,
 )
-from quantkit.formats.registry import Target, TargetName
+from quantkit.formats.registry import Target
+from quantkit.formats.target_names import TargetName
 from quantkit.jobs.convert.adapters import describe_adapters, merge_adapters
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.base.json_values import Settings
-from quantkit.cli.commands import convert
+from quantkit.cli.convert import convert
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import tensor_file
 from quantkit.files.tensor_file import StoredTensor
