@@ -189,6 +189,15 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return reached
 
 
+def test_a_plain_quantization_loads_no_training() -> None:
+    """`refine=True` imports the second job when it runs."""
+    reached = set(_reached("quantkit.jobs.quantize.quantize")) & set(MODULES)
+    training = {
+        name for name in reached if name.startswith(("quantkit.training", "quantkit.jobs.refine"))
+    }
+    assert training == {"quantkit.jobs.refine", "quantkit.jobs.refine.options"}
+
+
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert _find_circles(graph) == [["a", "b", "c"], ["d", "e"]]

@@ -30,10 +30,10 @@ from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.existing import is_finished
 from quantkit.jobs.quantize.estimate import estimate_quantization
-from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import prepare, set_up_size_fit
-from quantkit.jobs.quantize.refined_estimate import estimate_refined_quantization
+from quantkit.jobs.quantize.prepare import prepare
+from quantkit.jobs.quantize.sequence_estimate import estimate_sequence
+from quantkit.jobs.quantize.size_fit import set_up_size_fit
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import BATCH, RefineOptions, mesh_shape
 from quantkit.jobs.refine.plan import plan_refinement
@@ -76,16 +76,18 @@ def quantize(options: QuantizeOptions) -> Estimate:
     Raises:
         QuantkitError: as `quantkit.quantize` does for what can be found without reading weights.
     """
-    prepared = prepare(options)
-    formats = Formats.of(prepared)
+    planned = prepare(options)
+    formats = planned.formats
+    settings = planned.solver.settings
     if options.refine:
-        estimate = estimate_refined_quantization(prepared)
+        estimate = estimate_sequence(planned, options)
     else:
-        estimate = estimate_quantization(formats, set_up_size_fit(prepared))
+        fit = set_up_size_fit(formats.first, options.size)
+        estimate = estimate_quantization(planned, fit, length=options.length, resume=options.resume)
     _require_room(formats.dst, formats.encoder, estimate, options)
-    if prepared.settings is not None:
+    if settings is not None:
         # A calibration text that is missing or too short is an error of the real run too.
-        prepared.settings.require_text(prepared.source)
+        settings.require_text(formats.source)
     return estimate
 
 

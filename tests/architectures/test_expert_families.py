@@ -117,7 +117,8 @@ def test_a_note_names_experts_that_transformers_does_not_load(mix: str, tmp_path
     """
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
-    notes = prepare(QuantizeOptions(source, tmp_path / "made", recipe, method="rtn")).notes
+    options = QuantizeOptions(source, tmp_path / "made", recipe, method="rtn")
+    notes = prepare(options).formats.first.notes
     quantkit.quantize(source, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})

@@ -115,9 +115,8 @@ def test_a_linear_whose_inputs_are_not_finite_has_none(tmp_path: Path) -> None:
 
 def _for_transformers(folder: Path, dst: Path) -> Checkpoint:
     """A model as `quantize` opens it for transformers to run: its linears are known."""
-    return prepare(
-        QuantizeOptions(folder, dst, "int4-g32", method="rtn", via="transformers")
-    ).source
+    options = QuantizeOptions(folder, dst, "int4-g32", method="rtn", via="transformers")
+    return prepare(options).formats.source
 
 
 def _by_canonical_name(own: Checkpoint, found: dict[str, Tensor]) -> dict[str, Tensor]:

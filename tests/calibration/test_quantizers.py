@@ -32,7 +32,7 @@ from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output.writer import Work, open_writer
-from quantkit.jobs.quantize.prepare import tensor_blocks
+from quantkit.jobs.quantize.formats import tensor_blocks
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec

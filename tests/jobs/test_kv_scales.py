@@ -66,9 +66,10 @@ def _tokens(source: Path, method: str) -> Tensor:
     if method != "gptq":
         checkpoint = open_checkpoint(source)
         return sample_tokens(checkpoint, load_tokenizer(source), *scale_tokens(checkpoint))
-    prepared = prepare(QuantizeOptions(source, source.parent / "unused", "int4-g32", **GPTQ))
-    assert prepared.settings is not None
-    return prepared.settings.draw(prepared.source, group=SINGLE, progress=silent).tokens
+    plan = prepare(QuantizeOptions(source, source.parent / "unused", "int4-g32", **GPTQ))
+    settings = plan.solver.settings
+    assert settings is not None
+    return settings.draw(plan.formats.source, group=SINGLE, progress=silent).tokens
 
 
 def _scales(folder: Path) -> dict[str, Tensor]:

@@ -21,8 +21,9 @@ import quantkit
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import Prepared, prepare
+from quantkit.jobs.quantize.prepare import prepare
 from quantkit.tensors.qtensor import QuantTensor
 
 _TEXT = {
@@ -221,17 +222,18 @@ QUANTIZED: Mapping[str, tuple[set[str], set[str]]] = {
 """What is a linear, and what is none or keeps its floats, by the ends of names."""
 
 
-def _prepared(source: Path, dst: Path, scheme: str | quantkit.Recipe) -> Prepared:
-    return prepare(QuantizeOptions(source, dst, scheme, method="rtn", tensors_only=True))
+def _plan(source: Path, dst: Path, scheme: str | quantkit.Recipe) -> FormatPlan:
+    options = QuantizeOptions(source, dst, scheme, method="rtn", tensors_only=True)
+    return prepare(options).formats.first
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_modules_say_what_is_a_linear(kind: str, tmp_path: Path) -> None:
     _, source = _made(kind, tmp_path / "src")
     recipe = quantkit.Recipe(quantkit.QuantScheme.parse("int8"), RECURRENT.get(kind, ()))
-    made = _prepared(source, tmp_path / "dst", recipe)
-    schemes = made.scheme_map.schemes
-    assert set(schemes) <= set(linear_columns(made.source.config))
+    plan = _plan(source, tmp_path / "dst", recipe)
+    schemes = plan.scheme_map.schemes
+    assert set(schemes) <= set(linear_columns(plan.source.config))
     for end in QUANTIZED[kind][0]:
         assert any(module.endswith(end) for module in schemes), end
     for end in QUANTIZED[kind][1]:
@@ -270,8 +272,8 @@ def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
     falcon = oracle.save(
         transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)), tmp_path / "falcon"
     )
-    made = _prepared(falcon, tmp_path / "dst", "int8")
-    assert {module.rpartition(".")[2] for module in made.scheme_map.schemes} == {
+    plan = _plan(falcon, tmp_path / "dst", "int8")
+    assert {module.rpartition(".")[2] for module in plan.scheme_map.schemes} == {
         "query_key_value",
         "dense",
         "dense_h_to_4h",
@@ -283,7 +285,7 @@ def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
         )
         gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / f"gpt2-{tied}")
         with pytest.raises(UnsupportedError, match=r"transposed \(Conv1D\)"):
-            _prepared(gpt2, tmp_path / "dst", "int8")
+            _plan(gpt2, tmp_path / "dst", "int8")
 
 
 def test_a_router_with_a_longer_name_stays_float(

@@ -595,7 +595,7 @@ def test_the_quantized_model_outlives_a_failed_check(
 
     options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.jobs.quantize.refined.require_passed", check)
+        patch.setattr("quantkit.jobs.quantize.sequence.require_passed", check)
         with pytest.raises(error):
             quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options)
     assert not (tmp_path / "dst").exists()

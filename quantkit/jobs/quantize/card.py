@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import describe_unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.base.memory import size_text
-from quantkit.base.option_fields import command_words, find_option_fields
+from quantkit.base.option_fields import command_words
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
+from quantkit.calibration.settings import GptqSettings
 from quantkit.files.hub import PREFIX, read_origin
 from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
@@ -34,13 +36,15 @@ from quantkit.jobs.output.labels import (
     find_base_model,
     find_model_name,
     layer_names,
-    model_name,
 )
 from quantkit.jobs.output.result import growth_text
 from quantkit.jobs.output.target import NATIVE
+from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.held_schemes import vllm_problems_of
+from quantkit.jobs.quantize.measured import Measured
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.plan import Plan
+from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.jobs.quantize.weights_only import describe_kept_recurrent
 from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound, with_inputs
 from quantkit.quality.figures import significant
@@ -68,25 +72,22 @@ _NOT_CARRIED = ("base_model", "base_model_relation", "tags")
 
 
 def model_card_files(
-    prepared: Prepared,
-    drawn: Calibration | None,
-    weight_bytes: int,
-    bits_per_weight: float,
-    gate: Gate | WeightsOnly,
-    certificate: PositionCertificate | None,
+    plan: Plan, format_plan: FormatPlan, drawn: Calibration | None, measured: Measured
 ) -> dict[str, bytes]:
     """Write the card, and its picture of schemes chosen for a size, by file name; nothing for a
     single file.
     """
-    method = prepared.target.method
+    method = format_plan.target.method
     # GGUF: a single file has no folder for a card.
     if method is None:
         return {}
-    source = prepared.source
-    scheme_map = prepared.scheme_map
-    allocation = prepared.allocation
-    base = prepared.options.base_model or find_base_model(source)
-    name = model_name(source, prepared.options.base_model)
+    source = format_plan.source
+    scheme_map = format_plan.scheme_map
+    allocation = format_plan.allocation
+    request = plan.request
+    settings = plan.solver.settings
+    base = request.base_model or find_base_model(source)
+    name = format_plan.output.name
     source_name = _source_name(source)
     title = " and ".join(scheme_map.counts())
     short = next(iter(scheme_map.counts()))
@@ -94,39 +95,41 @@ def model_card_files(
         title = f"{allocation.bits:.4g} bits per weight"
         short = f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}".replace(" ", "-")
-    command, recipe = _quantize_command(source_name or name, folder, prepared, drawn)
-    readers = _readers(prepared, method)
+    command, recipe = _quantize_command(
+        source_name or name, folder, request.command, format_plan, settings, drawn
+    )
+    readers = _readers(format_plan, method, measured.unread)
     text = _template().render(
-        metadata=_metadata(prepared, method, base, readers),
+        metadata=_metadata(format_plan, method, base, readers),
         name=name,
         title=title,
         base=base,
         folder=folder,
-        known=find_model_name(source, prepared.options.base_model) is not None,
+        known=find_model_name(source, request.base_model) is not None,
         source_name=source_name,
         version=__version__,
         config=source.config,
-        settings=prepared.settings,
+        settings=settings,
         drawn=drawn,
         allocation=allocation,
         embedding=scheme_map.embedding,
-        size=size_text(weight_bytes),
+        size=size_text(measured.weight_bytes),
         picture=PICTURE,
-        bits_per_weight=bits_per_weight,
+        bits_per_weight=measured.bits_per_weight,
         significant=significant,
         small_floats=_SMALL_FLOATS,
-        activations=prepared.activations,
-        kv_cache=prepared.options.kv_cache,
-        adapters=_adapters(prepared.options),
+        activations=format_plan.activations,
+        kv_cache=plan.solver.kv_cache,
+        adapters=request.command["lora"],
         command=command,
         recipe=recipe,
-        gate=gate,
-        certificate=certificate,
+        gate=measured.quality,
+        certificate=measured.certificate,
         **readers,
-        **_layers(prepared),
-        **_calibration(prepared, drawn),
-        **_quality(prepared, gate),
-        **_positions(certificate),
+        **_layers(source, scheme_map),
+        **_calibration(settings, drawn),
+        **_quality(format_plan, measured.quality),
+        **_positions(measured.certificate),
     )
     files = {CARD: text.encode()}
     if allocation is not None:
@@ -160,13 +163,13 @@ def _template() -> Template:
 
 
 def _metadata(
-    prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]
+    format_plan: FormatPlan, method: QuantMethod, base: str | None, readers: Mapping[str, object]
 ) -> str:
     """Write the front matter that hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
-    source = prepared.source
-    authorship = prepared.authorship
+    source = format_plan.source
+    authorship = format_plan.output.authorship
     carried = {key: value for key, value in authorship.items() if key not in _NOT_CARRIED}
     relation: str | None = "quantized"
     # The model has no name on a hub, but perhaps the one that it was trained from.
@@ -185,7 +188,7 @@ def _metadata(
         "base_model_relation": relation if base else None,
         "library_name": "transformers" if readers["in_transformers"] else None,
         "pipeline_tag": pipeline_tag,
-        "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
+        "tags": ["quantkit", method.name, *format_plan.scheme_map.counts()],
     }
     # ModelCardData has an order of its own for the fields that it knows.
     return ModelCardData(**facts).to_yaml(original_order=list(facts))
@@ -201,10 +204,8 @@ def _source_name(source: Checkpoint) -> str | None:
     return f"{PREFIX}{hub['name']}"
 
 
-def _layers(prepared: Prepared) -> dict[str, object]:
+def _layers(source: Checkpoint, scheme_map: SchemeMap) -> dict[str, object]:
     """List which layers have which schemes, and count the weights."""
-    source = prepared.source
-    scheme_map = prepared.scheme_map
     schemes = []
     for index, (name, count) in enumerate(scheme_map.counts().items()):
         modules = []
@@ -236,13 +237,13 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.3g} million"
 
 
-def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
+def _calibration(settings: GptqSettings | None, drawn: Calibration | None) -> dict[str, object]:
     """Name the calibration text, and count the samples that were dropped."""
-    if prepared.settings is None or drawn is None:
+    if settings is None or drawn is None:
         return {}
     name = "quantkit's own text"
-    if prepared.settings.text is not None:
-        text_name = _text_name(prepared.settings.text, drawn)
+    if settings.text is not None:
+        text_name = _text_name(settings.text, drawn)
         if text_name:
             name = f"`{text_name}`"
         else:
@@ -258,7 +259,7 @@ def _text_name(text: TextSource, drawn: Calibration) -> str | None:
     return None
 
 
-def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
+def _quality(format_plan: FormatPlan, gate: Gate | WeightsOnly) -> dict[str, object]:
     """Lay out the table of the gate's measurements, and list its bounds."""
     if not isinstance(gate, Gate):
         return {}
@@ -292,7 +293,7 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         row += [f"{text.kl_p99:.3g}", f"{text.top1_agreement:.1%}"]
         rows.append(row)
     bound = with_inputs(
-        scheme_bound(prepared.scheme_map.schemes.values()), prepared.measurement_inputs.values()
+        scheme_bound(format_plan.scheme_map.schemes.values()), format_plan.gate_inputs.values()
     )
     return {
         "quality_heads": heads,
@@ -331,21 +332,29 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
     }
 
 
-def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
-    """List the runtimes that load the folder, and the reasons why others do not."""
-    scheme_map = prepared.scheme_map
-    config = prepared.source.config
+def _readers(
+    format_plan: FormatPlan, method: QuantMethod, loading_problem: str | None
+) -> dict[str, object]:
+    """List the runtimes that load the folder, and the reasons why others do not.
+
+    Args:
+        loading_problem: why transformers does not load the packed weights; None if it does, or if
+            this was not tried.
+    """
+    source = format_plan.source
+    scheme_map = format_plan.scheme_map
+    config = source.config
     symmetric = all(scheme.symmetric for scheme in scheme_map.schemes.values())
     # The card gives one reason why transformers does not load the folder: the widest one.
-    if prepared.unread is not None:
-        unread: str | None = f"the packed weights ({prepared.unread})"
+    if loading_problem is not None:
+        unread: str | None = f"the packed weights ({loading_problem})"
     elif scheme_map.embedding is not None:
         unread = "a packed embedding"
     elif not symmetric:
         unread = "packed zero points"
     else:
         unread = describe_unread_experts(config, scheme_map.schemes)
-    vllm_problems = vllm_problems_of(prepared.source, scheme_map.schemes, prepared.target)
+    vllm_problems = vllm_problems_of(source, scheme_map.schemes, format_plan.target)
     problem = describe_problems(vllm_problems)
     if problem is None:
         without: set[Runtime] = set()
@@ -368,7 +377,7 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     if config.run_by is None:
         model_class = _CAUSAL
     else:
-        model_class = auto_class(prepared.source.extra_config)
+        model_class = auto_class(source.extra_config)
     return {
         "vllm_problem": problem,
         "symmetric": symmetric,
@@ -387,40 +396,52 @@ def _is_int4(scheme: QuantScheme) -> bool:
     return scheme.bits == 4 and not scheme.of_small_floats
 
 
+def describe_command(options: QuantizeOptions, source: Checkpoint) -> dict[str, object]:
+    """List the options of the command on the card by name, as far as they are known before schemes
+    and samples are. Equal requests give the same options: None leaves out a default value.
+    """
+    values = options.list_result_options()
+    values["template"] = options.template and Path(options.template).name
+    values["lora"] = _adapters(options)
+    values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
+    license = read_authorship(source.path).get("license")
+    # A value that equals what the source's own files say is the default.
+    for name, default in ("base_model", find_base_model(source)), ("license", license):
+        values[name] = _omit_default(values[name], default)
+    return values
+
+
 def _quantize_command(
-    src: str, dst: str, prepared: Prepared, drawn: Calibration | None
+    src: str,
+    dst: str,
+    options: Mapping[str, object],
+    format_plan: FormatPlan,
+    settings: GptqSettings | None,
+    drawn: Calibration | None,
 ) -> tuple[str, str | None]:
     """Write the command that repeats the call, and the content of the recipe file that it names,
-    if it needs one. Equal calls give the same command: options with the default value are left
-    out.
+    if it needs one.
+
+    Args:
+        options: see `describe_command`.
     """
-    options = prepared.options
-    recipe = prepared.scheme_map.recipe
-    values: dict[str, Any] = {}
-    for name, info in find_option_fields(QuantizeOptions).items():
-        if info.changes_result:
-            values[name] = getattr(options, name)
+    recipe = format_plan.scheme_map.recipe
+    allocation = format_plan.allocation
+    values = dict(options)
     # The overrides of an allocation come first, and the command chooses them again by its size.
-    if prepared.allocation is not None:
-        num_chosen = len(prepared.allocation.recipe().overrides)
+    if allocation is not None:
+        num_chosen = len(allocation.recipe().overrides)
         recipe = Recipe(recipe.default, recipe.overrides[num_chosen:])
     values |= _scheme_options(recipe)
-    if prepared.allocation is not None:
-        size = prepared.allocation.target
+    if allocation is not None:
+        size = allocation.target
         values |= {
             "scheme": None,
             "target_bits": size.bits,
             "max_size": size.bytes and f"{size.bytes}B",
         }
-    values |= _method_options(prepared, drawn)
-    values["to"] = _omit_default(prepared.target.name, NATIVE)
-    values["template"] = options.template and Path(options.template).name
-    values["lora"] = _adapters(options)
-    values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
-    license = read_authorship(prepared.source.path).get("license")
-    # A value that equals what the source's own files say is the default.
-    for name, default in ("base_model", find_base_model(prepared.source)), ("license", license):
-        values[name] = _omit_default(values[name], default)
+    values |= _method_options(settings, drawn, format_plan.source.config)
+    values["to"] = _omit_default(format_plan.target.name, NATIVE)
     command = shlex.join(["quantkit", "quantize", src, dst, *command_words(values)])
     if "recipe" in values:
         return command, json.dumps(recipe.to_json(), indent=2)
@@ -453,15 +474,17 @@ def _scheme_options(recipe: Recipe) -> dict[str, object]:
     return {"scheme": recipe.default, **named_schemes, "keep": keep}
 
 
-def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
-    settings = prepared.settings
+def _method_options(
+    settings: GptqSettings | None, drawn: Calibration | None, config: ModelConfig
+) -> dict[str, object]:
+    """Express the method and its samples as options."""
     if settings is None or drawn is None:
         return {"method": "rtn"}
     if settings.text is None:
         text = None
     else:
         text = _text_name(settings.text, drawn) or "TEXT"
-    length = EFFORTS[settings.effort].length(prepared.source.config)
+    length = EFFORTS[settings.effort].length(config)
     return {
         "method": "gptq",
         "calibration": text,

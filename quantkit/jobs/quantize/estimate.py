@@ -23,8 +23,8 @@ from quantkit.jobs.output.estimate import (
     process_bytes,
     side_bytes,
 )
-from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import note_too_few_tokens
+from quantkit.jobs.quantize.plan import Plan
+from quantkit.jobs.quantize.settings import note_too_few_tokens
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import quantization_steps
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
@@ -38,43 +38,50 @@ _HEAP = 1.25
 _MANIFEST = 300
 
 
-def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
-    """Estimate a quantization. With a `fit`, the schemes of `formats` are placeholders for those
-    that it chooses.
+def estimate_quantization(
+    plan: Plan, fit: Fit | None, *, length: int | None, resume: bool
+) -> Estimate:
+    """Estimate a quantization.
+
+    Args:
+        fit: what chooses the schemes for a size; those of the plan are placeholders then.
+        length: the requested tokens of a sample; None is each effort's own.
+        resume: whether an interrupted run is continued, if there is one.
     """
-    prepared_formats = list(formats.prepared_by_folder.values())
-    prepared = formats.first
-    source = prepared.source
-    settings = prepared.settings
-    certified = prepared.certified
-    # Formats share most notes, and each is printed once.
-    notes: list[str] = []
-    for prepared_format in prepared_formats:
-        for note in prepared_format.notes:
+    formats = plan.formats
+    format_plans = list(formats.by_folder.values())
+    source = formats.source
+    scheme_map = formats.first.scheme_map
+    settings = plan.solver.settings
+    certified = plan.checks.certified
+    # Formats share notes on the source, and each is printed once.
+    notes = list(plan.notes)
+    for format_plan in format_plans:
+        for note in format_plan.notes:
             if note not in notes:
                 notes.append(note)
-    assigned = prepared.scheme_map.module_schemes
+    assigned = scheme_map.module_schemes
     config = source.config
     sizes = []
-    for prepared_format in prepared_formats:
+    for format_plan in format_plans:
         # Until the schemes are chosen, only the limit of their size is known.
         if fit is None:
-            output_bytes = prepared_format.encoder.total_bytes()
+            output_bytes = format_plan.encoder.total_bytes()
         else:
             output_bytes = fit.max_bytes
-        sizes.append(weight_sizes(prepared_format, output_bytes))
+        sizes.append(weight_sizes(format_plan, output_bytes))
     written = sum(size.output_bytes for size in sizes)
-    manifest_bytes = _MANIFEST * len(assigned) * len(prepared_formats)
+    manifest_bytes = _MANIFEST * len(assigned) * len(format_plans)
     disk = written + side_bytes(formats.side_files) + manifest_bytes
     phases = {
         "writing": max(
-            _estimate_streaming_bytes(source, format_.encoder) for format_ in prepared_formats
+            _estimate_streaming_bytes(source, format_.encoder) for format_ in format_plans
         )
     }
     # Weights that are rounded for one format are kept for the next ones.
-    if len(prepared_formats) > 1 and settings is None:
+    if len(format_plans) > 1 and settings is None:
         phases["writing"] += costs.largest_block(config)
-    checked = count_checked_tokens(source, prepared.options.source_check)
+    checked = count_checked_tokens(source, plan.checks.source_check)
     scratch = 0
     on_device = 0
     # The gate holds the hidden states of three models on all texts.
@@ -89,7 +96,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         shape = settings.samples, settings.length
         notes += note_too_few_tokens(shape, config)
         device = settings.device
-        schemes = prepared.scheme_map.linears.values()
+        schemes = scheme_map.linears.values()
         activation_bytes, scratch, on_device = settings.activation_bytes(config, shape, schemes)
         batch = batch_samples(config, shape[1]) * shape[1]
         effort = settings.effort_on(config, shape, schemes)
@@ -116,7 +123,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
             phases["the choice of samples"] = forward_bytes(source, tried, models=1)
     kinds = _count_kinds(assigned, fit)
     phase = max(phases, key=lambda name: phases[name])
-    steps, efforts = quantization_steps(formats, fit, sizes, checked)
+    steps, efforts = quantization_steps(plan, fit, sizes, checked, length)
     return Estimate(
         dict(kinds),
         phases[phase],
@@ -129,9 +136,9 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         notes,
         steps,
         efforts,
-        sizes[0] if len(prepared_formats) == 1 else None,
-        prepared.options.kv_cache,
-        prepared.options.resume and name_partial_folder(formats.dst).is_dir(),
+        sizes[0] if len(format_plans) == 1 else None,
+        plan.solver.kv_cache,
+        resume and name_partial_folder(formats.dst).is_dir(),
     )
 
 

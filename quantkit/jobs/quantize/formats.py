@@ -1,23 +1,199 @@
-"""A quantization in one format, or in several from one solution: each has a folder in the
-output.
+"""The result of a quantization in one format, or in several from one solution: each has a folder in
+the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
+from quantkit.architectures.topology import Parameter
+from quantkit.bit_allocation.allocation import Allocation
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import UnsupportedError
-from quantkit.formats.container import Encoder
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.container import Encoder, Output, StoredCheckpoint
 from quantkit.formats.folders_encoder import FoldersEncoder, merge_by_folder
+from quantkit.formats.kv_scales import scale_names
+from quantkit.formats.registry import Target
 from quantkit.jobs.output.writer import Work
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.held_schemes import assign_schemes
+from quantkit.jobs.quantize.scheme_map import SchemeMap
+from quantkit.tensors.activations import InputRounding
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class FormatPlan:
+    """A source in one format.
+
+    Attributes:
+        output: what the encoder writes.
+        blocks: the tensors of the output, in order.
+        notes: for the user, on the schemes, and on the samples once they are drawn.
+        allocation: the schemes chosen for a size; None before that, and if a scheme was given.
+    """
+
+    source: StoredCheckpoint
+    target: Target
+    scheme_map: SchemeMap
+    output: Output
+    blocks: list[TensorBlock]
+    notes: list[str]
+    allocation: Allocation | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: StoredCheckpoint,
+        target: Target,
+        scheme_map: SchemeMap,
+        output: Output,
+        notes: list[str],
+    ) -> FormatPlan:
+        """Plan the tensors of an output whose other facts are known.
+
+        Raises `UnsupportedError` if the container does not hold the architecture.
+        """
+        has_cache = output.kv_cache is not None
+        blocks = tensor_blocks(source, scheme_map.schemes, target, kv_cache=has_cache)
+        return cls(
+            source=source,
+            target=target,
+            scheme_map=scheme_map,
+            output=_plan_tensors(output, blocks),
+            blocks=blocks,
+            notes=notes,
+        )
+
+    @property
+    def dst(self) -> Path:
+        return self.output.dst
+
+    @property
+    def inputs(self) -> dict[str, InputRounding]:
+        """Look up how readers round the inputs of linears, by module; no entry where inputs stay
+        floats.
+        """
+        method = self.target.method
+        if not isinstance(method, CompressedTensors):
+            return {}
+        roundings = {}
+        for module, scheme in self.scheme_map.linears.items():
+            rounding = method.inputs(scheme)
+            if rounding is not None:
+                roundings[module] = rounding
+        return roundings
+
+    @property
+    def gate_inputs(self) -> dict[str, InputRounding]:
+        """Select the inputs to round when the result is measured; none for a model that
+        transformers runs, whose weights alone are measured.
+        """
+        if self.source.config.runnable:
+            return self.inputs
+        return {}
+
+    @property
+    def activations(self) -> dict[str, str]:
+        """List the types of the rounded inputs, by scheme of the linears."""
+        schemes = self.scheme_map.schemes
+        activations: dict[str, str] = {}
+        for module, rounding in self.inputs.items():
+            activations[str(schemes[module])] = str(rounding.activations)
+        return activations
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return self.target.container.encoder(self.output)
+
+    @cached_property
+    def side_files(self) -> Mapping[str, bytes | Path]:
+        """Collect the files next to the weights."""
+        return self.target.container.side_files(self.output)
+
+    def count_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
+        """Compute the bytes of all files of weights with other schemes, given by module."""
+        has_cache = self.output.kv_cache is not None
+        blocks = tensor_blocks(self.source, schemes, self.target, kv_cache=has_cache)
+        output = _plan_tensors(self.output, blocks)
+        return self.target.container.encoder(output).total_bytes()
+
+    def with_allocation(self, allocation: Allocation) -> FormatPlan:
+        """Apply the schemes that were chosen for a size. Notes on the placeholder of these schemes
+        give way to notes on them. Raises `QuantkitError` as `quantize` does.
+        """
+        recipe = allocation.recipe(self.scheme_map.recipe.overrides)
+        scheme_map, notes = assign_schemes(self.source, recipe, self.dst, self.target)
+        # Codes and scales of other schemes have other names and types.
+        plan = FormatPlan.of(self.source, self.target, scheme_map, self.output, notes)
+        return replace(plan, allocation=allocation)
+
+    def add_notes(self, notes: Sequence[str]) -> FormatPlan:
+        return replace(self, notes=[*self.notes, *notes])
+
+    def without(self, reasons: Mapping[str, str], notes: list[str]) -> FormatPlan:
+        """Let modules keep their floats, each for a reason, with notes on them. Raises
+        `QualityError` if nothing remains to quantize.
+        """
+        scheme_map = self.scheme_map.without(reasons)
+        notes = [*self.notes, *notes]
+        return FormatPlan.of(self.source, self.target, scheme_map, self.output, notes)
+
+
+def _plan_tensors(output: Output, blocks: Sequence[TensorBlock]) -> Output:
+    """Describe an output with the tensors of blocks instead of its own."""
+    specs: list[TensorSpec] = []
+    for block in blocks:
+        specs.extend(block.tensors)
+    # What a container has cached depends on the tensors.
+    return replace(output, planned=specs, cache={})
+
+
+def tensor_blocks(
+    source: Checkpoint,
+    schemes: Mapping[str, QuantScheme],
+    target: Target,
+    *,
+    kv_cache: bool = False,
+) -> list[TensorBlock]:
+    """List the tensors of the output in order, scales in the target's type or else the source's.
+
+    Args:
+        schemes: by module.
+        kv_cache: whether each layer ends with the scales of its part of a KV cache, in the source's
+            type.
+    """
+    assert target.codes is not None
+    scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
+
+    def spec(parameter: Parameter) -> TensorSpec:
+        name = parameter.name
+        shape = parameter.shape
+        if parameter.leaf == "weight" and parameter.module in schemes:
+            return TensorSpec(name, shape, scale_dtype, schemes[parameter.module])
+        return TensorSpec(name, shape, source.info(name).dtype)
+
+    ordered = target.container.parameters(source.config, schemes, target.method)
+
+    blocks: list[TensorBlock] = []
+    # The container lists its parameters in the order of the file: a block is consecutive there.
+    by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
+    for layer, layer_parameters in by_layer:
+        specs = [spec(parameter) for parameter in layer_parameters]
+        if kv_cache and layer is not None:
+            for name in scale_names(layer):
+                specs.append(TensorSpec(name, (1,), DType(source.config.dtype)))
+        blocks.append(TensorBlock(layer, tuple(specs)))
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -26,31 +202,27 @@ class Formats:
 
     Attributes:
         dst: the folder, or file, to create.
-        prepared_by_folder: the result in each format, by its folder in `dst`; a single one is `dst`
-            itself, and its key is ``""``.
+        by_folder: the result in each format, by its folder in `dst`; a single one is `dst` itself,
+            and its key is ``""``.
     """
 
     dst: Path
-    prepared_by_folder: Mapping[str, Prepared]
-
-    @classmethod
-    def of(cls, prepared: Prepared) -> Formats:
-        """Prepare the formats that the options request.
-
-        Raises `UnsupportedError` if one does not support a scheme.
-        """
-        targets = prepared.options.targets
-        if len(targets) == 1:
-            return cls(prepared.dst, {"": prepared})
-        prepared_by_folder = {}
-        for target in targets:
-            with _prefix_errors(target.name):
-                prepared_by_folder[target.name] = prepared.in_format(target)
-        return cls(prepared.dst, prepared_by_folder)
+    by_folder: Mapping[str, FormatPlan]
 
     @property
-    def first(self) -> Prepared:
-        return next(iter(self.prepared_by_folder.values()))
+    def first(self) -> FormatPlan:
+        return next(iter(self.by_folder.values()))
+
+    @property
+    def source(self) -> StoredCheckpoint:
+        return self.first.source
+
+    def change_each(self, change: Callable[[FormatPlan], FormatPlan]) -> Formats:
+        """Change the plan of each format."""
+        by_folder = {}
+        for folder, plan in self.by_folder.items():
+            by_folder[folder] = change(plan)
+        return replace(self, by_folder=by_folder)
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
@@ -62,19 +234,19 @@ class Formats:
                 blocks.
         """
         result: list[TensorBlock] = []
-        blocks_by_format = [prepared.blocks for prepared in self.prepared_by_folder.values()]
+        blocks_by_format = [plan.blocks for plan in self.by_folder.values()]
         # A block is solved once and written in all formats before the next one is solved.
         for row in zip_longest(*blocks_by_format):
             layers = {block.layer for block in row if block is not None}
             # None fills the row of a format that has fewer blocks.
             if None in row or len(layers) > 1:
                 raise UnsupportedError(
-                    f"{' and '.join(self.prepared_by_folder)} order the layers differently, and"
-                    " cannot be written together",
-                    path=self.first.source.path,
+                    f"{' and '.join(self.by_folder)} order the layers differently, and cannot be"
+                    " written together",
+                    path=self.source.path,
                     hint="write them with separate commands",
                 )
-            for name, block in zip(self.prepared_by_folder, row, strict=True):
+            for name, block in zip(self.by_folder, row, strict=True):
                 result.append(replace(block, folder=name))
         return result
 
@@ -84,9 +256,9 @@ class Formats:
         one cannot represent the model exactly.
         """
         encoders = {}
-        for name, prepared in self.prepared_by_folder.items():
-            with _prefix_errors(name):
-                encoders[name] = prepared.encoder
+        for name, plan in self.by_folder.items():
+            with prefix_errors(name):
+                encoders[name] = plan.encoder
         if "" in encoders:
             return encoders[""]
         planned: list[tuple[str, TensorSpec]] = []
@@ -99,9 +271,9 @@ class Formats:
     def side_files(self) -> Mapping[str, bytes | Path]:
         """Collect the files next to the weights. Raises `UnsupportedError` as `encoder` does."""
         files = {}
-        for name, prepared in self.prepared_by_folder.items():
-            with _prefix_errors(name):
-                files[name] = prepared.side_files
+        for name, plan in self.by_folder.items():
+            with prefix_errors(name):
+                files[name] = plan.side_files
         return merge_by_folder(files)
 
     def work(self, works: Mapping[str, Work]) -> Work:
@@ -114,8 +286,8 @@ class Formats:
 
 
 @contextmanager
-def _prefix_errors(name: str) -> Iterator[None]:
-    """Let an error about a format begin with the format's name."""
+def prefix_errors(name: str) -> Iterator[None]:
+    """Let an error about a format begin with the format's name; ``""`` is the only format."""
     try:
         yield
     except UnsupportedError as error:

@@ -26,11 +26,6 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 
-BIT_ALLOCATION = "bit_allocation"
-"""The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted
-run.
-"""
-
 # MXFP4 and NVFP4.
 _FP4_BITS = 4
 

@@ -1,21 +1,14 @@
-"""GPTQ for a model that transformers runs: find which linears the samples reach, and build the
-quantizer that solves them.
-"""
+"""Find which linears of a model that transformers runs the samples of GPTQ reach."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quantkit.architectures.topology import collect_default_floats
 from quantkit.base.messages import Message, Option
-from quantkit.base.progress import Progress
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
-from quantkit.calibration.settings import GptqSettings
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.jobs.quantize.prepare import Prepared
-from quantkit.model.shared_scales import SharedScales
+from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.via_transformers.forward import passage_of
+from quantkit.via_transformers.passage import Survey
 from quantkit.via_transformers.sites import find_sites
 
 # Modules that a note lists by name.
@@ -24,45 +17,47 @@ _UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
 
 
-def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
-    """Record in the job how samples reach the linears; those that cannot be solved keep their
-    floats, with a note.
+def survey_linears(plan: FormatPlan, drawn: Calibration) -> tuple[FormatPlan, Survey]:
+    """Find how samples reach the linears; those that cannot be solved keep their floats, with a
+    note.
 
     Raises:
         UnsupportedError: if transformers cannot run the model, or no linear can be solved.
         RequestError: if one cannot be solved that is quantized only because the recipe names it.
     """
-    passage = passage_of(prepared.source)
-    sites, kept = find_sites(passage.lazy, prepared.scheme_map.linears)
+    source = plan.source
+    schemes = plan.scheme_map.schemes
+    linears = plan.scheme_map.linears
+    passage = passage_of(source)
+    sites, kept = find_sites(passage.lazy, linears)
     # All batches take the same path, or calibration refuses them: one sample shows it.
     survey = passage.survey(sites, drawn.tokens[:1])
     for reason, unsolved_sites in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
         for site in unsolved_sites:
             for module, _, _ in site.rows:
                 kept[module] = reason
-    schemes = prepared.scheme_map.schemes
     # Modules without a scheme keep their floats anyway, and need no note.
     unsolved = {module: reason for module, reason in kept.items() if module in schemes}
-    notes = [f"{prepared.source.path}: {line}" for line in _describe_kept_linears(unsolved)]
-    if unsolved.keys() == prepared.scheme_map.linears.keys():
+    notes = [f"{source.path}: {line}" for line in _describe_kept_linears(unsolved)]
+    if unsolved.keys() == linears.keys():
         module, reason = next(iter(unsolved.items()))
         raise UnsupportedError(
             "GPTQ cannot quantize any linear layer of this model",
-            path=prepared.source.path,
+            path=source.path,
             found=f"'{module}': {reason}",
             hint=Message(Option("method", value="rtn"), " rounds them to nearest"),
         )
     # A recipe that names such a module requests it explicitly: a note would not do.
     requested_by_name = []
     for module in unsolved:
-        if module in collect_default_floats(prepared.source.config):
+        if module in collect_default_floats(source.config):
             requested_by_name.append(module)
     if requested_by_name:
         module = requested_by_name[0]
         count = len(requested_by_name)
         raise RequestError(
             f"GPTQ cannot quantize '{module}', which the recipe names: {unsolved[module]}",
-            path=prepared.source.path,
+            path=source.path,
             found=f"{count} such linear{'s' * (count > 1)}",
             hint=Message(
                 "leave it out of the recipe; ",
@@ -70,32 +65,7 @@ def survey_linears(prepared: Prepared, drawn: Calibration) -> Prepared:
                 " rounds it to nearest",
             ),
         )
-    scheme_map = prepared.scheme_map.without(unsolved)
-    return replace(prepared, scheme_map=scheme_map, survey=survey, notes=[*prepared.notes, *notes])
-
-
-def lockstep_quantizer(
-    prepared: Prepared, settings: GptqSettings, drawn: Calibration, progress: Progress
-) -> LockstepQuantizer:
-    """Build the quantizer that solves the linears."""
-    assert prepared.survey is not None
-    source = prepared.source
-    effort = settings.effort_on(
-        source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
-    )
-    return LockstepQuantizer(
-        source=source,
-        calibration=drawn,
-        schemes=prepared.scheme_map.schemes,
-        passage=passage_of(source),
-        survey=prepared.survey,
-        memory_bytes=settings.memory_bytes,
-        effort=effort,
-        allow_nonfinite=prepared.options.allow_nonfinite,
-        progress=progress,
-        shared=SharedScales(source, prepared.scheme_map.schemes),
-        kernels_of=prepared.kernels_of,
-    )
+    return plan.without(unsolved, notes), survey
 
 
 def _describe_kept_linears(kept: dict[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from quantkit.base.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
 from quantkit.base.json_values import format_value
@@ -444,6 +444,14 @@ class QuantizeOptions:
         if self.thorough:
             return "thorough"
         return self.effort or "default"
+
+    def list_result_options(self) -> dict[str, Any]:
+        """List the values of the options that change the result, by name."""
+        values = {}
+        for name, info in find_option_fields(QuantizeOptions).items():
+            if info.changes_result:
+                values[name] = getattr(self, name)
+        return values
 
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""

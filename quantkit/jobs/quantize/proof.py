@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ from quantkit.base.progress import Progress, in_phase
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.container import weight_size
+from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.folders_encoder import select_folder
 from quantkit.jobs.output.result import QuantizeResult
 from quantkit.jobs.output.writer import Work, Writer, model_summary
 from quantkit.jobs.quantize.card import model_card_files
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.formats import FormatPlan
+from quantkit.jobs.quantize.measured import Measured
+from quantkit.jobs.quantize.plan import Checks, Plan
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import phase_of
 from quantkit.quality.gate import Gate, require_passed, run_gate
@@ -30,10 +31,10 @@ from quantkit.via_transformers.forward import run_by_transformers
 
 
 def verify_output(
-    prepared: Prepared,
+    plan: Plan,
+    folder: str,
     drawn: Calibration | None,
     work: Work,
-    folder: str,
     writer: Writer,
     quantizer: RtnQuantizer,
     began: float,
@@ -42,101 +43,120 @@ def verify_output(
     """Check the result in a folder of the output, and complete it with its card and manifest.
     Raises `QualityError` as `_check` does.
     """
-    source = prepared.source
+    format_plan = plan.formats.by_folder[folder]
     records = select_folder(folder, writer.records)
     # The gate measures the bytes on disk, not the tensors in memory.
-    result = writer.read_back(folder)
-    if source.config.run_by is not None:
-        result = run_by_transformers(result, code=source.config.code)
-        prepared = record_loading_problem(prepared, result)
+    result, problem = open_result(format_plan, writer.read_back(folder))
     size = weight_size(result)
-    gate, certificate = _check(prepared, result, records, quantizer, folder, progress)
-    card = model_card_files(prepared, drawn, *size, gate, certificate)
-    facts = write_manifest_entries(prepared, work, result, records, gate, certificate)
+    gate, certificate = _check(
+        format_plan, plan.checks, result, records, quantizer, folder, progress
+    )
+    measured = Measured(*size, gate, certificate, problem)
+    card = model_card_files(plan, format_plan, drawn, measured)
+    facts = write_manifest_entries(plan, format_plan, work, result, records, measured)
     manifest = writer.add_manifest(facts, card, folder)
-    return collect_result(prepared, drawn, size, gate, certificate, began, manifest)
+    return collect_result(plan, format_plan, drawn, measured, began, manifest)
+
+
+def open_result(plan: FormatPlan, result: StoredCheckpoint) -> tuple[StoredCheckpoint, str | None]:
+    """Let transformers run a result if it ran the source.
+
+    Returns:
+        The result, and why transformers does not load its packed weights; None if it does, or for
+        models that quantkit runs.
+    """
+    config = plan.source.config
+    if config.run_by is None:
+        return result, None
+    # Imports transformers, which is optional.
+    from quantkit.via_transformers.packed_loading import loading_problem
+
+    result = run_by_transformers(result, code=config.code)
+    return result, loading_problem(result.path, config.code)
 
 
 def collect_result(
-    prepared: Prepared,
+    plan: Plan,
+    format_plan: FormatPlan,
     drawn: Calibration | None,
-    size: tuple[int, float],
-    gate: Gate | WeightsOnly,
-    certificate: PositionCertificate | None,
+    measured: Measured,
     began: float,
     manifest: dict[str, Any],
     *,
     skipped: bool = False,
 ) -> QuantizeResult:
     """Collect what a quantization wrote and measured, with all notes."""
+    solver = plan.solver
     notes = [
-        *prepared.source.notes,
-        *prepared.notes,
-        *prepared.target.container.notes(prepared.output),
-        *_note_rounded_inputs(prepared),
-        *_note_accepted_losses(prepared.dst, gate, certificate),
+        *format_plan.source.notes,
+        *plan.notes,
+        *format_plan.notes,
+        *_note_loading_problem(format_plan, measured.unread),
+        *format_plan.target.container.notes(format_plan.output),
+        *_note_rounded_inputs(format_plan),
+        *_note_accepted_losses(format_plan.dst, measured.quality, measured.certificate),
     ]
-    embedding = prepared.scheme_map.embedding
     calibration = None
     if drawn is not None:
         calibration = drawn.to_json()
     effort = None
-    if prepared.settings is not None:
-        effort = prepared.settings.effort
+    if solver.settings is not None:
+        effort = solver.settings.effort
+    embedding = None
+    if format_plan.scheme_map.embedding is not None:
+        embedding = str(format_plan.scheme_map.embedding)
     return QuantizeResult(
-        prepared.dst,
-        prepared.scheme_map.counts(),
-        *size,
-        prepared.method,
-        calibration,
-        gate,
-        prepared.options.accept_quality_loss,
-        time.monotonic() - began,
-        notes,
-        manifest,
-        weight_sizes(prepared, prepared.encoder.total_bytes()),
-        None if embedding is None else str(embedding),
-        certificate,
-        prepared.allocation,
-        skipped,
-        effort,
-        prepared.options.kv_cache,
+        path=format_plan.dst,
+        schemes=format_plan.scheme_map.counts(),
+        weight_bytes=measured.weight_bytes,
+        bits_per_weight=measured.bits_per_weight,
+        method=solver.method,
+        calibration=calibration,
+        quality=measured.quality,
+        accepted=plan.checks.accept_quality_loss,
+        seconds=time.monotonic() - began,
+        notes=notes,
+        manifest=manifest,
+        weights=weight_sizes(format_plan, format_plan.encoder.total_bytes()),
+        embedding=embedding,
+        positions=measured.certificate,
+        allocation=format_plan.allocation,
+        skipped=skipped,
+        effort=effort,
+        kv_cache=solver.kv_cache,
     )
 
 
-def _note_rounded_inputs(prepared: Prepared) -> list[str]:
+def _note_rounded_inputs(plan: FormatPlan) -> list[str]:
     """Write a note where readers of the result round the inputs of linears."""
-    if not prepared.activations:
+    if not plan.activations:
         return []
-    types = " and ".join(dict.fromkeys(prepared.activations.values()))
+    types = " and ".join(dict.fromkeys(plan.activations.values()))
     # transformers runs the gate of models without a decoder here, with float inputs.
-    if prepared.source.config.runnable:
+    if plan.source.config.runnable:
         measured = "and so does the gate"
     else:
         measured = "figures here are of the weights alone"
-    return [f"{prepared.dst}: readers round the inputs of linears to {types}, {measured}"]
+    return [f"{plan.dst}: readers round the inputs of linears to {types}, {measured}"]
 
 
-def record_loading_problem(prepared: Prepared, result: Checkpoint) -> Prepared:
-    """Record in the job whether transformers loads the packed result, with a note if it does
-    not.
-    """
-    # Imports transformers, which is optional.
-    from quantkit.via_transformers.packed_loading import loading_problem
-
-    problem = loading_problem(result.path, prepared.source.config.code)
+def _note_loading_problem(plan: FormatPlan, problem: str | None) -> list[str]:
+    """Write a note where transformers does not load the packed result."""
     if problem is None:
-        return prepared
-    note = Message(
-        f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem}); ",
-        Option("dequantize", value=True, job="convert"),
-        " makes a folder that it loads",
-    )
-    return replace(prepared, unread=problem, notes=[*prepared.notes, note])
+        return []
+    return [
+        Message(
+            f"{plan.dst}: {plan.source.config.run_by} does not load the packed weights"
+            f" ({problem}); ",
+            Option("dequantize", value=True, job="convert"),
+            " makes a folder that it loads",
+        )
+    ]
 
 
 def _check(
-    prepared: Prepared,
+    plan: FormatPlan,
+    checks: Checks,
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
     quantizer: RtnQuantizer,
@@ -146,13 +166,13 @@ def _check(
     """Compare a result with its source, by logits; of a model that cannot be run, compare tensors.
     Raises `QualityError` if it is too far from it, unless that is accepted.
     """
-    source = prepared.source
-    certified = prepared.certified
-    schemes = prepared.scheme_map.schemes
+    source = plan.source
+    certified = checks.certified
+    schemes = plan.scheme_map.schemes
     if not source.config.measurable:
         return weights_only(result, records), None
-    accepted = prepared.options.accept_quality_loss
-    inputs = prepared.measurement_inputs
+    accepted = checks.accept_quality_loss
+    inputs = plan.gate_inputs
     gate = run_gate(
         source,
         result,
@@ -163,45 +183,44 @@ def _check(
         progress=in_phase(progress, phase_of("gate", folder)),
     )
     if not accepted:
-        require_passed(gate, source, result, prepared.dst)
+        require_passed(gate, source, result, plan.dst)
     # After the gate: the certificate takes longer, and a refused model needs none.
     if certified is None:
         return gate, None
     observed = in_phase(progress, phase_of("certificate", folder))
     certificate = certified.certificate(source, result, schemes.values(), inputs, observed)
     if not accepted:
-        certificate.require_within(prepared.dst)
+        certificate.require_within(plan.dst)
     return gate, certificate
 
 
 def write_manifest_entries(
-    prepared: Prepared,
+    plan: Plan,
+    format_plan: FormatPlan,
     work: Work,
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
-    gate: Gate | WeightsOnly,
-    certificate: PositionCertificate | None,
+    measured: Measured,
 ) -> dict[str, object]:
     """Write the manifest's entries that are particular to a quantization."""
-    source = prepared.source
-    accepted = prepared.options.accept_quality_loss
+    accepted = plan.checks.accept_quality_loss
     entries: dict[str, object] = {
-        **describe_plan(prepared, work),
-        "quality": gate.to_json(accepted=accepted),
-        "modules": prepared.scheme_map.describe(records),
+        **describe_work(work),
+        "quality": measured.quality.to_json(accepted=accepted),
+        "modules": format_plan.scheme_map.describe(records),
     }
     if work.computed_by:
         entries["computed_by"] = work.computed_by
-    if certificate is not None:
-        entries["positions"] = certificate.to_json(accepted=accepted)
-    if not source.config.runnable:
-        entries["carried"] = describe_carried_tensors(source, result)
+    if measured.certificate is not None:
+        entries["positions"] = measured.certificate.to_json(accepted=accepted)
+    if not work.source.config.runnable:
+        entries["carried"] = describe_carried_tensors(work.source, result)
     return entries
 
 
-def describe_plan(prepared: Prepared, work: Work) -> dict[str, object]:
+def describe_work(work: Work) -> dict[str, object]:
     """Write the manifest's entries that are known before anything is written."""
-    return {"model": model_summary(prepared.source, prepared.source.config.dtype), **work.options}
+    return {"model": model_summary(work.source, work.source.config.dtype), **work.options}
 
 
 def _note_accepted_losses(

@@ -12,10 +12,11 @@ import math
 
 from quantkit.base.progress import Progress, in_phase
 from quantkit.bit_allocation.allocation import CANDIDATES
+from quantkit.calibration.settings import GptqSettings
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, choose_codec
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import build_gate_windows, coarsest, scheme_bound, window_length
 from quantkit.quality.gate import RtnBaseline
@@ -38,32 +39,30 @@ for it.
 """
 
 
-def is_probed(prepared: Prepared) -> bool:
+def is_probed(source: Checkpoint, settings: GptqSettings | None) -> bool:
     """Decide whether a job is long enough for a probe; from counts, so that forecast and job
     always agree.
     """
-    settings = prepared.settings
-    source = prepared.source
     if settings is None or not source.config.measurable:
         return False
     return settings.samples * settings.length >= _CALIBRATION_SHARE * window_length(source)
 
 
-def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
+def probe_rounding(plan: FormatPlan, progress: Progress) -> str | None:
     """Round the weights to nearest as they are loaded, and compare the result with the source on a
     window of the gate.
 
     Returns:
         A note if GPTQ cannot be expected to bring the KL within the gate's bound; None if it can.
     """
-    source = prepared.source
-    schemes = prepared.scheme_map.schemes
+    source = plan.source
+    schemes = plan.scheme_map.schemes
     # One window of one text is enough: the factor below leaves a wide margin.
     _, windows = next(iter(build_gate_windows(source).values()))
-    scale_dtype = _find_scale_dtype(prepared)
+    scale_dtype = _find_scale_dtype(plan)
     rounded: Checkpoint = RtnBaseline(source, schemes, scale_dtype)
-    if source.config.runnable and prepared.inputs:
-        rounded = RoundedInputs(rounded, prepared.inputs)
+    if source.config.runnable and plan.inputs:
+        rounded = RoundedInputs(rounded, plan.inputs)
     try:
         (quality,) = compare(source, [rounded], windows[:1], progress=in_phase(progress, PROBE))
     except NonFiniteError:
@@ -73,36 +72,36 @@ def probe_rounding(prepared: Prepared, progress: Progress) -> str | None:
     # Even the largest gain of GPTQ would not bring a larger KL within the bound.
     if quality.divergence.kl <= GPTQ_GAIN * bound:
         return None
-    return _describe(prepared, kl=quality.divergence.kl, bound=bound)
+    return _describe(plan, kl=quality.divergence.kl, bound=bound)
 
 
-def _find_scale_dtype(prepared: Prepared) -> DType:
+def _find_scale_dtype(plan: FormatPlan) -> DType:
     """Find the type of the scales; all quantized tensors of a format have the same."""
-    for block in prepared.blocks:
+    for block in plan.blocks:
         for spec in block.tensors:
             if spec.scheme is not None:
                 return spec.dtype
     raise ValueError("no tensor is quantized")
 
 
-def _describe(prepared: Prepared, *, kl: float, bound: float) -> str:
+def _describe(plan: FormatPlan, *, kl: float, bound: float) -> str:
     """Write the note: what rounding loses, the bound, and which schemes are finer."""
-    scheme = coarsest(prepared.scheme_map.schemes.values())
+    scheme = coarsest(plan.scheme_map.schemes.values())
     note = (
-        f"{prepared.dst}: {scheme} will hardly pass the gate: rounding to nearest gives a KL of"
+        f"{plan.dst}: {scheme} will hardly pass the gate: rounding to nearest gives a KL of"
         f" {kl:.2g}, GPTQ lowers it {GPTQ_GAIN:g} times at most, and the bound is {bound:g}"
     )
-    finer = ", ".join(str(candidate) for candidate in _list_finer_schemes(prepared, scheme))
+    finer = ", ".join(str(candidate) for candidate in _list_finer_schemes(plan, scheme))
     if finer:
         return f"{note}; consider {finer}"
     return note
 
 
-def _list_finer_schemes(prepared: Prepared, scheme: QuantScheme) -> list[QuantScheme]:
+def _list_finer_schemes(plan: FormatPlan, scheme: QuantScheme) -> list[QuantScheme]:
     """List the schemes that the format holds with more bits than `scheme`, or as many in shorter
     groups.
     """
-    codes = prepared.target.codes
+    codes = plan.target.codes
     assert codes is not None
     finer = []
     for candidate in CANDIDATES:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 
 import torch
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
+from quantkit.calibration.effort import every_group
 from quantkit.calibration.settings import GptqSettings, sample_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -90,3 +93,18 @@ def gptq_settings(
         activation_memory=options.activation_memory,
         device=_device(options, source),
     )
+
+
+def note_too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
+    """Write a note where samples of a shape [N, T] cannot give a Hessian full rank."""
+    tokens = math.prod(shape)
+    width = max(group.columns for group, _ in every_group(config))
+    if tokens >= width:
+        return []
+    return [
+        Message(
+            f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs;"
+            " give more ",
+            Option("samples"),
+        )
+    ]

@@ -8,15 +8,15 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.bit_allocation.fit import count_stored_bytes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.jobs.output.sizes import WeightSizes
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.tensors.scheme import EMBEDDING_SCHEME
 from quantkit.tensors.spec import TensorSpec
 
 
-def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
+def weight_sizes(plan: FormatPlan, output_bytes: int) -> WeightSizes:
     """Compute the sizes for a planned output with files of weights of `output_bytes`."""
-    source = prepared.source
-    codes = prepared.target.codes
+    source = plan.source
+    codes = plan.target.codes
     assert codes is not None
     source_bytes = 0
     # Among the files of a checkpoint, JSON is the config or an index, not weights.
@@ -25,7 +25,7 @@ def weight_sizes(prepared: Prepared, output_bytes: int) -> WeightSizes:
             source_bytes += file.size
     if not source.config.runnable:
         return WeightSizes(source_bytes, output_bytes, 0, None)
-    embedding = next(spec for spec in prepared.output.planned if spec.name == f"{EMBEDDING}.weight")
+    embedding = next(spec for spec in plan.output.planned if spec.name == f"{EMBEDDING}.weight")
     codec = codes.codec(EMBEDDING_SCHEME, embedding=True)
     int8_bytes = None
     # A large vocabulary may be most of a small model: the size with an int8 embedding is a hint.

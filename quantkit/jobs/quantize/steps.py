@@ -18,8 +18,8 @@ from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.calibration.settings import GptqSettings
 from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.output.speed import Speed
-from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import Prepared
+from quantkit.jobs.quantize.formats import FormatPlan
+from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
 from quantkit.quality.bounds import count_gate_tokens, window_length
 from quantkit.quality.source_check import SOURCE_CHECK
@@ -38,7 +38,11 @@ _TRIED_AGAIN = 1.2
 
 
 def quantization_steps(
-    formats: Formats, fit: Fit | None, sizes: Sequence[WeightSizes], checked: int
+    plan: Plan,
+    fit: Fit | None,
+    sizes: Sequence[WeightSizes],
+    checked: int,
+    length: int | None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Estimate the seconds of each step, in order; and of all steps with each effort of GPTQ, if it
     solves.
@@ -47,35 +51,36 @@ def quantization_steps(
         fit: the choice of schemes for a size, if there is one.
         sizes: of the weights of the source and of the output in each format.
         checked: tokens on which the source is checked.
+        length: the requested tokens of a sample; None is each effort's own.
     """
-    prepared = formats.first
-    settings = prepared.settings
-    config = prepared.source.config
+    settings = plan.solver.settings
+    config = plan.formats.source.config
     speed = Speed(config)
-    steps = _steps(formats, settings, fit, speed, sizes, checked)
+    steps = _steps(plan, settings, fit, speed, sizes, checked)
     efforts: dict[str, float] = {}
     # The plan shows all efforts, so that a user can compare them before a job begins.
     if settings is not None:
         for name in EFFORTS:
-            effort_settings = settings.with_effort(name, prepared.options.length, config)
-            effort_steps = _steps(formats, effort_settings, fit, speed, sizes, checked)
+            effort_settings = settings.with_effort(name, length, config)
+            effort_steps = _steps(plan, effort_settings, fit, speed, sizes, checked)
             efforts[name] = math.fsum(effort_steps.values())
     return steps, efforts
 
 
 def _steps(
-    formats: Formats,
+    plan: Plan,
     settings: GptqSettings | None,
     fit: Fit | None,
     speed: Speed,
     sizes: Sequence[WeightSizes],
     checked: int,
 ) -> dict[str, float]:
-    prepared = formats.first
-    source = prepared.source
-    certified = prepared.certified
-    config = prepared.source.config
-    weights = _weights(prepared)
+    formats = plan.formats
+    scheme_map = formats.first.scheme_map
+    certified = plan.checks.certified
+    source = formats.source
+    config = source.config
+    weights = _weights(formats.first)
     writing = speed.writing(sum(size.output_bytes for size in sizes), sizes[0].source_bytes)
     if config.measurable:
         measured = count_gate_tokens(source)
@@ -87,10 +92,10 @@ def _steps(
     if settings is not None:
         steps |= _estimate_steps_before_check(settings, fit, speed)
         shape = settings.samples, settings.length
-        effort = settings.effort_on(config, shape, prepared.scheme_map.linears.values())
+        effort = settings.effort_on(config, shape, scheme_map.linears.values())
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
-    if is_probed(prepared):
+    if is_probed(source, settings):
         passes = speed.forward(window_length(source), models=2)
         steps[PROBE] = passes + speed.rounding(weights, searched=False)
     if settings is not None:
@@ -99,10 +104,10 @@ def _steps(
         if flops:
             tokens = effort.gradient_samples(config, shape) * settings.length
             steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
-    if prepared.is_weighted:
+    if plan.solver.is_weighted(config, scheme_map):
         steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
     # GPTQ measures keys and values on its own samples; rounding needs a pass of its own for them.
-    if settings is None and prepared.options.kv_cache is not None:
+    if settings is None and plan.solver.kv_cache is not None:
         tokens = math.prod(scale_tokens(source))
         steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
     if settings is None:
@@ -115,7 +120,7 @@ def _steps(
         steps["quantize"] = writing + len(scale_dtypes) * speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
-    for folder in formats.prepared_by_folder:
+    for folder in formats.by_folder:
         # A model that is only rounded is its own baseline: two models run instead of three, and the
         # weights are rounded once more.
         if config.measurable and settings is None:
@@ -178,9 +183,9 @@ def _estimate_gptq_seconds(settings: GptqSettings, effort: Effort, speed: Speed)
     return _OVERHEAD * (solving + samples) + other_seconds
 
 
-def _weights(prepared: Prepared) -> Counter[QuantScheme]:
+def _weights(plan: FormatPlan) -> Counter[QuantScheme]:
     """Count the weights of each scheme."""
     weights = Counter[QuantScheme]()
-    for module, scheme in prepared.scheme_map.schemes.items():
-        weights[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
+    for module, scheme in plan.scheme_map.schemes.items():
+        weights[scheme] += math.prod(plan.source.info(f"{module}.weight").shape)
     return weights

@@ -13,9 +13,9 @@ from quantkit.base.progress import Progress
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.inspect import count_text
-from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.quality.bounds import ROUNDING_BOUNDS
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 _PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
@@ -135,21 +135,26 @@ def _name_part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
     return _OTHERS
 
 
-def drop_schemes_out_of_bounds(
-    source: Checkpoint, scheme_map: SchemeMap, *, allow_nonfinite: bool, progress: Progress
-) -> tuple[SchemeMap, list[str]]:
-    """Round every weight once, before anything is written, and drop the schemes of those that lose
-    more than `ROUNDING_BOUNDS`.
+def find_modules_out_of_bounds(
+    source: Checkpoint,
+    schemes: Mapping[str, QuantScheme],
+    *,
+    allow_nonfinite: bool,
+    progress: Progress,
+) -> dict[str, str]:
+    """Round every weight once, before anything is written, and find those that lose more than
+    `ROUNDING_BOUNDS`.
+
+    Args:
+        schemes: by module.
 
     Returns:
-        What is quantized, and notes on what is not.
+        Why these modules should keep their floats.
 
     Raises:
         NonFiniteError: if a weight holds NaN or Inf.
-        QualityError: if none may be quantized.
     """
     scale_dtype = DType(source.config.dtype)
-    schemes = scheme_map.schemes
     quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     too_far = {}
     for index, (module, scheme) in enumerate(schemes.items()):
@@ -168,12 +173,13 @@ def drop_schemes_out_of_bounds(
                     f" {bound:g}"
                 )
     progress("rounding errors", len(schemes), len(schemes), "weights")
-    if not too_far:
-        return scheme_map, []
-    remaining = scheme_map.without(too_far)
-    module, reason = next(iter(too_far.items()))
-    if len(too_far) > 1:
-        others_text = f", and so do {len(too_far) - 1} more"
-    else:
-        others_text = ""
-    return remaining, [f"{source.path}: '{module}' stays unquantized: {reason}{others_text}"]
+    return too_far
+
+
+def note_out_of_bounds(source: Checkpoint, reasons: Mapping[str, str]) -> str:
+    """Write a note on modules that keep their floats, with the reason of the first one."""
+    module, reason = next(iter(reasons.items()))
+    further_text = ""
+    if len(reasons) > 1:
+        further_text = f", and so do {len(reasons) - 1} more"
+    return f"{source.path}: '{module}' stays unquantized: {reason}{further_text}"

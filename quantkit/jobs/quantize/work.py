@@ -4,13 +4,13 @@ decides its bytes.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.base.arguments import as_path
 from quantkit.base.progress import Progress, in_phase
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.cache_scales import scale_tokens
@@ -21,98 +21,181 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
+from quantkit.jobs.quantize.formats import FormatPlan, Formats
 from quantkit.jobs.quantize.imatrix import importance_from
-from quantkit.jobs.quantize.prepare import (
-    BIT_ALLOCATION,
-    Prepared,
-    choose_schemes,
-    note_too_few_tokens,
-)
-from quantkit.jobs.quantize.weights_only import drop_schemes_out_of_bounds
+from quantkit.jobs.quantize.plan import Plan, SolverPlan
+from quantkit.jobs.quantize.settings import note_too_few_tokens
+from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, choose_schemes
+from quantkit.jobs.quantize.weights_only import find_modules_out_of_bounds, note_out_of_bounds
+from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.shared_scales import SharedScales
 from quantkit.quality.manifest_check import ACTIVATIONS
+from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.products import compute_dtype
+from quantkit.via_transformers.forward import passage_of
+
+if TYPE_CHECKING:
+    from quantkit.via_transformers.passage import Survey
+
+_INT4_BITS = 4
+# The entries of the manifest on a quantization, in order.
+_ENTRIES = (
+    "recipe",
+    "method",
+    "allow_nonfinite",
+    "tensors_only",
+    "linears_by",
+    "run_by",
+    "to",
+    ACTIVATIONS,
+    "dequantize",
+    "lora",
+    "imatrix",
+    "kv_cache",
+    "split_max_size",
+    BIT_ALLOCATION,
+    "calibration",
+    "effort",
+    "template",
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of GPTQ.
+
+    Attributes:
+        drawn: their tokens, and where these come from.
+        survey: how samples reach the linears of a model that transformers runs; None for others.
+    """
+
+    drawn: Calibration
+    survey: Survey | None
 
 
 def finalize_schemes(
-    prepared: Prepared, fit: Fit | None, group: ProcessGroup, progress: Progress
-) -> tuple[Prepared, Calibration | None]:
-    """Decide on the final schemes, and draw the calibration samples; None for rounding."""
-    source = prepared.source
-    settings = prepared.settings
-    drawn = None
-    notes: list[str] = []
+    formats: Formats,
+    solver: SolverPlan,
+    fit: Fit | None,
+    *,
+    resume: bool,
+    group: ProcessGroup,
+    progress: Progress,
+) -> tuple[Formats, Samples | None]:
+    """Decide on the final schemes, and draw the calibration samples; None for rounding.
+
+    Args:
+        resume: whether a choice of schemes by an interrupted run is kept.
+    """
+    source = formats.source
+    settings = solver.settings
     # Without logits there is no gate: weights that rounding changes too much keep their floats.
     if not source.config.measurable:
-        allow_nonfinite = prepared.options.allow_nonfinite
-        scheme_map, notes = drop_schemes_out_of_bounds(
-            source, prepared.scheme_map, allow_nonfinite=allow_nonfinite, progress=progress
+        reasons = find_modules_out_of_bounds(
+            source,
+            formats.first.scheme_map.schemes,
+            allow_nonfinite=solver.allow_nonfinite,
+            progress=progress,
         )
-        prepared = replace(prepared, scheme_map=scheme_map)
-    if settings is not None:
-        drawn = settings.draw(source, group=group, progress=progress)
-        notes = [*drawn.notes, *note_too_few_tokens(drawn.tokens.shape, source.config)]
-        if source.config.run_by is not None:
-            # Imports greenlet, which is optional.
-            from quantkit.jobs.quantize.lockstep import survey_linears
+        if reasons:
+            kept = note_out_of_bounds(source, reasons)
+            formats = formats.change_each(lambda plan: plan.without(reasons, [kept]))
+    if settings is None:
+        return formats, None
+    drawn = settings.draw(source, group=group, progress=progress)
+    survey = None
+    if source.config.run_by is not None:
+        # Imports greenlet, which is optional.
+        from quantkit.jobs.quantize.lockstep import survey_linears
 
-            prepared = survey_linears(prepared, drawn)
-        if fit is not None:
-            prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)
-    return replace(prepared, notes=[*prepared.notes, *notes]), drawn
+        # Models that transformers runs are written in one format.
+        surveyed, survey = survey_linears(formats.first, drawn)
+        formats = Formats(formats.dst, {"": surveyed})
+    if fit is not None:
+        allocation = choose_schemes(
+            formats.dst,
+            fit,
+            settings,
+            drawn,
+            resume=resume,
+            group=group,
+            progress=progress,
+        )
+        # A size goes with one format.
+        formats = formats.change_each(lambda plan: plan.with_allocation(allocation))
+    notes = [*drawn.notes, *note_too_few_tokens(drawn.tokens.shape, source.config)]
+    formats = formats.change_each(lambda plan: plan.add_notes(notes))
+    return formats, Samples(drawn, survey)
 
 
 def quantizer_of(
-    prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress
+    plan: FormatPlan,
+    solver: SolverPlan,
+    samples: Samples | None,
+    group: ProcessGroup,
+    progress: Progress,
 ) -> RtnQuantizer:
     """Build the quantizer of a job: rounding, or GPTQ with quantkit's decoder or transformers."""
-    source = prepared.source
-    settings = prepared.settings
-    allow_nonfinite = prepared.options.allow_nonfinite
-    shared = SharedScales(source, prepared.scheme_map.schemes)
-    kernels_of = prepared.kernels_of
-    if settings is None or drawn is None:
+    source = plan.source
+    scheme_map = plan.scheme_map
+    settings = solver.settings
+    shared = SharedScales(source, scheme_map.schemes)
+    kernels_of = _choose_kernels(plan)
+    if settings is None or samples is None:
         quantizer = RtnQuantizer(
             source,
-            allow_nonfinite=allow_nonfinite,
+            allow_nonfinite=solver.allow_nonfinite,
             shared=shared,
             kernels_of=kernels_of,
             progress=progress,
         )
         # Rank 0 alone rounds and writes.
-        if prepared.is_weighted and group.is_rank0:
+        if solver.is_weighted(source.config, scheme_map) and group.is_rank0:
             observed = in_phase(progress, IMPORTANCE)
-            linears = prepared.scheme_map.linears
             importance = partial(
-                input_importance, source, prepared.tokenizer, linears=linears, progress=observed
+                input_importance,
+                source,
+                plan.output.tokenizer,
+                linears=scheme_map.linears,
+                progress=observed,
             )
-            if prepared.options.imatrix is not None:
-                importance = partial(
-                    importance_from, as_path("imatrix", prepared.options.imatrix), source
-                )
+            if solver.imatrix is not None:
+                importance = partial(importance_from, solver.imatrix, source)
             # Measured on first use: a run that has all tensors already needs none. The gate, which
             # rounds the same weights, uses the same values.
             quantizer.importance = cache(importance)
-        if prepared.options.kv_cache is not None and group.is_rank0:
+        if solver.kv_cache is not None and group.is_rank0:
             quantizer.cache_sample = partial(
-                sample_tokens, source, prepared.tokenizer, *scale_tokens(source)
+                sample_tokens, source, plan.output.tokenizer, *scale_tokens(source)
             )
         return quantizer
-    if source.config.run_by is not None:
-        from quantkit.jobs.quantize.lockstep import lockstep_quantizer
+    drawn = samples.drawn
+    effort = settings.effort_on(source.config, drawn.tokens.shape, scheme_map.linears.values())
+    if samples.survey is not None:
+        # Imports greenlet, which is optional.
+        from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
 
-        return lockstep_quantizer(prepared, settings, drawn, progress)
-    effort = settings.effort_on(
-        source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
-    )
+        return LockstepQuantizer(
+            source=source,
+            calibration=drawn,
+            schemes=scheme_map.schemes,
+            passage=passage_of(source),
+            survey=samples.survey,
+            memory_bytes=settings.memory_bytes,
+            effort=effort,
+            allow_nonfinite=solver.allow_nonfinite,
+            progress=progress,
+            shared=shared,
+            kernels_of=kernels_of,
+        )
     return GptqQuantizer(
         source,
         drawn,
-        prepared.scheme_map.schemes,
+        scheme_map.schemes,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
         effort=effort,
-        allow_nonfinite=allow_nonfinite,
+        allow_nonfinite=solver.allow_nonfinite,
         group=group,
         progress=progress,
         shared=shared,
@@ -120,43 +203,52 @@ def quantizer_of(
     )
 
 
-def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) -> Work:
-    """Describe the output with all that decides its bytes: for the manifest, and for runs that
-    resume.
+def _choose_kernels(plan: FormatPlan) -> Callable[[torch.device], ColumnKernels]:
+    """Choose the solver's kernels for a device. Scales stay positive where readers round the inputs
+    of int4: vLLM's kernels for that were seen to take no others (vllm-project/vllm#48905).
     """
-    options = prepared.options
-    settings = prepared.settings
-    source = prepared.source
+    for module in plan.inputs:
+        scheme = plan.scheme_map.schemes[module]
+        if scheme.bits == _INT4_BITS and not scheme.of_small_floats:
+            return lambda device: with_positive_scales(select_column_kernels(device))
+    return select_column_kernels
+
+
+def work_of(
+    plan: Plan, format_plan: FormatPlan, drawn: Calibration | None, group: ProcessGroup
+) -> Work:
+    """Describe the output in one format with all that decides its bytes: for the manifest, and for
+    runs that resume.
+    """
+    solver = plan.solver
+    settings = solver.settings
+    source = format_plan.source
+    scheme_map = format_plan.scheme_map
     recorded: dict[str, object] = {
-        "recipe": prepared.scheme_map.recipe.to_json(),
-        "method": prepared.method,
-        "allow_nonfinite": options.allow_nonfinite,
+        **plan.request.recorded,
+        "recipe": scheme_map.recipe.to_json(),
+        "method": solver.method,
+        "allow_nonfinite": solver.allow_nonfinite,
     }
-    if not source.config.runnable:
-        recorded |= {"tensors_only": True, "linears_by": prepared.linears_by}
     if source.config.run_by is not None:
         recorded["run_by"] = source.config.run_by
-    if prepared.target.name != NATIVE:
-        recorded["to"] = prepared.target.name
-    if prepared.activations:
-        recorded[ACTIVATIONS] = prepared.activations
-    if options.dequantize:
-        recorded["dequantize"] = True
-    recorded |= prepared.adapters
+    if format_plan.target.name != NATIVE:
+        recorded["to"] = format_plan.target.name
+    if format_plan.activations:
+        recorded[ACTIVATIONS] = format_plan.activations
     # The content counts, not the path: equal inputs give an equal manifest.
-    if options.imatrix is not None:
-        recorded["imatrix"] = content_hash(as_path("imatrix", options.imatrix))
-    if options.kv_cache is not None:
-        recorded["kv_cache"] = options.kv_cache
-    if options.split_max_size is not None:
-        recorded["split_max_size"] = options.split_max_size
-    if prepared.allocation is not None:
-        recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
+    if solver.imatrix is not None:
+        recorded["imatrix"] = content_hash(solver.imatrix)
+    if solver.kv_cache is not None:
+        recorded["kv_cache"] = solver.kv_cache
+    if format_plan.allocation is not None:
+        recorded[BIT_ALLOCATION] = format_plan.allocation.to_json()
     # Sums of floats depend on the machine, and a resumed run must give the same bytes.
     computed_by: dict[str, object] = {}
     scratch = 0
+    is_weighted = solver.is_weighted(source.config, scheme_map)
     # Plain rounding has no such sums.
-    if settings is None and (prepared.is_weighted or options.kv_cache is not None):
+    if settings is None and (is_weighted or solver.kv_cache is not None):
         computed_by = machine(torch.device("cpu"))
     elif settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
@@ -175,16 +267,16 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
         if settings.text is None or drawn.documents is not None:
             computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(
-            source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+            source.config, drawn.tokens.shape, scheme_map.linears.values()
         )
-    if options.template is not None:
-        recorded["template"] = Path(options.template).name
+    # Equal requests give the same bytes of the manifest; an entry without a place is an error.
+    ordered = {key: recorded[key] for key in sorted(recorded, key=_ENTRIES.index)}
     return Work(
         job="quantize",
         source=source,
-        encoder=prepared.encoder,
-        side_files=prepared.side_files,
-        options=recorded,
+        encoder=format_plan.encoder,
+        side_files=format_plan.side_files,
+        options=ordered,
         computed_by=computed_by,
         scratch_bytes=scratch,
     )

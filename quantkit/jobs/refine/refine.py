@@ -17,10 +17,10 @@ from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.distributed.shard import require_same_checkpoint, require_shareable
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.formats.container import weight_size
+from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.output.staging import Staging
 from quantkit.jobs.output.estimate import Estimate
-from quantkit.jobs.output.writer import NOT_CHECKED, open_writer, start_source_hashes
+from quantkit.jobs.output.writer import NOT_CHECKED, Writer, open_writer, start_source_hashes
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
@@ -194,13 +194,11 @@ def _write_delta(
     """Write the changed tensors to the file of a delta."""
     source = planned.plan.work.source
     output = planned.options.output
-    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
-    details = describe_refinement(planned, changed, state, drawn)
-    records = records_of(planned, trained, changed)
+    changes = describe_changes(planned, trained, state, drawn)
     # No model is written: the gate measures the trained values in memory.
-    gate = check_result(planned, trained, records, progress)
-    details |= _describe_quality(planned, gate, records)
-    content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
+    gate = check_result(planned, trained, changes.records, progress)
+    details = {**changes.details, **_describe_quality(planned, gate, changes.records)}
+    content = delta_bytes(planned.quantized, trained, changes.tensors, base_hashes(source), details)
     # A partial file that is renamed: a killed job leaves no delta that looks complete.
     staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
     try:
@@ -214,7 +212,7 @@ def _write_delta(
         weight_bytes=len(content),
         bits_per_weight=None,
         curve=state.curve,
-        changed=len(changed),
+        changed=len(changes.tensors),
         quality=gate,
         seconds=time.monotonic() - began,
         notes=planned.plan.notes,
@@ -236,27 +234,31 @@ def _write_model(
     plan = planned.plan
     options = planned.options
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.to_record()})
-    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
-    details = describe_refinement(planned, changed, state, drawn)
-    records = records_of(planned, trained, changed)
+    changes = describe_changes(planned, trained, state, drawn)
     with open_writer(
         work, plan.dst, resume=options.resume, source_check=False, progress=progress
     ) as writer:
-        result = put_all(writer, trained, records)
-        if planned.names.codes:
-            require_written(trained, result, None)
-        else:
-            # Trained scales alone must leave the codes of the quantized model as they are.
-            require_written(trained, result, planned.quantized)
-        gate = check_result(planned, result, records, progress)
+        result = put_trained(writer, planned, trained, changes.records)
+        gate = check_result(planned, result, changes.records, progress)
         size = weight_size(result)
-        details |= _describe_quality(planned, gate, records)
-        # The manifest still tells how the model was quantized.
-        quantization_details = read_quantization_details(planned.quantized.path)
-        manifest = writer.commit({**quantization_details, **details, "source_check": check})
+        details = {
+            # The manifest still tells how the model was quantized.
+            **read_quantization_details(planned.quantized.path),
+            **changes.details,
+            **_describe_quality(planned, gate, changes.records),
+            "source_check": check,
+        }
+        manifest = writer.commit(details)
     notes = [*plan.notes, *writer.notes]
     return RefineResult(
-        plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, manifest
+        plan.dst,
+        *size,
+        state.curve,
+        len(changes.tensors),
+        gate,
+        time.monotonic() - began,
+        notes,
+        manifest,
     )
 
 
@@ -313,7 +315,55 @@ def check_result(
     return gate
 
 
-def records_of(
+@dataclass(frozen=True)
+class Changes:
+    """What training has changed.
+
+    Attributes:
+        tensors: the changed ones, by name.
+        records: the manifest's entries on quantized weights, by name.
+        details: the manifest's entry on the refinement.
+    """
+
+    tensors: Mapping[str, Change]
+    records: dict[str, dict[str, object]]
+    details: dict[str, Any]
+
+
+def describe_changes(
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration
+) -> Changes:
+    """Compare a trained model with the quantized one, and describe the changes for the manifest."""
+    changed = find_changes(planned.quantized, trained, sorted(trained.factors))
+    return Changes(
+        tensors=changed,
+        records=_records_of(planned, trained, changed),
+        details=_describe_refinement(planned, changed, state, drawn),
+    )
+
+
+def put_trained(
+    writer: Writer,
+    planned: Refinement,
+    trained: TrainedCheckpoint,
+    records: Mapping[str, Mapping[str, object]],
+) -> StoredCheckpoint:
+    """Write all tensors of a trained model, and open the result.
+
+    Raises:
+        NonFiniteError: if a scale is NaN or Inf.
+        QuantkitError: if a tensor differs when it is read back.
+    """
+    result = put_all(writer, trained, records)
+    if planned.names.codes:
+        require_written(trained, result, None)
+    else:
+        # Trained scales alone must leave the codes of the quantized model as they are.
+        require_written(trained, result, planned.quantized)
+    return result
+
+
+def _records_of(
     planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
 ) -> dict[str, dict[str, object]]:
     """Write the records of weights for the manifest, with the error of each trained weight."""
@@ -334,7 +384,7 @@ def records_of(
     return records
 
 
-def describe_refinement(
+def _describe_refinement(
     planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
 ) -> dict[str, Any]:
     """Write the manifest's entry on a refinement, with the tensors that an earlier one has

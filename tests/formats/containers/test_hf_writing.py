@@ -31,8 +31,9 @@ from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import writer as outputs
 from quantkit.jobs.output.target import SHARD_BYTES
 from quantkit.jobs.output.writer import Work, open_writer
+from quantkit.jobs.quantize.formats import tensor_blocks
 from quantkit.jobs.quantize.options import QuantizeOptions
-from quantkit.jobs.quantize.prepare import prepare, tensor_blocks
+from quantkit.jobs.quantize.prepare import prepare
 from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.rounding import round_to_nearest
@@ -434,9 +435,8 @@ def test_experts_of_several_schemes_are_not_loaded_by_transformers(
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers().partition("; ")[0] == readers
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
-    notes = prepare(
-        QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")
-    ).notes
+    options = QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")
+    notes = prepare(options).formats.first.notes
     assert (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes correctly"
         " (seen in 5.23); quantkit does" in notes

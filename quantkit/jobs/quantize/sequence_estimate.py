@@ -1,4 +1,4 @@
-"""Estimate a quantization whose result is refined."""
+"""Estimate `quantize` with `refine=True`: a quantization, and a refinement of its result."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import replace
 
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
-from quantkit.jobs.output.estimate import (
-    Estimate,
-)
+from quantkit.jobs.output.estimate import Estimate
 from quantkit.jobs.output.speed import Speed
 from quantkit.jobs.quantize.estimate import estimate_quantization
-from quantkit.jobs.quantize.formats import Formats
-from quantkit.jobs.quantize.prepare import Prepared, set_up_size_fit
+from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.plan import Plan
+from quantkit.jobs.quantize.size_fit import set_up_size_fit
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING, TrainingCost
 from quantkit.jobs.refine.options import BATCH, EPOCHS
 from quantkit.quality.bounds import count_gate_tokens
 from quantkit.training.trained import has_trained_scales
 
 
-def estimate_refined_quantization(prepared: Prepared) -> Estimate:
-    """Estimate a quantization whose result is refined: the steps of both jobs, one after the other.
+def estimate_sequence(plan: Plan, options: QuantizeOptions) -> Estimate:
+    """Estimate the steps of both jobs, one after the other.
 
     Raises:
         RequestError: if the result has no scales to train, or is rounded to nearest.
     """
-    options = prepared.options
-    settings = prepared.settings
-    source = prepared.source
+    format_plan = plan.formats.first
+    scheme_map = format_plan.scheme_map
+    settings = plan.solver.settings
+    source = format_plan.source
     trained = {}
     # K-quants, small floats and schemes with integer scales have nothing that training can change.
-    for module, scheme in prepared.scheme_map.linears.items():
+    for module, scheme in scheme_map.linears.items():
         if has_trained_scales(scheme):
             trained[module] = (source.info(f"{module}.weight").shape, scheme)
     if not trained:
@@ -41,7 +41,7 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
                 " trains float scales of integer weights, and no linear gets any",
             ),
             path=source.path,
-            found=" and ".join(prepared.scheme_map.counts()),
+            found=" and ".join(scheme_map.counts()),
             expected="int4 or int8",
         )
     # Schemes of 8 bits are rounded by default.
@@ -52,12 +52,13 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
                 " trains on GPTQ's samples, and this scheme is rounded to nearest by default",
             ),
             path=source.path,
-            found=" and ".join(prepared.scheme_map.counts()),
+            found=" and ".join(scheme_map.counts()),
             hint=Message(
                 "add ", Option("method", value="gptq"), ", or run `quantkit refine` on the result"
             ),
         )
-    estimate = estimate_quantization(Formats.of(prepared), set_up_size_fit(prepared))
+    fit = set_up_size_fit(format_plan, options.size)
+    estimate = estimate_quantization(plan, fit, length=options.length, resume=options.resume)
     cost = TrainingCost.of(
         source.config,
         settings,
