@@ -3,9 +3,9 @@ the hub's cache.
 
 `hf_hub_download` does the work, file by file. This module adds what it does not do: daemon threads,
 since `snapshot_download` waits for its threads and so delays Ctrl-C; one limit of time that
-includes name resolution; a check of the disk's space before a download; the choice of one set of
-weights; and, in `hub_answers` and `hub_cache`, a check of what the hub answers and sends, which the
-library uses unchecked.
+includes name resolution; a check of the disk's space before a download, of which the library only
+warns; the choice of one set of weights; and, in `hub_answers` and `hub_cache`, a check of what the
+hub answers and sends, which the library uses unchecked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -131,7 +132,8 @@ def download(model: HubModel) -> Path:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    with silence_library():
+    cached = CachedModel(model.name, model.file)
+    with silence_library(with_bars=True):
         try:
             request = partial(
                 HfApi().model_info, model.name, revision=model.revision, files_metadata=True
@@ -141,14 +143,12 @@ def download(model: HubModel) -> Path:
             # A hub that answers decides: an unknown model or revision is an error, cached or not.
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
                 raise
-            complete = CachedModel(model.name, model.file).find_complete(model.revision)
-            if complete is None:
+            cached_path = _find_complete(cached, model)
+            if cached_path is None:
                 raise
-            folder, names = complete
-            model_path = _choose_model_path(folder, model, select_download_files(names, model))
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; the cached model is used", model)
-            return model_path
+            return cached_path
         # The hub resolves a branch or a tag; a commit must come back unchanged.
         if COMMIT.fullmatch(model.revision or ""):
             expected = model.revision
@@ -156,20 +156,36 @@ def download(model: HubModel) -> Path:
             expected = None
         commit = validate_commit(info.sha, str(model), expected)
         siblings = files_by_name(info, str(model))
-        files = []
-        for name in select_download_files(siblings, model):
-            files.append(parse_hub_file(siblings[name], str(model)))
-        cached = CachedModel(model.name, model.file)
-        missing = []
-        for file in files:
-            if not (cached.snapshot(commit) / file.name).is_file():
+        names = select_download_files(siblings, model)
+        files: list[HubFile] = []
+        missing: list[HubFile] = []
+        for name in names:
+            file = parse_hub_file(siblings[name], str(model))
+            files.append(file)
+            if not (cached.snapshot(commit) / name).is_file():
                 missing.append(file)
         _require_space(sum(file.size for file in missing), model)
         # A missing file is hashed after its download, whatever the record says.
         _fetch(model, commit, files, cached.read_record(commit).difference(missing))
     # After all downloads: a record names only files that were checked.
     cached.record(commit, files)
-    return _choose_model_path(cached.snapshot(commit), model, [file.name for file in files])
+    return _choose_model_path(cached.snapshot(commit), model, names)
+
+
+def _find_complete(cached: CachedModel, model: HubModel) -> Path | None:
+    """Find the path of a model in the cache; None if a file that is needed is not complete."""
+    folder = cached.find_snapshot(model.revision)
+    if folder is None:
+        return None
+    sizes = cached.list_files(folder.name)
+    if not sizes:
+        return None
+    names = select_download_files(sizes, model)
+    for name in names:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != sizes[name]:
+            return None
+    return _choose_model_path(folder, model, names)
 
 
 def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
@@ -255,8 +271,14 @@ def _fetch(
             hf_hub_download(model.name, file.name, revision=model.revision)
         cached.require_announced(commit, file, file in checked)
 
+    tasks: list[Callable[[], None]] = []
+    for file in files:
+        tasks.append(partial(fetch, file))
     try:
-        run_in_threads([partial(fetch, file) for file in files], _NUM_THREADS)
+        # By commit, the library would read ETags from its list of files, not ask the hub.
+        if model.revision == commit and len(checked) < len(files):
+            cached.forget_listing(commit)
+        run_in_threads(tasks, _NUM_THREADS)
     except QuantkitError:
         raise
     # Of the hub's library or the HTTP client.
@@ -297,17 +319,21 @@ def _require_space(size: int, model: HubModel) -> None:
 
 
 @contextmanager
-def silence_library() -> Iterator[None]:
-    """Silence the hub's library for a while, except for progress bars on a terminal."""
+def silence_library(*, with_bars: bool = False) -> Iterator[None]:
+    """Silence the hub's library for a while, except for progress bars on a terminal if they are
+    wanted.
+    """
     import huggingface_hub.utils
 
     utils: Any = huggingface_hub.utils
-    with ExitStack() as undo:
-        logger = logging.getLogger("huggingface_hub")
+    logger = logging.getLogger("huggingface_hub")
+    # Progress bars write control characters, which are of no use in a file.
+    shows_bars = with_bars and sys.stderr.isatty()
+    with warnings.catch_warnings(), ExitStack() as undo:
+        warnings.simplefilter("ignore")
         undo.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
-        # Progress bars write control characters, which are of no use in a file.
-        if not sys.stderr.isatty() and not utils.are_progress_bars_disabled():
+        if not shows_bars and not utils.are_progress_bars_disabled():
             undo.callback(utils.enable_progress_bars)
             utils.disable_progress_bars()
         yield

@@ -1,9 +1,8 @@
 """Check a hub's answers before they become paths or files are opened.
 
-`huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache
-without a check, and downloads without a limit. It makes these requests itself, and an earlier
-request by quantkit could get another answer, so its functions are wrapped while
-`validate_hub_answers` runs.
+`huggingface_hub` joins the commit and the ETag of an answer to paths in its cache without a check,
+and sends the user's token wherever an answer says that a file is stored. It makes these requests
+itself, and an earlier request by quantkit could get another answer, so its HTTP client checks them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError
@@ -27,7 +27,7 @@ _ETAG = re.compile(r"[\w+=~-][\w.+=~-]{0,199}", re.ASCII)
 # Backslashes separate folders on Windows; control characters could drive a terminal.
 _NO_FILE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_SIZE = 1 << 60
-_HINT = "try again, or set HF_ENDPOINT to another hub"
+_HOME = "https://huggingface.co/"
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ _ANY = _Expected()
 # Several threads download at the same time, each another file.
 _expected: ContextVar[_Expected] = ContextVar("_expected", default=_ANY)
 _lock = Lock()
-_users = 0
-_replaced: dict[str, Any] = {}
 
 
 def validate_commit(commit: object, path: str | None, expected: str | None = None) -> str:
@@ -75,8 +73,7 @@ def validate_commit(commit: object, path: str | None, expected: str | None = Non
     """
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise _make_answer_error("does not name a commit", path, commit, "40 hexadecimal digits")
-    if expected is not None and commit != expected:
-        raise _make_answer_error("names the wrong commit", path, commit, expected)
+    _require(expected in (None, commit), "names the wrong commit", path, commit, expected)
     return commit
 
 
@@ -86,17 +83,15 @@ def files_by_name(info: Any, path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: if the answer does not list files, or a name that leads out of the folder.
     """
-    if not isinstance(info.siblings, list):
-        raise _make_answer_error("does not list files", path, info.siblings, "siblings")
-    siblings: dict[str, Any] = {}
-    for sibling in info.siblings:
+    siblings = info.siblings
+    _require(isinstance(siblings, list), "does not list files", path, siblings, "siblings")
+    named: dict[str, Any] = {}
+    for sibling in siblings:
         name = sibling.rfilename
-        if not is_file_name(name):
-            raise _make_answer_error(
-                "lists a file with an invalid name", path, name, "a path inside a folder"
-            )
-        siblings[name] = sibling
-    return siblings
+        problem = "lists a file with an invalid name"
+        _require(is_file_name(name), problem, path, name, "a path inside a folder")
+        named[name] = sibling
+    return named
 
 
 def is_file_name(name: object) -> bool:
@@ -110,168 +105,116 @@ def parse_hub_file(sibling: Any, path: str) -> HubFile:
     Raises:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
-    name = sibling.rfilename
+    name = format_value(sibling.rfilename)
+    size = sibling.size
+    is_size = type(size) is int and 0 <= size < _MAX_SIZE
+    _require(is_size, f"does not state the size of {name}", path, size, "a number of bytes")
     lfs = sibling.lfs
     if lfs is None:
         digest = sibling.blob_id
         # git names blobs as it names commits, by 40 digits.
         digest_pattern = COMMIT
-        key = "blobId"
+        key = "a blobId"
     else:
+        is_same_size = type(lfs.size) is int and lfs.size == size
+        _require(is_same_size, f"states two sizes of {name}", path, lfs.size, size)
         digest = lfs.sha256
         digest_pattern = _SHA256
-        key = "sha256"
-    if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
-        raise _make_answer_error(
-            f"does not state the size of {format_value(name)}",
-            path,
-            sibling.size,
-            "a number of bytes",
-        )
-    if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
-        raise _make_answer_error(
-            f"states two sizes of {format_value(name)}", path, lfs.size, sibling.size
-        )
-    if not isinstance(digest, str) or not digest_pattern.fullmatch(digest):
-        raise _make_answer_error(
-            f"does not state the hash of {format_value(name)}", path, digest, f"a {key}"
-        )
-    return HubFile(name, sibling.size, digest)
+        key = "a sha256"
+    is_digest = isinstance(digest, str) and digest_pattern.fullmatch(digest) is not None
+    _require(is_digest, f"does not state the hash of {name}", path, digest, key)
+    return HubFile(sibling.rfilename, size, digest)
 
 
 @contextmanager
 def validate_hub_answers(
     path: str, commit: str | None = None, file: HubFile | None = None
 ) -> Iterator[None]:
-    """Make the hub's library refuse answers whose commit or ETag leads out of its cache.
+    """Make the library's HTTP client refuse answers that lead out of the library's cache.
 
-    In the context, the answers in all threads are checked, and raise a `CheckpointError` from
-    within the library. Answers in this thread must also be for `commit` and `file`, unless these
-    are None; `path` is for errors.
+    Afterwards the answers to all requests of the library are checked, in any thread, and raise a
+    `CheckpointError`. In the context, those in this thread must also be about `commit` and `file`,
+    unless these are None; `path` is for errors.
     """
-    global _users
-    from huggingface_hub import file_download
+    from huggingface_hub import get_session, set_client_factory
 
-    token = _expected.set(_Expected(path, commit, file))
-    # The functions belong to the module, so the last thread that leaves restores them.
+    # The library closes its client when the factory is set, so only the first thread sets it.
     with _lock:
-        if _users == 0:
-            _install(file_download)
-        _users += 1
+        client: Any = get_session()
+        # A hook of this client alone would get lost: the library makes a new one after some errors.
+        if _check_answer not in client.event_hooks["response"]:
+            set_client_factory(partial(_make_checked_client, client))
+    token = _expected.set(_Expected(path, commit, file))
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                for name in list(_replaced):
-                    setattr(file_download, name, _replaced.pop(name))
         _expected.reset(token)
 
 
-def _install(file_download: Any) -> None:
-    """Wrap functions of the hub's library, whose paths come from what `get_hf_file_metadata`
-    returns or raises.
-    """
-    original = _replaced["get_hf_file_metadata"] = file_download.get_hf_file_metadata
-
-    def get_validated_metadata(url: str, *arguments: Any, **options: Any) -> Any:
-        expected = _expected.get()
-        _, resolve, requested = unquote(urlsplit(url).path).partition("/resolve/")
-        # The library may have made the address from the commit of an earlier answer.
-        if resolve and not _is_relative(requested):
-            raise _make_answer_error(
-                "redirects to an address that is not a file's", expected.path, requested
-            )
-        try:
-            metadata = original(url, *arguments, **options)
-        except Exception as error:
-            response = getattr(error, "response", None)
-            if response is not None:
-                commit = response.headers.get("X-Repo-Commit")
-                # The library records missing files, in a folder that it names by this commit.
-                if commit is not None:
-                    validate_commit(commit, expected.path, expected.commit)
-            raise
-        # Without a commit the library downloads nothing.
-        if metadata.commit_hash is not None or expected.commit is not None:
-            validate_commit(metadata.commit_hash, expected.path, expected.commit)
-        file = expected.file
-        etag = metadata.etag
-        if file is None and etag is not None and not _ETAG.fullmatch(etag):
-            raise _make_answer_error(
-                "has an ETag that is not the name of a file", expected.path, etag
-            )
-        if file is not None and etag != file.digest:
-            raise _make_answer_error(
-                f"has the wrong ETag for {format_value(file.name)}",
-                expected.path,
-                etag,
-                file.digest,
-            )
-        if file is not None and metadata.size not in (None, file.size):
-            raise _make_answer_error(
-                f"has the wrong size for {format_value(file.name)}",
-                expected.path,
-                metadata.size,
-                file.size,
-            )
-        # Older versions of the library do not know Xet storage.
-        xet = getattr(metadata, "xet_file_data", None)
-        if xet is not None:
-            if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
-                raise _make_answer_error(
-                    "does not state the hash of its storage",
-                    expected.path,
-                    xet.file_hash,
-                    "64 hexadecimal digits",
-                )
-            # Storage must be requested through the hub itself, as the library sends the user's
-            # token there.
-            route = urlsplit(str(xet.refresh_route))
-            hub_address = urlsplit(url)
-            if (route.scheme, route.netloc) != (hub_address.scheme, hub_address.netloc):
-                raise _make_answer_error(
-                    "redirects to another host for its storage",
-                    expected.path,
-                    xet.refresh_route,
-                    hub_address.netloc,
-                )
-        return metadata
-
-    file_download.get_hf_file_metadata = get_validated_metadata
-    download = _replaced["http_get"] = file_download.http_get
-
-    def download_with_limit(url: str, temp_file: Any, *arguments: Any, **options: Any) -> Any:
-        expected = _expected.get()
-        if expected.file is not None:
-            temp_file = _Limited(temp_file, expected.file, expected.path)
-        return download(url, temp_file, *arguments, **options)
-
-    file_download.http_get = download_with_limit
-    # The library reads ETags from these files, which other programs write unchecked.
-    if hasattr(file_download, "read_tree_cache"):
-        _replaced["read_tree_cache"] = file_download.read_tree_cache
-        file_download.read_tree_cache = lambda *_, **__: None
+def _make_checked_client(client: Any) -> Any:
+    """Make an HTTP client with the settings of the library's, which checks every answer."""
+    hooks = client.event_hooks
+    return type(client)(
+        event_hooks={**hooks, "response": [*hooks["response"], _check_answer]},
+        follow_redirects=client.follow_redirects,
+        timeout=client.timeout,
+    )
 
 
-class _Limited:
-    """A file that accepts no more bytes than the hub announced, since a response may be endless."""
+def _check_answer(response: Any) -> None:
+    """Check the headers of an answer before the library reads them."""
+    expected = _expected.get()
+    path = expected.path
+    address = unquote(response.request.url.raw_path.decode("ascii").partition("?")[0])
+    requested = address.partition("/resolve/")[2]
+    # The library may have made the address from the commit of an earlier answer.
+    is_address = "/resolve/" not in address or _is_relative(requested)
+    _require(is_address, "redirects to an address that is not a file's", path, requested)
+    headers = response.headers
+    commit = headers.get("X-Repo-Commit")
+    # Also of a missing file, which the library records in a folder of this name.
+    if commit is not None:
+        validate_commit(commit, path, expected.commit)
+    _check_storage(response, path)
+    # The library takes the name of a blob from the answer to this kind of request only.
+    if response.request.method != "HEAD" or response.is_error:
+        return
+    # As the library reads it.
+    etag = (headers.get("X-Linked-Etag") or headers.get("ETag", "")).lstrip("W/").strip('"')
+    file = expected.file
+    # A redirection within the hub describes no file.
+    if file is not None and (not response.is_redirect or "X-Linked-Etag" in headers):
+        validate_commit(commit, path, expected.commit)
+        name = format_value(file.name)
+        _require(etag == file.digest, f"has the wrong ETag for {name}", path, etag, file.digest)
+        size = headers.get("X-Linked-Size")
+        if size is None and not response.is_redirect:
+            size = headers.get("Content-Length")
+        is_size = size in (None, str(file.size))
+        _require(is_size, f"has the wrong size for {name}", path, size, file.size)
+    elif "ETag" in headers or "X-Linked-Etag" in headers:
+        is_name = _ETAG.fullmatch(etag) is not None
+        _require(is_name, "has an ETag that is not the name of a file", path, etag)
 
-    def __init__(self, inner: Any, file: HubFile, path: str | None) -> None:
-        self._inner = inner
-        self._file = file
-        self._path = path
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def write(self, chunk: bytes) -> Any:
-        if self._inner.tell() + len(chunk) > self._file.size:
-            problem = f"sends more of {format_value(self._file.name)} than it announced"
-            limit = f"{self._file.size} bytes"
-            raise _make_answer_error(problem, self._path, f"over {limit}", limit)
-        return self._inner.write(chunk)
+def _check_storage(response: Any, path: str | None) -> None:
+    """Check where a file lies in Xet storage, if it does."""
+    # Files in git or in LFS have none.
+    file_hash = response.headers.get("X-Xet-Hash")
+    if file_hash is None:
+        return
+    is_hash = _SHA256.fullmatch(file_hash) is not None
+    _require(
+        is_hash, "does not state the hash of its storage", path, file_hash, "64 hexadecimal digits"
+    )
+    link = response.links.get("xet-auth", {}).get("url")
+    route = link or response.headers.get("X-Xet-Refresh-Route") or _HOME
+    hub = response.request.url
+    host = hub.netloc.decode("ascii")
+    # The library sends the user's token there. It replaces the address of the public hub by that of
+    # the hub in use.
+    is_hub = route.startswith((_HOME, f"{hub.scheme}://{host}/"))
+    _require(is_hub, "redirects to another host for its storage", path, route, host)
 
 
 def _is_relative(name: str) -> bool:
@@ -281,13 +224,20 @@ def _is_relative(name: str) -> bool:
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name))
 
 
+def _require(
+    valid: bool, problem: str, path: str | None, found: object, expected: object = None
+) -> None:
+    if not valid:
+        raise _make_answer_error(problem, path, found, expected)
+
+
 def _make_answer_error(
-    problem: str, path: str | None, found: object, expected: object = None
+    problem: str, path: str | None, found: object, expected: object
 ) -> CheckpointError:
     return CheckpointError(
         f"the hub's answer {problem}",
         path=path,
         found=format_value(found),
         expected=expected,
-        hint=_HINT,
+        hint="try again, or set HF_ENDPOINT to another hub",
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
-from quantkit.files.hub_answers import COMMIT, HubFile
+from quantkit.files.hub_answers import COMMIT, HubFile, is_file_name
 from quantkit.files.source import SourceFile
 
 
@@ -72,58 +72,50 @@ class CachedModel:
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return set()
 
-    def find_complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
-        """Find the snapshot of a revision and its files, if all recorded files, or all of the
-        repository, are there.
-        """
-        # The library stores the commit of each branch that it read in a file.
-        branch = self.folder / "refs" / (revision or "main")
+    def find_snapshot(self, revision: str | None) -> Path | None:
+        """Find the snapshot of a revision that was read last; None if it is not in the cache."""
+        from huggingface_hub import snapshot_download
+
         try:
-            if branch.is_file():
-                commit = branch.read_text().strip()
-            else:
-                commit = str(revision)
-        except (OSError, ValueError):
+            # With patterns that match nothing, the library finds the folder and no more.
+            folder = snapshot_download(
+                self.name, revision=revision, local_files_only=True, allow_patterns=[]
+            )
+        except Exception:
             return None
-        # Any program may have written it, unchecked, from a hub's answer, and it becomes part of a
-        # path.
+        # The library reads the commit of a branch from a file that any program may have written,
+        # unchecked, from a hub's answer.
+        commit = Path(folder).name
         if not COMMIT.fullmatch(commit):
             return None
-        folder = self.snapshot(commit)
-        try:
-            sizes = {}
-            for file in self.read_record(commit):
-                sizes[file.name] = (folder / file.name).stat().st_size == file.size
-        except OSError:
-            sizes = {}
-        if sizes and all(sizes.values()):
-            names = set(sizes)
-        else:
-            names = self._list_complete_snapshot(folder, revision)
-        if names:
-            return (folder, names)
-        return None
+        return self.snapshot(commit)
 
-    def _list_complete_snapshot(self, folder: Path, revision: str | None) -> set[str]:
-        """List the files of a snapshot that the hub's library knows to be complete; none of any
-        other snapshot.
+    def list_files(self, commit: str) -> dict[str, int]:
+        """List the sizes of the files of a commit, by name: those that were recorded, or else all
+        that the library listed; none if there is neither list.
         """
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import get_cached_repo_tree
 
-        # Without this list of the repository's files, and before version 1.0, the library accepts
-        # any snapshot as complete.
-        listed = self.folder / "trees" / f"{folder.name}.json"
-        if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
-            return set()
+        sizes: dict[str, int] = {}
+        for recorded in self.read_record(commit):
+            sizes[recorded.name] = recorded.size
+        if sizes:
+            return sizes
+        # The list is missing if the library was not used to download all files.
         try:
-            snapshot_download(self.name, revision=revision, local_files_only=True)
+            listing = get_cached_repo_tree(self.name, revision=commit)
         except Exception:
-            return set()
-        names: set[str] = set()
-        for path in folder.rglob("*"):
-            if path.is_file():
-                names.add(path.relative_to(folder).as_posix())
-        return names
+            return {}
+        for listed in listing:
+            if is_file_name(listed.path):
+                sizes[listed.path] = listed.size
+        return sizes
+
+    def forget_listing(self, commit: str) -> None:
+        """Remove the library's list of the files of a commit, from which it reads ETags: other
+        programs write it, unchecked.
+        """
+        (self.folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
 
     def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
         """Compare a file with what the hub announced; only its size if its content was `checked`

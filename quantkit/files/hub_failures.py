@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import textwrap
-from typing import Any
 
 from quantkit.errors import (
     CheckpointError,
@@ -16,7 +15,8 @@ from quantkit.errors import (
 
 # HTTP statuses: request timeout, too many requests, and errors of the server.
 _RETRYABLE = (408, 429, *range(500, 600))
-_LOG_IN = "log in: hf auth login; or correct HF_TOKEN"
+# Python's own errors, which come from the structure of an answer.
+_MALFORMED = LookupError | TypeError | AttributeError | RecursionError
 
 
 def short(error: Exception) -> str:
@@ -30,7 +30,7 @@ def translate_read_error(
     path: str,
     repository_kind: str = "model",
     hint: str = "try again, or pass a path",
-) -> Exception:
+) -> QuantkitError:
     """Translate an error of a request that reads into one of quantkit's.
 
     Args:
@@ -38,14 +38,11 @@ def translate_read_error(
         repository_kind: such as ``model``.
         hint: what to do if the hub cannot be reached.
     """
-    import huggingface_hub.utils
+    from huggingface_hub import errors
 
-    errors: Any = huggingface_hub.utils
-    # Python's own errors come from the structure of an answer. Subclasses of ValueError do not:
-    # the library derives its checks of names from it.
-    if type(error) is ValueError or isinstance(
-        error, LookupError | TypeError | AttributeError | RecursionError
-    ):
+    # Subclasses of ValueError are not malformed answers: the library derives its checks of names
+    # from it.
+    if type(error) is ValueError or isinstance(error, _MALFORMED):
         problem = f"the hub's answer cannot be read: {short(error)}"
         return CheckpointError(problem, path=path, hint="try again")
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -61,66 +58,57 @@ def translate_read_error(
         return RequestError("the hub has no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         # The hub does not tell strangers that a private repository exists.
-        return RequestError(
-            f"the hub has no such {repository_kind}",
-            path=path,
-            hint="check the spelling; for a private one, log in: hf auth login",
-        )
+        problem = f"the hub has no such {repository_kind}"
+        hint = "check the spelling; for a private one, log in: hf auth login"
+        return RequestError(problem, path=path, hint=hint)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NoSpaceError("the disk of the hub's cache is full", path=path)
     # Errors of the network are OSErrors too, without a file name.
     if isinstance(error, OSError) and error.filename is not None:
         problem = f"the hub's cache cannot be written: {error.strerror}"
-        return RequestError(
-            problem, path=error.filename, hint="set HF_HOME to a folder on another disk"
-        )
-    status = _status(error)
+        hint = "set HF_HOME to a folder on another disk"
+        return RequestError(problem, path=error.filename, hint=hint)
+    status = _read_status(error)
     if status == 401:
-        return RequestError("the hub does not accept the access token", path=path, hint=_LOG_IN)
-    if status is None:
-        reason = short(error)
-    else:
-        reason = f"status {status}"
+        hint = "log in: hf auth login; or correct HF_TOKEN"
+        return RequestError("the hub does not accept the access token", path=path, hint=hint)
+    reason = short(error) if status is None else f"status {status}"
     problem = f"the hub cannot be reached for a {repository_kind}: {reason}"
     if status is None or status in _RETRYABLE:
         return UnreachableError(problem, path=path, hint=hint)
     return RequestError(problem, path=path, hint=hint)
 
 
-def translate_write_error(error: Exception, path: str, doing: str) -> Exception:
+def translate_write_error(error: Exception, path: str, doing: str) -> QuantkitError:
     """Translate an error of a request that writes into one of quantkit's.
 
     Args:
         path: the repository.
         doing: what the request does, such as ``create the repository``.
     """
-    import huggingface_hub.utils
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-    errors: Any = huggingface_hub.utils
     # The library wraps the error of a single file in a RuntimeError.
     while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, QuantkitError):
         return error
-    status = _status(error)
-    if isinstance(error, errors.OfflineModeIsEnabled) or status == 401:
+    status = _read_status(error)
+    if isinstance(error, OfflineModeIsEnabled) or status == 401:
         return translate_read_error(error, path)
     if status is None:
-        malformed = isinstance(
-            error, ValueError | LookupError | TypeError | AttributeError | RecursionError
-        )
         # Some errors of HTTP clients are ValueErrors and OSErrors at once.
-        if malformed and not isinstance(error, OSError):
+        if isinstance(error, ValueError | _MALFORMED) and not isinstance(error, OSError):
             problem = f"cannot {doing}: the hub's answer cannot be read: {short(error)}"
             return CheckpointError(problem, path=path, hint="repeat the command")
         problem = f"cannot {doing}: the hub cannot be reached: {short(error)}"
         return UnreachableError(problem, path=path, hint="repeat the command")
-    response = f"status {status}, {_server_message(error)}"
+    message = getattr(error, "server_message", None) or "no reason"
+    response = f"status {status}, {textwrap.shorten(message, 200, placeholder=' ...')}"
     if status == 429:
+        problem = f"cannot {doing}: the hub limits the number of requests"
         hint = "wait some minutes, and repeat the command"
-        return UnreachableError(
-            f"cannot {doing}: the hub limits the number of requests", path=path, hint=hint
-        )
+        return UnreachableError(problem, path=path, hint=hint)
     if status in _RETRYABLE:
         problem = f"cannot {doing}: the hub is overloaded or has failed"
         return UnreachableError(problem, path=path, found=response, hint="repeat the command later")
@@ -129,28 +117,20 @@ def translate_write_error(error: Exception, path: str, doing: str) -> Exception:
         problem = f"cannot {doing}: the repository has changed since it was read"
         return UnreachableError(problem, path=path, hint="repeat the command")
     if status == 409:
-        hint = "choose another name, or use a token that may read it"
         problem = f"cannot {doing}: the name is in use"
+        hint = "choose another name, or use a token that may read it"
         return RequestError(problem, path=path, found=response, hint=hint)
     if status in (403, 404):
-        hint = "use a token with write access to it: https://huggingface.co/settings/tokens"
         problem = f"the access token may not {doing}"
+        hint = "use a token with write access to it: https://huggingface.co/settings/tokens"
         return RequestError(problem, path=path, found=response, hint=hint)
     return RequestError(f"cannot {doing}: the hub refuses it", path=path, found=response)
 
 
-def _status(error: Exception) -> int | None:
+def _read_status(error: Exception) -> int | None:
     """Read the HTTP status of the hub's answer; None if there was no answer."""
     # Not every error of the library has a response, and a response may be None.
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return status
     return None
-
-
-def _server_message(error: Exception) -> str:
-    """Read the reason that the hub states, in one line."""
-    message = getattr(error, "server_message", None)
-    if isinstance(message, str) and message:
-        return textwrap.shorten(message, 200, placeholder=" ...")
-    return "no reason"

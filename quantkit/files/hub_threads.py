@@ -6,15 +6,16 @@ client waits without a limit.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
-# How soon the main thread notices an error or a signal.
+# How soon the main thread notices a signal, and reports progress.
 _TICK_SECONDS = 0.1
 
 
@@ -23,92 +24,59 @@ def result_in_time(request: Callable[[], _Answer], seconds: float) -> _Answer:
     `TimeoutError` if it takes longer.
     """
     # The client's own time limit applies to each address, and not to name resolution.
-    answer = Future[_Answer]()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError as error:
-        # The function itself raised it.
-        if answer.done():
-            raise
-        raise TimeoutError(f"no answer in {seconds:.0f} seconds") from error
+    return run_in_threads([request], 1, seconds=seconds)[0]
 
 
 def run_in_threads(
-    tasks: Sequence[Callable[[], object]],
+    tasks: Sequence[Callable[[], _Answer]],
     num_threads: int,
     *,
+    seconds: float = math.inf,
     on_tick: Callable[[], object] = lambda: None,
-) -> None:
-    """Run functions in several threads. Raises the first error, after which no further function
-    begins.
+) -> list[_Answer]:
+    """Run functions in several threads and return their results. Raises the first error, after
+    which no further function begins, and `TimeoutError` if all take longer than `seconds`.
 
     Args:
-        on_tick: called in this thread whenever a function ends, and ten times a second; after an
-            error that it raises, no further function begins either.
+        on_tick: called in this thread when functions end, and ten times a second; after an error
+            that it raises, no further function begins either.
     """
-    waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    answers: list[Future[_Answer]] = []
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     ended = threading.Event()
-    for waiting_task in tasks:
-        waiting.put(waiting_task)
+    for index in range(len(tasks)):
+        answers.append(Future())
+        waiting.put(index)
 
     def run() -> None:
         while not ended.is_set():
             try:
-                task = waiting.get_nowait()
+                index = waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                task()
-                answers.put(None)
+                answers[index].set_result(tasks[index]())
             except Exception as error:
+                # Before the main thread sees the error, so that no other function begins.
                 ended.set()
-                answers.put(error)
+                answers[index].set_exception(error)
 
     for _ in range(min(num_threads, len(tasks))):
         threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
-    unfinished = len(tasks)
+    deadline = time.monotonic() + seconds
+    pending = set(answers)
     try:
-        while unfinished:
-            try:
-                # With a time limit, so that `on_tick` runs while all requests wait.
-                error = answers.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                on_tick()
-                continue
-            if error is not None:
-                raise error
-            unfinished -= 1
+        while pending:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError(f"no answer in {seconds:.0f} seconds")
+            waited = wait(pending, min(_TICK_SECONDS, remaining), FIRST_COMPLETED)
+            pending = waited.not_done
+            for answer in waited.done:
+                # Raises the error of its function.
+                answer.result()
             on_tick()
     finally:
         # Also after Ctrl-C. Daemon threads that still run do not delay the exit.
         ended.set()
-
-
-class Stall:
-    """Watches a number that grows; `require_growth` raises `TimeoutError` once it has not grown
-    for this time.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        # Below any value, so that the first one counts as growth.
-        self._last = -1
-        self._since = time.monotonic()
-
-    def require_growth(self, value: int) -> None:
-        """Compare the number with the last one; a `TimeoutError` if it has not grown for long."""
-        now = time.monotonic()
-        if value > self._last:
-            self._last = value
-            self._since = now
-        elif now - self._since > self._seconds:
-            raise TimeoutError(f"nothing was sent for {self._seconds:.0f} seconds")
+    return [answer.result() for answer in answers]

@@ -2,31 +2,36 @@
 
 `huggingface_hub` does the work: `preupload_lfs_files` sends the content of large files, which the
 hub then has even if the command is killed; `create_commit` names them all in one commit. This
-module adds what the library does not do: threads that Ctrl-C does not wait for, time limits, the
-progress of all files, and a check of what the hub lists afterwards.
+module adds what the library does not do: threads that Ctrl-C does not wait for, the progress of all
+files, a check of the model card before the repository is created, and a check of what the hub lists
+afterwards. `upload_folder` makes several commits of a large folder, so it is not used.
 """
 
 from __future__ import annotations
 
-import warnings
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import PREFIX, SECONDS, silence_library
 from quantkit.files.hub_answers import HubFile, files_by_name, parse_hub_file, validate_commit
 from quantkit.files.hub_failures import short, translate_read_error, translate_write_error
-from quantkit.files.hub_send import UploadProgress, prepare_addition, reporting_library, send
-from quantkit.files.hub_threads import result_in_time
-from quantkit.files.local_files import LocalFile
+from quantkit.files.hub_threads import result_in_time, run_in_threads
+from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
 
 _Answer = TypeVar("_Answer")
 _REQUEST_SECONDS = 60.0
 # Small files are part of the request that commits.
 _COMMIT_SECONDS = 600.0
+_NUM_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -90,26 +95,18 @@ def read_repository(name: str, branch: str | None = None) -> Repository | None:
         RequestError: if it refuses the token, or the repository has another name now.
         CheckpointError: if its answer is malformed.
     """
-    import huggingface_hub.utils
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    errors: Any = huggingface_hub.utils
     try:
         return _fetch_repository(name, branch, branch)
-    except errors.RepositoryNotFoundError:
+    except RepositoryNotFoundError:
         return None
-    except errors.RevisionNotFoundError:
+    except RevisionNotFoundError:
         # A branch that is created begins with the files of the default one.
         repository = read_repository(name)
         if repository is None:
             return None
-        return Repository(
-            name=name,
-            branch=branch,
-            commit=repository.commit,
-            private=repository.private,
-            files=repository.files,
-            has_branch=False,
-        )
+        return replace(repository, branch=branch, has_branch=False)
 
 
 def create_repository(name: str, *, private: bool) -> None:
@@ -121,12 +118,8 @@ def create_repository(name: str, *, private: bool) -> None:
     """
     from huggingface_hub import HfApi
 
-    _write(
-        partial(HfApi().create_repo, name, private=private),
-        name,
-        "create the repository",
-        _REQUEST_SECONDS,
-    )
+    request = partial(HfApi().create_repo, name, private=private)
+    _write(request, name, "create the repository")
 
 
 def create_branch(name: str, branch: str) -> None:
@@ -136,7 +129,7 @@ def create_branch(name: str, branch: str) -> None:
     from huggingface_hub import HfApi
 
     request = partial(HfApi().create_branch, name, branch=branch, exist_ok=True)
-    _write(request, name, f"create the branch {branch}", _REQUEST_SECONDS)
+    _write(request, name, f"create the branch {branch}")
 
 
 def validate_model_card(content: str, name: str) -> None:
@@ -146,31 +139,31 @@ def validate_model_card(content: str, name: str) -> None:
         RequestError: if the hub refuses it.
         UnreachableError, CheckpointError: see `read_repository`.
     """
-    from huggingface_hub import HfApi
+    import huggingface_hub.utils
 
-    # `ModelCard.validate` of older versions sends it to huggingface.co, whichever the hub;
-    # `create_commit` calls this.
-    validate: Any = getattr(HfApi(), "_validate_yaml", None)
+    utils: Any = huggingface_hub.utils
+    endpoint = huggingface_hub.HfApi().endpoint
 
-    def request() -> str | None:
-        try:
-            validate(content, repo_type="model")
-        except ValueError as error:
-            # A subclass of ValueError is an error of the answer, not of the card.
-            if type(error) is not ValueError:
-                raise
-            return short(error)
-        return None
+    # `ModelCard.validate` of some versions sends it to huggingface.co, whichever the hub.
+    def request() -> str:
+        response = utils.get_session().post(
+            f"{endpoint}/api/validate-yaml",
+            json={"content": content, "repoType": "model"},
+            headers=utils.build_hf_headers(),
+        )
+        # A bad request: the metadata is not what the hub reads.
+        if response.status_code == 400:
+            problems = response.json().get("errors", ())
+            return "; ".join(str(entry["message"]) for entry in problems) or "no reason"
+        utils.hf_raise_for_status(response)
+        return ""
 
-    if validate is None:
-        return
-    with warnings.catch_warnings():
-        # Such as that it has no metadata.
-        warnings.simplefilter("ignore")
-        problem = _write(request, name, "check the model card", _REQUEST_SECONDS)
-    if problem is not None:
+    problem = _write(request, name, "check the model card")
+    if problem:
         raise RequestError(
-            "the hub refuses the metadata of the model card", path=PREFIX + name, found=problem
+            "the hub refuses the metadata of the model card",
+            path=PREFIX + name,
+            found=textwrap.shorten(problem, 300, placeholder=" ..."),
         )
 
 
@@ -188,49 +181,33 @@ def commit_files(
 
     Raises:
         RequestError: if the token may not write there, or the hub refuses a file.
-        UnreachableError: if the hub cannot be reached or is overloaded, or nothing was sent for ten
-            minutes. The same call continues.
+        UnreachableError: if the hub cannot be reached or is overloaded. The same call continues.
         CheckpointError: if a file changes while it is sent, or the hub's answer is malformed.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationDelete, HfApi
 
-    name = repository.name
-    branch = repository.branch
-    sent = UploadProgress({file.name: file.size for file in files}, progress)
-    operations = {file.name: prepare_addition(file, sent) for file in files}
-    with reporting_library(sent):
-        send(files, operations, name, branch, sent)
-        # The commit reads small files again.
-        for file in files:
-            file.require_unchanged()
-        for file_name, operation in operations.items():
-            # The library would leave the file out without an error.
-            if getattr(operation, "_should_ignore", False):
-                raise RequestError(
-                    "the repository's .gitignore excludes a file",
-                    path=PREFIX + name,
-                    found=file_name,
-                    hint="remove it from .gitignore on the hub",
-                )
-        changes: list[CommitOperationAdd | CommitOperationDelete] = [*operations.values()]
-        for file_name in deleted:
-            changes.append(CommitOperationDelete(file_name, is_folder=False))
-        progress("commit", 0, 1, "commits")
-        commit = _write(
-            partial(
-                HfApi().create_commit,
-                name,
-                changes,
-                commit_message=message,
-                revision=branch,
-                parent_commit=repository.commit,
-            ),
-            name,
-            "commit",
-            _COMMIT_SECONDS,
-        )
-        progress("commit", 1, 1, "commits")
-    return validate_commit(commit.oid, PREFIX + name)
+    additions: dict[str, CommitOperationAdd] = {}
+    for file in files:
+        additions[file.name] = _prepare_addition(file)
+    _send(files, additions, repository, progress)
+    # The commit reads small files again.
+    for file in files:
+        file.require_unchanged()
+    changes: list[CommitOperationAdd | CommitOperationDelete] = [*additions.values()]
+    for file_name in deleted:
+        changes.append(CommitOperationDelete(file_name, is_folder=False))
+    progress("commit", 0, 1, "commits")
+    request = partial(
+        HfApi().create_commit,
+        repository.name,
+        changes,
+        commit_message=message,
+        revision=repository.branch,
+        parent_commit=repository.commit,
+    )
+    commit = _write(request, repository.name, "commit", _COMMIT_SECONDS)
+    progress("commit", 1, 1, "commits")
+    return validate_commit(commit.oid, PREFIX + repository.name)
 
 
 def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
@@ -250,7 +227,7 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
             digest = file.sha256
         else:
             remote_content = f"{remote_file.size} bytes, {remote_file.digest[:12]}"
-            digest = _select_digest(file, remote_file)
+            digest = file.digest_like(remote_file)
         raise CheckpointError(
             f"'{file.name}' on the hub differs from what was sent, at commit {commit[:12]}",
             path=PREFIX + name,
@@ -260,11 +237,86 @@ def require_sent(files: Sequence[LocalFile], name: str, commit: str) -> None:
         )
 
 
-def _select_digest(file: LocalFile, remote_file: HubFile) -> str:
-    # The hub lists the sha256 of a file in LFS, and git's blob id of any other.
-    if len(remote_file.digest) == len(file.sha256):
-        return file.sha256
-    return file.blob_id
+def _prepare_addition(file: LocalFile) -> CommitOperationAdd:
+    """Prepare a file for the library, with its hash, for which the library would read it again."""
+    from huggingface_hub import CommitOperationAdd
+
+    content: str | bytes
+    if isinstance(file.content, Path):
+        content = str(file.content.absolute())
+    else:
+        content = file.content
+    try:
+        addition = CommitOperationAdd(file.name, content)
+    except (OSError, ValueError) as error:
+        file.require_unchanged()
+        raise RequestError(
+            "cannot be sent to the hub", path=file.name, found=short(error)
+        ) from error
+    # Otherwise the library would read the file once more.
+    addition.upload_info.sha256 = bytes.fromhex(file.sha256)
+    return addition
+
+
+def _send(
+    files: Sequence[LocalFile],
+    additions: Mapping[str, CommitOperationAdd],
+    repository: Repository,
+    progress: Progress,
+) -> None:
+    """Send the content of files that the hub stores apart from git to a repository, and wait until
+    it has them; the errors are those of `commit_files`.
+
+    One request covers all small files. Each other file has its own, since for several files the
+    library uses threads for which Ctrl-C would wait.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    total = sum(file.size for file in files)
+    sent: list[LocalFile] = []
+
+    def upload(*batches: Sequence[LocalFile]) -> None:
+        for batch in batches:
+            api.preupload_lfs_files(
+                repository.name,
+                [additions[file.name] for file in batch],
+                revision=repository.branch,
+                num_threads=_NUM_THREADS,
+                free_memory=False,
+                # Without it, the library leaves out files that the repository's .gitignore lists.
+                gitignore_content="",
+            )
+            sent.extend(batch)
+
+    def report() -> None:
+        report_bytes(progress, "upload", sum(file.size for file in sent), total)
+
+    small_files: list[LocalFile] = []
+    # By content: of several files with the same one, the hub has all after the first.
+    large_files: dict[str, list[list[LocalFile]]] = {}
+    uploads: list[Callable[[], None]] = []
+    # Largest first, so that no long upload begins when all others have ended.
+    for file in sorted(files, key=lambda file: -file.size):
+        if file.size < MEGABYTE:
+            small_files.append(file)
+        else:
+            large_files.setdefault(file.sha256, []).append([file])
+    try:
+        report()
+        with silence_library():
+            # A token that may not write there fails before large files are sent.
+            if small_files:
+                run_in_threads([partial(upload, small_files)], 1, on_tick=report)
+            for batches in large_files.values():
+                uploads.append(partial(upload, *batches))
+            run_in_threads(uploads, _NUM_THREADS, on_tick=report)
+    except Exception as error:
+        # A changed file is the better explanation of whatever the hub answered.
+        for file in files:
+            file.require_unchanged()
+        path = PREFIX + repository.name
+        raise translate_write_error(error, path, "write to the repository") from error
 
 
 def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Repository:
@@ -272,19 +324,22 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
 
     Raises the library's own errors for a repository or a revision that does not exist.
     """
-    import huggingface_hub.utils
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
-    errors: Any = huggingface_hub.utils
     path = PREFIX + name
     try:
         with silence_library():
             request = partial(HfApi().model_info, name, revision=revision, files_metadata=True)
             info = result_in_time(request, SECONDS)
     except Exception as error:
-        missing = isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
-        # `GatedRepoError` is a subclass of `RepositoryNotFoundError`, but such a repository exists.
-        if missing and not isinstance(error, errors.GatedRepoError):
+        missing = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
+        # A subclass of `RepositoryNotFoundError`, but such a repository exists.
+        if missing and not isinstance(error, GatedRepoError):
             raise
         raise translate_read_error(error, path, hint="repeat the command") from error
     # The hub redirects requests for the old name of a renamed repository.
@@ -292,14 +347,14 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
         raise RequestError(
             "the repository has another name", path=path, found=info.id, hint=f"push to {info.id}"
         )
-    files: dict[str, HubFile] = {}
-    for sibling in files_by_name(info, path).values():
-        file = parse_hub_file(sibling, path)
-        files[file.name] = file
     if isinstance(info.private, bool):
         private = info.private
     else:
         private = None
+    files: dict[str, HubFile] = {}
+    for sibling in files_by_name(info, path).values():
+        file = parse_hub_file(sibling, path)
+        files[file.name] = file
     return Repository(
         name=name,
         branch=branch,
@@ -309,7 +364,10 @@ def _fetch_repository(name: str, revision: str | None, branch: str | None) -> Re
     )
 
 
-def _write(request: Callable[[], _Answer], name: str, doing: str, seconds: float) -> _Answer:
+def _write(
+    request: Callable[[], _Answer], name: str, doing: str, seconds: float = _REQUEST_SECONDS
+) -> _Answer:
+    """Make a request that writes to a repository, and translate its errors."""
     try:
         with silence_library():
             return result_in_time(request, seconds)

@@ -44,16 +44,20 @@ class LocalFile:
             return hashlib.sha1(blob, usedforsecurity=False).hexdigest()
         return SourceFile(self.content).git_blob_id()
 
-    def equals(self, announced: HubFile | None) -> bool:
-        """Compare the file with what the hub announces: by sha256 for a file in LFS, else by git's
-        blob id.
+    def digest_like(self, announced: HubFile) -> str:
+        """Compute the hash that the hub announces: the sha256 of a file in LFS, else git's blob
+        id.
         """
+        if len(announced.digest) == _SHA256_DIGITS:
+            return self.sha256
+        # Computed only if needed, as it reads the file once more.
+        return self.blob_id
+
+    def equals(self, announced: HubFile | None) -> bool:
+        """Compare the size and the hash of the file with what the hub announces."""
         if announced is None or announced.size != self.size:
             return False
-        if len(announced.digest) == _SHA256_DIGITS:
-            return announced.digest == self.sha256
-        # Computed only if needed, as it reads the file once more.
-        return announced.digest == self.blob_id
+        return announced.digest == self.digest_like(announced)
 
     def require_unchanged(self) -> None:
         """Raise a `CheckpointError` if the file is no longer the one that was hashed."""

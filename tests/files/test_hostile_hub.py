@@ -4,7 +4,6 @@ outside the cache.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +166,8 @@ def _missing(commit: str) -> Hostile:
     return Hostile(_file("gone.json").info, changed)
 
 
-_COMMIT, _ETAG, _NAME = "does not name a commit", "the wrong ETag", "a file with an invalid name"
+_COMMIT, _NAME = "does not name a commit", "a file with an invalid name"
+_ETAG = "the wrong ETag"
 _SIZE, _HASH = "does not state the size", "does not state the hash"
 HOSTILE: dict[str, tuple[Hostile, str]] = {
     "sha_climbs": (_info(sha="../../../EVIL"), _COMMIT),
@@ -387,39 +386,6 @@ def test_a_branch_in_the_cache_that_leads_out_of_it_is_not_taken(tmp_path: Path)
     assert (run.code, run.err.count("\n")) == (2, 1)
 
 
-def test_a_body_without_end_stops_at_the_announced_size(tmp_path: Path) -> None:
-    from huggingface_hub import file_download
-
-    class Endless(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):
-                for _ in range(64):
-                    self.wfile.write(bytes(1 << 16))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, path = f"http://127.0.0.1:{server.server_port}/resolve/x", tmp_path / "file"
-    try:
-        with (
-            path.open("wb") as file,
-            validate_hub_answers("hf:case/endless", file=HubFile("x", 100_000, "0" * 40)),
-            pytest.raises(
-                CheckpointError,
-                match=r"sends more of 'x' than it announced .*expected 100000 bytes",
-            ),
-        ):
-            file_download.http_get(url, file)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert path.stat().st_size <= 100_000
-
-
 @pytest.mark.parametrize(
     ("file_hash", "route", "problem"),
     [
@@ -432,7 +398,7 @@ def test_storage_on_another_host_gets_no_token(
     file_hash: str, route: str, problem: str | None
 ) -> None:
     headers = {"X-Xet-Hash": file_hash, "X-Xet-Refresh-Route": route}
-    from huggingface_hub import file_download, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     hostile = {"case/xet": Hostile(headers=lambda path, own: {**own, **headers})}
     with hub({"case/xet": FILES}, hostile=hostile) as (address, _):
@@ -441,13 +407,25 @@ def test_storage_on_another_host_gets_no_token(
         url = hf_hub_url("case/xet", name, endpoint=address)
         with validate_hub_answers("hf:case/xet"):
             if problem is None:
-                assert (
-                    file_download.get_hf_file_metadata(url, endpoint=address).xet_file_data
-                    is not None
-                )
+                assert get_hf_file_metadata(url, endpoint=address).xet_file_data is not None
                 return
             with pytest.raises(CheckpointError, match=problem):
-                file_download.get_hf_file_metadata(url, endpoint=address)
+                get_hf_file_metadata(url, endpoint=address)
+
+
+def test_answers_to_a_new_client_of_the_library_are_checked(tmp_path: Path) -> None:
+    """The library makes a new one after some errors."""
+    from huggingface_hub import close_session, get_session, hf_hub_download
+
+    hostile = {"case/new": _headers(ETag='"../../evil"')}
+    with hub({"case/new": FILES}, hostile=hostile) as found, validate_hub_answers("hf:case/new"):
+        client = get_session()
+        close_session()
+        with pytest.raises(CheckpointError) as caught:
+            hf_hub_download("case/new", "params.json", endpoint=found[0], cache_dir=tmp_path)
+        assert get_session() is not client
+    assert caught.value.path == Path("hf:case/new")
+    assert list(tmp_path.rglob("*evil*")) == []
 
 
 def test_a_commit_that_is_named_is_the_one_that_is_taken(tmp_path: Path) -> None:

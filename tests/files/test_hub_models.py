@@ -108,6 +108,21 @@ def test_what_the_cache_holds_in_part_is_not_taken(home: Path) -> None:
         assert (code, err.count("\n")) == (2, 1)
 
 
+def test_what_another_program_downloaded_is_used_without_network(home: Path) -> None:
+    """The library listed the files of the repository, and quantkit recorded none."""
+    script = """
+import sys
+from huggingface_hub import snapshot_download
+snapshot_download("some/model", cache_dir=sys.argv[1] + "/hub", ignore_patterns="picture.png")
+"""
+    with hub({"some/model": {**FILES, "picture.png": b"png"}}) as (address, _):
+        env = {**os.environ, "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
+        subprocess.run(forked.command("-c", script, home), env=env, check=True)
+    assert _run(home, address, "inspect", "hf:some/model", offline=True)[0] == 0
+    next(home.glob("hub/models--some--model/snapshots/*/tokenizer.model")).unlink()
+    assert _run(home, address, "inspect", "hf:some/model", offline=True)[0] == 2
+
+
 def test_a_model_in_a_folder_of_a_repository_is_one_file(home: Path) -> None:
     parts = {f"Q4/m-0000{number}-of-00002.gguf": b"GGUF%d" % number for number in (1, 2)}
     with hub({"some/model": parts}) as (address, sent):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
-from quantkit.files.hub_threads import Stall, result_in_time, run_in_threads
+from quantkit.files.hub_threads import result_in_time, run_in_threads
 
 
 def test_a_result_or_an_error_is_handed_on_and_a_late_one_is_not_waited_for() -> None:
@@ -22,23 +23,19 @@ def test_a_result_or_an_error_is_handed_on_and_a_late_one_is_not_waited_for() ->
 def test_the_first_error_ends_all_and_nothing_more_begins() -> None:
     begun: list[int] = []
 
-    def task(number: int) -> None:
+    def task(number: int) -> int:
         begun.append(number)
         if number == 1:
             raise ValueError("one")
+        return number
 
     with pytest.raises(ValueError, match="one"):
-        run_in_threads([lambda number=number: task(number) for number in range(100)], 1)  # type: ignore[misc]
+        run_in_threads([partial(task, number) for number in range(100)], 1)
     assert begun == [0, 1]
     ticks: list[int] = []
-    run_in_threads([lambda: None] * 5, 2, on_tick=lambda: ticks.append(1))
-    assert len(ticks) >= 5
-    run_in_threads([], 2)
-
-
-def test_what_does_not_grow_is_stalled() -> None:
-    stall = Stall(-1)
-    stall.require_growth(0)
-    stall.require_growth(1)
-    with pytest.raises(TimeoutError, match="nothing was sent"):
-        stall.require_growth(1)
+    results = run_in_threads(
+        [partial(task, number) for number in range(2, 7)], 2, on_tick=lambda: ticks.append(1)
+    )
+    assert results == [2, 3, 4, 5, 6]
+    assert ticks
+    assert run_in_threads([], 2) == []

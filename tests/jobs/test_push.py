@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,15 +237,12 @@ def test_each_gguf_model_of_a_folder_is_checked(hub: Hub, model: Path, tmp_path:
 def test_files_go_to_xet_storage_where_the_library_uses_it(
     hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's own code as far as hf_xet, which is replaced: its progress becomes that of
-    all files.
-    """
-    pytest.importorskip("hf_xet")
-    from huggingface_hub.utils import _xet
+    """The library's own code as far as hf_xet, which is replaced."""
+    hf_xet = pytest.importorskip("hf_xet")
 
     class Commit:
-        def __init__(self, progress_callback: Callable[..., object], **_: object) -> None:
-            self.callback = progress_callback
+        def __init__(self, **_: object) -> None:
+            pass
 
         def __enter__(self) -> Commit:
             return self
@@ -254,17 +251,24 @@ def test_files_go_to_xet_storage_where_the_library_uses_it(
             pass
 
         def start_upload_file(self, path: str, sha256: str) -> None:
-            content = hub.lfs[sha256] = Path(path).read_bytes()
-            self.callback(SimpleNamespace(total_bytes_completed=len(content) // 2), {})
-            time.sleep(0.25)
+            hub.lfs[sha256] = Path(path).read_bytes()
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    monkeypatch.setattr(_xet, "get_xet_session", lambda: SimpleNamespace(new_upload_commit=Commit))
-    seen: list[tuple[str, int]] = []
-    quantkit.push(model, NAME, progress=lambda phase, done, total, unit: seen.append((phase, done)))
+    monkeypatch.setattr(hf_xet, "XetSession", lambda: SimpleNamespace(new_upload_commit=Commit))
+    quantkit.push(model, NAME)
     assert _pushed(hub) == _content(model)
     assert hub.puts == []
-    assert [done for phase, done in seen if phase == "upload"] == [0, 1, 2]
+
+
+def test_the_progress_of_all_files_is_reported(hub: Hub, model: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    quantkit.push(
+        model, NAME, progress=lambda phase, done, total, unit: seen.append((phase, done, total))
+    )
+    uploaded = [(done, total) for phase, done, total in seen if phase == "upload"]
+    assert uploaded == sorted(uploaded)
+    assert (uploaded[0][0], uploaded[-1][0]) == (0, uploaded[-1][1])
+    assert seen[-1] == ("commit", 1, 1)
 
 
 # Interrupted
@@ -324,20 +328,17 @@ def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(
 def test_an_interrupted_call_ends_at_once_and_sends_nothing_more(hub: Hub, model: Path) -> None:
     """Also while the hub does not answer."""
 
-    def progress(phase: str, done: int, total: int, unit: str) -> None:
-        if phase == "upload" and any("/lfs/" in one for one in hub.requests):
-            raise KeyboardInterrupt
-
     goes_on, answered = threading.Event(), list[str]()
 
     def answer(request: str) -> None:
         if request.startswith("PUT"):
+            signal.raise_signal(signal.SIGINT)
             goes_on.wait(60)
             answered.append(request)
 
     hub.answer = answer
     with pytest.raises(KeyboardInterrupt):
-        quantkit.push(model, NAME, progress=progress)
+        quantkit.push(model, NAME)
     assert answered == []
     goes_on.set()
     assert not any("/commit/" in one for one in hub.requests)
@@ -615,13 +616,11 @@ def test_what_the_hub_does_not_hold_as_sent_is_an_error(
         quantkit.push(model, NAME)
 
 
-def test_a_file_that_the_repository_ignores_is_an_error(hub: Hub, model: Path) -> None:
-    hub.create(NAME, {".gitignore": b"model.safetensors\n"})
-    with pytest.raises(
-        RequestError, match=r"\.gitignore excludes a file \(found model.safetensors\)"
-    ):
-        quantkit.push(model, NAME)
-    assert set(_pushed(hub)) == {".gitignore"}
+def test_a_file_that_the_repository_ignores_is_sent(hub: Hub, model: Path) -> None:
+    ignored = b"model.safetensors\n"
+    hub.create(NAME, {".gitignore": ignored})
+    quantkit.push(model, NAME)
+    assert _pushed(hub) == {**_content(model), ".gitignore": ignored}
 
 
 def test_a_file_that_changes_while_it_is_sent_is_an_error(hub: Hub, copy: Path) -> None:

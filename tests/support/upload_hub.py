@@ -212,12 +212,10 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "info":
             return self._batch(json.loads(body)), {}
         if verb == "preupload":
-            files = json.loads(body)["files"]
-            return {
-                "files": [
-                    _mode(one["path"], repo.files(rest).get(".gitignore", b"")) for one in files
-                ]
-            }, {}
+            request = json.loads(body)
+            ignored = repo.files(rest).get(".gitignore", b"").decode()
+            ignored = request.get("gitIgnore", ignored)
+            return {"files": [_mode(one["path"], ignored) for one in request["files"]]}, {}
         assert verb == "commit"
         return self._committed(name, repo, rest, body), {}
 
@@ -305,9 +303,9 @@ class _Handler(BaseHTTPRequestHandler):
         return {"commitUrl": f"{self.address}/{name}/commit/{sha}", "commitOid": sha}
 
 
-def _mode(path: str, ignored: bytes) -> dict[str, Any]:
+def _mode(path: str, ignored: str) -> dict[str, Any]:
     mode = "lfs" if path.endswith(_LFS) else "regular"
-    return {"path": path, "uploadMode": mode, "shouldIgnore": path.encode() in ignored.split()}
+    return {"path": path, "uploadMode": mode, "shouldIgnore": path in ignored.split()}
 
 
 def _sibling(path: str, content: bytes) -> dict[str, Any]:

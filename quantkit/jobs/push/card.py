@@ -108,8 +108,10 @@ def model_card(
     # A card that needs nothing keeps its bytes, also where YAML could be written in other ways.
     if readme is not None and not added:
         content = original
+    elif sent:
+        content = str(card).encode()
     else:
-        content = _text(card, original).encode()
+        content = card.text.encode()
     lacks_base = bool(manifest) and not base
     return Card(
         content=content,
@@ -124,8 +126,10 @@ def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
     """Read what the metadata of GGUF files states; several files of a folder are one model in
     several types.
     """
-    paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
-    return read_authorship(paths[0] if paths else model)
+    for name in sorted(files):
+        if name.endswith(GGUF):
+            return read_authorship(files[name])
+    return read_authorship(model)
 
 
 def _read(content: bytes, path: Path) -> Any:
@@ -157,17 +161,6 @@ def _read(content: bytes, path: Path) -> Any:
         raise RequestError(
             "its metadata cannot be read", path=path, found=short(error), hint=hint
         ) from error
-
-
-def _text(card: Any, original: bytes) -> str:
-    """Write the text of a card, with the line ends and the order of the metadata that it had."""
-    if not card.data.to_dict():
-        return str(card.text)
-    end = "\r\n" if b"\r\n" in original else "\n"
-    # Older versions of the library have no fixed order for new metadata.
-    order = list(dict.fromkeys([*getattr(card, "_original_order", ()), *vars(card.data)]))
-    metadata = card.data.to_yaml(line_break=end, original_order=order)
-    return f"---{end}{metadata}{end}---{end}{card.text}"
 
 
 def _describe_model(

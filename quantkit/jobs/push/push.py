@@ -156,7 +156,9 @@ def push(
             commit = commit_files(changed, deleted, repository, commit_message, progress)
             _require_commit_matches(list(files.values()), name, commit)
             repository = replace(repository, commit=commit)
-    pushed = [PushedFile(file, files[file].size, states[file]) for file in sorted(files)]
+    pushed: list[PushedFile] = []
+    for file_name in sorted(files):
+        pushed.append(PushedFile(file_name, files[file_name].size, states[file_name]))
     return PushResult(
         name=name,
         url=f"{HfApi().endpoint}/{name}",
