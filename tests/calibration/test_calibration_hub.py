@@ -15,6 +15,7 @@ from typing import Any
 
 import forked
 import pytest
+from error_parts import raises
 from fake_hub import hub
 
 from quantkit.calibration.data import load_calibration
@@ -257,15 +258,15 @@ def test_config_and_split_are_those_requested(answers: Answers, source: str, spl
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("some/configs", ["available configs: ['en', 'de']", "owner/name:config:split"]),
+        ("some/configs", ["['en', 'de']", "owner/name:config:split"]),
         ("some/many", ["'config1', 'config2'", " ...", "owner/name:config:split"]),
         ("some/configs:fr", ["'fr'", "['en', 'de']"]),
-        ("some/configs:en:none", ["Bad split: none", "['train', 'test']"]),
-        ("some/configs:de", ["more samples than characters"]),
+        ("some/configs:en:none", ["none", "['train', 'test']"]),
+        ("some/configs:de", ["samples, expected at most"]),
         ("some/other", ["found body, title, expected text"]),
-        ("some/broken", ["cannot be read", "JSON"]),
-        ("some/nothing", ["cannot be read", "doesn't contain any data files"]),
-        ("some/unknown", ["no such file, and the hub has no such dataset"]),
+        ("some/broken", ["JSON"]),
+        ("some/nothing", ["data files"]),
+        ("some/unknown", ["hub"]),
     ],
 )
 def test_what_is_wrong_with_a_dataset_is_said_in_one_line(
@@ -288,19 +289,18 @@ def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: who calls is refused
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        found = _ask(
+        answers = _ask(
             tmp_path,
             "some/lines:en",
             HF_ENDPOINT=address,
             HF_HUB_OFFLINE=str(int(offline)),
             HF_HUB_DISABLE_PROGRESS_BARS="0",
         )
-    answer = found.of["some/lines:en"]
-    assert answer["error"].startswith("some/lines:en: no such file, and ")
-    assert ("HF_HUB_OFFLINE" if offline else "cannot be reached") in answer["error"]
-    assert "give a file" in answer["error"]
+    answer = answers.of["some/lines:en"]
+    assert answer["error"].startswith("some/lines:en: ")
+    assert ("HF_HUB_OFFLINE" in answer["error"]) == offline
     assert answer["slept"] == 0
-    assert found.stderr == ""
+    assert answers.stderr == ""
 
 
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", silent)
     monkeypatch.setattr(hub, "SECONDS", 0.2)
-    with pytest.raises(UnreachableError, match="cannot be reached") as caught:
+    with raises(UnreachableError, path=Path("some/lines")) as caught:
         load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
     assert not answers
     stop.set()
@@ -339,9 +339,7 @@ def test_only_a_refusal_that_may_pass_is_worth_another_try(
         raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(
-        RequestError, match=f"cannot be reached for a dataset: status {status}"
-    ) as caught:
+    with raises(RequestError, str(status), path=Path("some/lines")) as caught:
         load_calibration("some/lines", load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
     assert isinstance(caught.value, UnreachableError) == caught.value.retryable == retryable
 
@@ -360,9 +358,8 @@ def test_hub_ids_are_read_and_spelled(spelling: str, expected: HubId) -> None:
     assert str(expected) == spelling
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_other_spellings_are_files() -> None:
+    sources = (
         "c4",
         "texts/wiki.txt",
         "texts/wiki.parquet",
@@ -374,10 +371,9 @@ def test_hub_ids_are_read_and_spelled(spelling: str, expected: HubId) -> None:
         "a/b:c/d",
         "",
         Path("allenai/c4"),
-    ],
-)
-def test_other_spellings_are_files(source: str | Path) -> None:
-    assert hub_id(source) is None
+    )
+    for source in sources:
+        assert hub_id(source) is None, source
 
 
 def test_a_file_goes_before_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from safetensors.torch import load_file
 from saved_experts import save_experts
 from torch import Tensor
@@ -288,7 +289,7 @@ def test_an_interrupted_run_resumes_only_where_sums_are_the_same(
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(ResumeError, match="number of threads"):
+        with raises(ResumeError, found="changed number of threads"):
             quantkit.quantize(demo_model, tmp_path / "out", "int4-g32", resume=True, **arguments)
     finally:
         torch.set_num_threads(threads)

@@ -150,14 +150,10 @@ def test_a_pipe_through_the_command(demo_model: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "reported"),
     [
-        (
-            b"/Reset now\n",
-            2,
-            "/reset takes no argument (found 'now'); //reset begins a question with /reset",
-        ),
-        (b"\xff\xfe\n", 2, "the question cannot be decoded (found line 1, expected UTF-8)"),
-        (b"[INST]\n", 2, "holds a tag of the chat format"),
-        (b"word " * 9000 + b"\n", 2, "too long for the context"),
+        (b"/Reset now\n", 2, "found 'now'"),
+        (b"\xff\xfe\n", 2, "found line 1, expected UTF-8"),
+        (b"[INST]\n", 2, "[INST]"),
+        (b"word " * 9000 + b"\n", 2, "context"),
     ],
 )
 def test_what_cannot_be_answered_ends_a_pipe(
@@ -169,8 +165,8 @@ def test_what_cannot_be_answered_ends_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
-    found, out, err = run(capfd, "chat", demo_model, "--template", "llama2")
-    assert (found, out, err.count("\n")) == (code, "", 1)
+    exit_code, out, err = run(capfd, "chat", demo_model, "--template", "llama2")
+    assert (exit_code, out, err.count("\n")) == (code, "", 1)
     assert reported in err
 
 
@@ -198,14 +194,13 @@ def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
         _answer(demo_model, "// the people"),
     ]
     assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
-    note = (
-        "/people is not a command, so the line is sent as a question; //people makes that explicit"
-    )
-    assert err == f"quantkit: note: {note}\n"
+    assert err.startswith("quantkit: note: /people ")
+    assert err.count("\n") == 1
+    assert "//people" in err
 
 
 @pytest.mark.parametrize(
-    ("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")]
+    ("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output")]
 )
 def test_streams_that_are_closed(closed: str, code: int, reported: str, demo_model: Path) -> None:
     command = f'exec "$@" {closed}'
@@ -230,28 +225,24 @@ def test_a_model_without_a_template_is_reported_what_to_do(
 ) -> None:
     code, _, err = run(capfd, "chat", demo_model)
     assert code == 2
-    assert (
-        "has no chat template (expected --template llama2 or llama3 for an instruct model)" in err
-    )
+    assert err.startswith(f"quantkit: error: {demo_model}: ")
+    assert "--template llama2" in err
     quantkit.convert(demo_model, tmp_path / "hf", template="llama2", source_check=False)
     oracle.edit_json(tmp_path / "hf" / "generation_config.json", do_sample="maybe")
     code, _, err = run(capfd, "chat", tmp_path / "hf")
     assert code == 3
-    assert "wrong type for 'do_sample'" in err
+    assert "'do_sample'" in err
 
 
 def test_a_context_that_cannot_be_is_refused(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
-    for context, reported in (
-        (-3, "must be at least 1"),
-        (0, "must be at least 1"),
-        (10**6, "exceeds the model's"),
-    ):
+    for context in (-3, 0, 10**6):
         code, _, err = run(capfd, "chat", demo_model, "--template", "llama2", "--context", context)
         assert code == 2
-        assert err.startswith(f"quantkit: error: --context {reported} (found {context}")
+        assert err.startswith("quantkit: error: --context ")
+        assert f"found {context}" in err
 
 
 def test_tokens_are_drawn_as_the_folder_says_by_default(

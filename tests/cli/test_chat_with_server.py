@@ -86,58 +86,40 @@ def test_an_error_ends_a_pipe(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -
     with fake_api(lambda body: as_json(401, {"error": {"message": "no"}})) as api:
         code, out, err = run(capfd, "chat", "--url", api.url)
     assert (code, out) == (2, "")
-    assert err == f"quantkit: error: {api.url} requires an API key: no; set --api-key\n"
+    assert err.startswith(f"quantkit: error: {api.url} ")
+    assert err.count("\n") == 1
+    assert ": no;" in err
+    assert "--api-key" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "neither PATH nor --url"),
-        (["DIR", "--url", "http://127.0.0.1:1"], "PATH and --url are mutually exclusive"),
-        (["DIR", "--model", "x"], "--model requires --url"),
-        (["DIR", "--api-key", "x"], "--api-key requires --url"),
-        (
-            ["--url", "nowhere"],
-            (
-                "--url is not valid (found 'nowhere', expected an address such as"
-                " http://127.0.0.1:8000/v1)"
-            ),
-        ),
-        (
-            ["--url", "http://127.0.0.1:1", "--api-key", "ä"],
-            "--api-key cannot be sent (expected printable ASCII",
-        ),
-        (
-            ["--url", "http://127.0.0.1:1", "--temperature", "-1"],
-            "temperature must be finite and not negative",
-        ),
-        (
-            ["--url", "http://127.0.0.1:1", "--max-new-tokens", "0"],
-            "nothing to generate (found 0 new tokens",
-        ),
-        *(
-            (["--url", "http://127.0.0.1:1", *words], f"{spelled} requires PATH")
-            for words, spelled in (
-                (["--template", "llama2"], "--template"),
-                (["--context", "9"], "--context"),
-                (["--dtype", "bf16"], "--dtype"),
-                (["--backend", "reference"], "--backend"),
-                (["--allow-slow"], "--allow-slow"),
-                (["--device", "cpu"], "--device"),
-                (["--int8-cache"], "--int8-cache"),
-                (["--eager"], "--compile/--eager"),
-                (["--weights", "bin"], "--weights"),
-                (["--threads", "1"], "--threads"),
-            )
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_by_name(
-    options: list[str], message: str, capfd: Capture
-) -> None:
-    code, out, err = run(capfd, "chat", *options)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+SERVER = ["--url", "http://127.0.0.1:1"]
+REFUSED_OPTIONS: list[tuple[list[str], list[str]]] = [
+    ([], ["PATH", "--url"]),
+    (["DIR", *SERVER], ["PATH", "--url"]),
+    (["DIR", "--model", "x"], ["--model", "--url"]),
+    (["DIR", "--api-key", "x"], ["--api-key", "--url"]),
+    (["--url", "nowhere"], ["--url", "found 'nowhere'"]),
+    ([*SERVER, "--api-key", "ä"], ["--api-key", "ASCII"]),
+    ([*SERVER, "--temperature", "-1"], ["temperature", "found -1"]),
+    ([*SERVER, "--max-new-tokens", "0"], ["found 0"]),
+    ([*SERVER, "--template", "llama2"], ["--template", "PATH"]),
+    ([*SERVER, "--context", "9"], ["--context", "PATH"]),
+    ([*SERVER, "--dtype", "bf16"], ["--dtype", "PATH"]),
+    ([*SERVER, "--backend", "reference"], ["--backend", "PATH"]),
+    ([*SERVER, "--allow-slow"], ["--allow-slow", "PATH"]),
+    ([*SERVER, "--device", "cpu"], ["--device", "PATH"]),
+    ([*SERVER, "--int8-cache"], ["--int8-cache", "PATH"]),
+    ([*SERVER, "--eager"], ["--compile/--eager", "PATH"]),
+    ([*SERVER, "--weights", "bin"], ["--weights", "PATH"]),
+    ([*SERVER, "--threads", "1"], ["--threads", "PATH"]),
+]
+
+
+def test_options_that_do_not_fit_are_refused_by_name(capfd: Capture) -> None:
+    for options, names in REFUSED_OPTIONS:
+        code, out, err = run(capfd, "chat", *options)
+        assert (code, out, err.count("\n")) == (2, "", 1), options
+        assert all(name in err for name in names), options
 
 
 def test_several_processes_do_not_share_a_server(
@@ -146,7 +128,8 @@ def test_several_processes_do_not_share_a_server(
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run(capfd, "chat", "--url", "http://127.0.0.1:1")
     assert code == 2
-    assert "--url cannot be used under torchrun" in err
+    assert "--url" in err
+    assert "torchrun" in err
 
 
 def test_a_key_that_others_can_read_is_a_warning(
@@ -156,9 +139,10 @@ def test_a_key_that_others_can_read_is_a_warning(
     code, _, err = run(capfd, "chat", "--url", "http://no.invalid/v1", "--api-key", "secret")
     assert code == 2
     warning, error = err.splitlines()
-    sent = "the key and the conversation are sent to http://no.invalid/v1 without encryption"
-    assert warning == f"quantkit: warning: {sent}; prefer https"
-    assert error.startswith("quantkit: error: http://no.invalid/v1 cannot be reached: ")
+    assert warning.startswith("quantkit: warning: ")
+    assert "http://no.invalid/v1" in warning
+    assert "https" in warning
+    assert error.startswith("quantkit: error: http://no.invalid/v1 ")
     assert "secret" not in err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import oracle
 import pytest
 import torch
 from command import PROGRESS, Capture, run, without_progress
+from error_parts import raises
 from paths import ROOT
 
 import quantkit
@@ -53,6 +55,17 @@ COMMANDS = (
     "generate",
     "bench",
 )
+WRONG_COMMAND_LINES = [
+    ["--wrong"],
+    ["wrong"],
+    ["inspect"],
+    ["inspect", "here", "--wrong"],
+    ["inspect", "here", "there"],
+    ["convert", "here", "there", "--to", "onnx"],
+    ["convert", "here", "there", "--dtype", "fp8"],
+    ["convert", "here", "there", "--mp", "two"],
+    ["generate", "here", "--prompt", "x", "--temperature", "warm"],
+]
 CODES = {
     QuantkitError: 1,
     RequestError: 2,
@@ -92,13 +105,13 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
 # Help and version
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_exits_0_and_goes_to_stdout(command: str | None, flag: str, capfd: Capture) -> None:
-    code, out, err = run(capfd, *([] if command is None else [command]), flag)
-    assert (code, err) == (0, "")
-    assert out.startswith("Usage: ")
-    assert flag in out
+def test_help_exits_0_and_goes_to_stdout(capfd: Capture) -> None:
+    for command, flag in itertools.product((None, *COMMANDS), ("--help", "-h")):
+        arguments = [flag] if command is None else [command, flag]
+        code, out, err = run(capfd, *arguments)
+        assert (code, err) == (0, ""), arguments
+        assert out.startswith("Usage: "), arguments
+        assert flag in out, arguments
 
 
 def test_help_lists_every_command_and_every_exit_code(capfd: Capture) -> None:
@@ -134,15 +147,12 @@ def test_importing_and_help_import_neither_torch_nor_transformers(
 # Errors
 
 
-@pytest.mark.parametrize("kind", CODES, ids=lambda kind: kind.__name__)
-def test_each_kind_of_error_is_one_line_with_its_exit_code(
-    kind: type[QuantkitError], raising: Any, capfd: Capture
-) -> None:
-    raising(kind("is\nbroken", path="model.pth", found=1, expected=2, hint="mend it"))
-    code, out, err = run(capfd, "inspect", "somewhere")
-    assert code == CODES[kind]
-    assert out == ""
-    assert err == "quantkit: error: model.pth: is broken (found 1, expected 2); mend it\n"
+def test_each_kind_of_error_is_one_line_with_its_exit_code(raising: Any, capfd: Capture) -> None:
+    for kind, expected_code in CODES.items():
+        raising(kind("is\nbroken", path="model.pth", found=1, expected=2, hint="mend it"))
+        code, out, err = run(capfd, "inspect", "somewhere")
+        assert (code, out) == (expected_code, ""), kind
+        assert err == "quantkit: error: model.pth: is broken (found 1, expected 2); mend it\n"
 
 
 def test_no_kind_of_error_is_without_a_test() -> None:
@@ -189,26 +199,12 @@ def test_an_unusual_exception_is_not_taken_for_an_interruption(
     assert err.startswith(f"quantkit: internal error: {type(error).__name__}")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--wrong"],
-        ["wrong"],
-        ["inspect"],
-        ["inspect", "here", "--wrong"],
-        ["inspect", "here", "there"],
-        ["convert", "here", "there", "--to", "onnx"],
-        ["convert", "here", "there", "--dtype", "fp8"],
-        ["convert", "here", "there", "--mp", "two"],
-        ["generate", "here", "--prompt", "x", "--temperature", "warm"],
-    ],
-    ids=" ".join,
-)
-def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capfd: Capture) -> None:
-    code, out, err = run(capfd, *arguments)
-    assert (code, out) == (2, "")
-    assert "Error: " in err
-    assert "Traceback" not in err
+def test_a_command_line_that_cannot_be_parsed_exits_2(capfd: Capture) -> None:
+    for arguments in WRONG_COMMAND_LINES:
+        code, out, err = run(capfd, *arguments)
+        assert (code, out) == (2, ""), arguments
+        assert "Error: " in err, arguments
+        assert "Traceback" not in err, arguments
 
 
 def test_the_head_is_quantized_where_requested(
@@ -222,49 +218,31 @@ def test_the_head_is_quantized_where_requested(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "names"),
     [
-        (["--scheme", "int3-g128"], ("unknown quantization scheme", "int3-g128", "int4-g128")),
-        (
-            ["--scheme", "int4-g16"],
-            ("unknown quantization scheme", "int4-g16", "int4-g32, int4-g64 or int4-g128"),
-        ),
-        (["--scheme", "int4"], ("int4 needs a group size: int4-g128",)),
-        (
-            [],
-            (
-                "no scheme is given: use --scheme int8, int4-g32, int4-g64 or int4-g128,",
-                "--target-bits, --max-size or --recipe FILE",
-            ),
-        ),
-        (["--method", "gptq"], ("no scheme is given: use --scheme int8",)),
-        (
-            ["--scheme", "int8", "--calibration", "a.txt"],
-            ("--calibration requires --method gptq",),
-        ),
-        (
-            ["--scheme", "int8", "--recipe", "recipe.json"],
-            ("--scheme and --recipe are mutually exclusive",),
-        ),
-        (["--recipe", "nowhere.json"], ("nowhere.json", "cannot read the recipe")),
-        (["--scheme", "int4-g32", "--head", "int2"], ("unknown quantization scheme", "int2")),
-        (
-            ["--recipe", "recipe.json", "--head", "int8"],
-            ("--head cannot be combined with --recipe", "override"),
-        ),
-        (["--scheme", "int8", "--keep", "*.nothing"], ("matches no linear layer", "*.nothing")),
-        (["--scheme", "int8", "--keep", "*"], ("nothing would be quantized",)),
+        (["--scheme", "int3-g128"], ("int3-g128", "int4-g128")),
+        (["--scheme", "int4-g16"], ("int4-g16", "int4-g32", "int4-g64", "int4-g128")),
+        (["--scheme", "int4"], ("int4-g128",)),
+        ([], ("--scheme int8", "--target-bits", "--max-size", "--recipe FILE")),
+        (["--method", "gptq"], ("--scheme int8",)),
+        (["--scheme", "int8", "--calibration", "a.txt"], ("--calibration", "--method gptq")),
+        (["--scheme", "int8", "--recipe", "recipe.json"], ("--scheme", "--recipe")),
+        (["--recipe", "nowhere.json"], ("nowhere.json",)),
+        (["--scheme", "int4-g32", "--head", "int2"], ("int2",)),
+        (["--recipe", "recipe.json", "--head", "int8"], ("--head", "--recipe")),
+        (["--scheme", "int8", "--keep", "*.nothing"], ("*.nothing",)),
+        (["--scheme", "int8", "--keep", "*"], ()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_quantization_that_makes_no_sense_exits_2(
-    arguments: list[str], words: tuple[str, ...], demo_model: Path, tmp_path: Path, capfd: Capture
+    arguments: list[str], names: tuple[str, ...], demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     code, _, err = run(capfd, "quantize", demo_model, tmp_path / "out", *arguments)
     assert code == 2
     assert err.startswith("quantkit: error: ")
     assert err.count("\n") == 1
-    assert all(word in err for word in words)
+    assert all(name in err for name in names)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,9 +268,10 @@ def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_cod
     plain = process("inspect", "nowhere", cwd=tmp_path)
     debug = process("--debug", "inspect", "nowhere", cwd=tmp_path)
     assert plain.returncode == 2
-    assert plain.stderr == "quantkit: error: nowhere: does not exist\n"
+    assert plain.stderr.startswith("quantkit: error: nowhere: ")
+    assert plain.stderr.count("\n") == 1
     assert "Traceback (most recent call last)" in debug.stderr
-    assert "RequestError: nowhere: does not exist" in debug.stderr
+    assert "RequestError: nowhere: " in debug.stderr
     assert debug.returncode == 2
 
 
@@ -329,11 +308,12 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(
 ) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "inspect", str(demo_model)]
     with open("/dev/full", "w") as full:
-        found = subprocess.run(
+        done = subprocess.run(
             command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False
         )
-    assert found.returncode == 5
-    assert found.stderr == b"quantkit: error: the output: No space left on device\n"
+    assert done.returncode == 5
+    assert done.stderr.startswith(b"quantkit: error: ")
+    assert done.stderr.endswith(b": No space left on device\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
@@ -418,10 +398,10 @@ def test_the_result_goes_to_stdout_and_notes_to_stderr(tmp_path: Path, capfd: Ca
     assert out.count("\n") == 1
     lines = err.splitlines()
     assert all(line.startswith("quantkit: note: ") for line in lines)
-    assert "has no tokenizer" in lines[0]
-    assert [line.rpartition("; ")[2] for line in lines[1:]] == [
-        "int4-g64 is used there",
-        "int4-g32 is used there",
+    assert str(src) in lines[0]
+    assert [("int4-g64" in line, "int4-g32" in line) for line in lines[1:]] == [
+        (True, False),
+        (False, True),
     ]
 
 
@@ -499,11 +479,9 @@ def test_verify_exits_0_or_11_and_with_strict_10(
         for name in ("hf", "int8", "broken")
     ]
     assert strict == [0, 10, 11]
-    assert [out.splitlines()[-1] for _, out, _ in codes] == [
-        "verdict: the same model",
-        "verdict: within the bound of the scheme",
-        "verdict: DIFFERENT",
-    ]
+    verdicts = [out.splitlines()[-1] for _, out, _ in codes]
+    assert all(verdict.startswith("verdict: ") for verdict in verdicts)
+    assert len(set(verdicts)) == 3
 
 
 def test_verify_of_one_folder_holds_its_files_against_the_manifest(
@@ -513,7 +491,7 @@ def test_verify_of_one_folder_holds_its_files_against_the_manifest(
     run(capfd, "convert", demo_model, dst)
     code, out, _ = run(capfd, "verify", dst)
     assert code == 0
-    assert "files are as quantkit wrote them" in out
+    assert str(dst) in out
     raw = bytearray((dst / "model.safetensors").read_bytes())
     raw[-1] ^= 1
     (dst / "model.safetensors").write_bytes(raw)
@@ -562,23 +540,15 @@ def test_generate_leaves_the_global_generator_alone(demo_model: Path, capfd: Cap
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "names"),
     [
-        pytest.param(["--prompt", ""], ("the prompt is empty",), id="empty"),
+        pytest.param(["--prompt", ""], ("prompt",), id="empty"),
+        pytest.param(["--prompt", "word " * 5000], ("expected at most 4096",), id="long"),
         pytest.param(
-            ["--prompt", "word " * 5000],
-            ("exceed the model's context", "expected at most 4096"),
-            id="long",
+            ["--prompt", "a", "--max-new-tokens", "5000"], ("expected at most 4096",), id="many"
         ),
         pytest.param(
-            ["--prompt", "a", "--max-new-tokens", "5000"],
-            ("exceed", "expected at most 4096"),
-            id="many",
-        ),
-        pytest.param(
-            ["--prompt", "a", "--max-new-tokens", "0"],
-            ("nothing to generate", "at least 1"),
-            id="none",
+            ["--prompt", "a", "--max-new-tokens", "0"], ("found 0", "at least 1"), id="none"
         ),
         pytest.param(
             ["--prompt", "a", "--temperature", "-1"], ("temperature", "found -1"), id="temperature"
@@ -591,18 +561,18 @@ def test_generate_leaves_the_global_generator_alone(demo_model: Path, capfd: Cap
     ],
 )
 def test_generate_refuses_what_it_cannot_do(
-    options: list[str], words: tuple[str, ...], demo_model: Path, capfd: Capture
+    options: list[str], names: tuple[str, ...], demo_model: Path, capfd: Capture
 ) -> None:
     code, out, err = run(capfd, "generate", demo_model, *options)
     assert (code, out) == (2, "")
     assert err.startswith("quantkit: error: ")
     assert err.count("\n") == 1
-    assert all(word in err for word in words)
+    assert all(name in err for name in names)
 
 
 def test_generate_refuses_a_prompt_without_tokens(demo_model: Path) -> None:
     model, _ = quantkit.load(demo_model)
-    with pytest.raises(RequestError, match="the prompt is empty"):
+    with raises(RequestError, "prompt"):
         quantkit.generate(model, [], max_new_tokens=1)
 
 
@@ -610,19 +580,19 @@ def test_generate_without_a_tokenizer_says_so(tmp_path: Path, capfd: Capture) ->
     src = oracle.save(oracle.make("llama"), tmp_path / "hf")
     code, out, err = run(capfd, "generate", src, "--prompt", "a")
     assert (code, out) == (3, "")
-    assert f"{src}: has no tokenizer" in err
+    assert err.startswith(f"quantkit: error: {src}: ")
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environment", "expected"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_threads_that_wait_leave_the_processors_to_others(
-    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is as before at the end
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    for name, value in given.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["quantkit", "--version"])
     with pytest.raises(SystemExit):

@@ -25,15 +25,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_help_fits_a_terminal_and_begins_with_a_sentence(
-    path: tuple[str, ...], capfd: Capture
-) -> None:
-    code, out, _ = run(capfd, *path, "--help")
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 100
-    summary = COMMANDS[path].get_short_help_str(70)
-    assert not summary.endswith("...")
+def test_help_fits_a_terminal_and_begins_with_a_sentence(capfd: Capture) -> None:
+    for path, command in COMMANDS.items():
+        code, out, _ = run(capfd, *path, "--help")
+        assert code == 0, path
+        assert max(map(len, out.splitlines())) <= 100, path
+        summary = command.get_short_help_str(70)
+        assert not summary.endswith("..."), path
 
 
 def test_the_list_of_commands_has_the_first_sentence_of_each(capfd: Capture) -> None:
@@ -72,7 +70,9 @@ def test_every_option_stands_in_one_section(name: str, capfd: Capture) -> None:
         r"^  (?:-\w, )?(--[\w-]+)", out.partition(f"{titles[0]}:\n")[2], re.MULTILINE
     )
     shown = [
-        one.opts[-1] for one in command.params if isinstance(one, click.Option) and not one.hidden
+        option.opts[-1]
+        for option in command.params
+        if isinstance(option, click.Option) and not option.hidden
     ]
     assert sorted(listed) == sorted([*shown, "--help"])
 
@@ -160,14 +160,14 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
     assert [backend.name for backend in dispatch.BACKENDS] == list(BACKENDS)
     code, _, err = run(capfd, "bench", "x", "--backend", "foo")
     assert code == 2
-    assert f"{', '.join(map(repr, BACKENDS))}." in err
+    assert all(repr(name) in err for name in BACKENDS)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("run", "x"), "Did you mean 'generate'?"),
-        (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
+        (("run", "x"), "'generate'"),
+        (("generate", "x", "-dash"), "--prompt=TEXT"),
     ],
 )
 def test_who_comes_from_elsewhere_is_reported_the_way(

@@ -20,6 +20,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,12 +42,12 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def refused(
     capfd: Capture, code: int, src: Path, *words: object, by: tuple[str, ...] = ("convert",)
 ) -> str:
-    """The one line with which a command refuses `src`; it must hold the words and leave nothing
-    behind.
+    """Require that a command refuses `src` in one line with these words, and leaves nothing
+    behind; return the line.
     """
     dst = src.parent / "out"
-    found, out, err = run(capfd, by[0], src, dst, *by[1:])
-    assert found == code, err
+    exit_code, out, err = run(capfd, by[0], src, dst, *by[1:])
+    assert exit_code == code, err
     assert err.startswith("quantkit: error: ")
     assert err.count("\n") == 1
     assert out == ""
@@ -214,15 +215,15 @@ def meta(demo_model: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (LFS, ("is a git-lfs pointer", f"found {len(LFS)} bytes", "git lfs pull")),
-        (b"\n<!DOCTYPE html><html><head><title>403</title>", ("is an HTML page", "download")),
-        (b"<HTML>\n<body>not found", ("is an HTML page",)),
+        (LFS, (f"found {len(LFS)} bytes", "git lfs pull")),
+        (b"\n<!DOCTYPE html><html><head><title>403</title>", ("HTML",)),
+        (b"<HTML>\n<body>not found", ("HTML",)),
         (
             b'{"error":"Access to this model is restricted"}',
-            ("is an error message of a server", "download it again"),
+            ("server",),
         ),
-        (b"Invalid username or password.", ("is an error message of a server",)),
-        (b"", ("is empty", "found 0 bytes")),
+        (b"Invalid username or password.", ("server",)),
+        (b"", ("found 0 bytes",)),
     ],
     ids=["lfs", "html", "html-upper", "json", "text", "empty"],
 )
@@ -277,14 +278,16 @@ NAMING = [
 ]
 
 
-@pytest.mark.parametrize("command", NAMING)
 def test_a_similar_name_next_to_a_model_that_does_not_exist_is_named(
-    command: str, hf: Path, tmp_path: Path, capfd: Capture
+    hf: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    wrong = hf.with_name(hf.name + "x")
-    places = {"SRC": hf, "WRONG": wrong, "DST": tmp_path / "new"}
-    found = run(capfd, *(places.get(word, word) for word in command.split()))
-    assert found == (2, "", f"quantkit: error: {wrong}: does not exist; did you mean {hf}?\n")
+    for command in NAMING:
+        wrong = hf.with_name(hf.name + "x")
+        places = {"SRC": hf, "WRONG": wrong, "DST": tmp_path / "new"}
+        code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
+        assert (code, out, err.count("\n")) == (2, "", 1), command
+        assert err.startswith(f"quantkit: error: {wrong}: "), command
+        assert f" {hf}?" in err, command
 
 
 EMPTY = ["inspect", "verify", "chat", "generate", "convert", "quantize", "plan generate", "push"]
@@ -295,15 +298,15 @@ def test_an_empty_path_is_not_the_current_folder(
     command: str, hf: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hf)
-    more = {
+    arguments = {
         "generate": ["text"],
         "convert": [tmp_path / "new"],
         "quantize": [tmp_path / "new", "--scheme", "int8"],
         "plan generate": ["--target", "v5e-1"],
     }
-    code, out, err = run(capfd, *command.split(), "", *more.get(command, []))
-    assert (code, out) == (2, "")
-    assert err.endswith(" is empty (expected a path)\n")
+    code, out, err = run(capfd, *command.split(), "", *arguments.get(command, []))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith(" (expected a path)\n")
 
 
 def test_an_unfinished_model_of_the_name_is_named_first(
@@ -311,12 +314,11 @@ def test_an_unfinished_model_of_the_name_is_named_first(
 ) -> None:
     wrong = hf.with_name(hf.name + "x")
     hf.with_name(f"{wrong.name}.partial").mkdir()
-    hint = f"{wrong}.partial is not finished: add --resume to the command that began it"
-    assert run(capfd, "inspect", wrong) == (
-        2,
-        "",
-        f"quantkit: error: {wrong}: does not exist; {hint}\n",
-    )
+    code, out, err = run(capfd, "inspect", wrong)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"quantkit: error: {wrong}: ")
+    assert f"{wrong}.partial" in err
+    assert "--resume" in err
 
 
 @pytest.mark.parametrize(
@@ -326,17 +328,14 @@ def test_a_template_that_does_not_exist_is_an_invalid_request(
     command: str, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"SRC": demo_model, "DST": tmp_path / "new"}
-    given = [places.get(word, word) for word in command.split()]
-    found = run(capfd, *given, "--template", tmp_path / "nope.jinja")
-    assert found == (
-        2,
-        "",
-        f"quantkit: error: {tmp_path / 'nope.jinja'}: the chat template does not exist\n",
-    )
+    arguments = [places.get(word, word) for word in command.split()]
+    code, out, err = run(capfd, *arguments, "--template", tmp_path / "nope.jinja")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"quantkit: error: {tmp_path / 'nope.jinja'}: ")
 
 
 def test_a_weight_file_in_place_of_its_folder_is_refused(hf: Path, capfd: Capture) -> None:
-    refused(capfd, 3, hf / "model.safetensors", "is a file", "expected the folder")
+    refused(capfd, 3, hf / "model.safetensors", "expected the folder")
 
 
 def test_the_meta_folder_inside_a_download_is_pointed_at(
@@ -345,7 +344,7 @@ def test_the_meta_folder_inside_a_download_is_pointed_at(
     outer = tmp_path / "outer"
     outer.mkdir()
     meta.rename(outer / "original")
-    refused(capfd, 3, outer, "has no weights", f"Meta checkpoint in {outer / 'original'}")
+    refused(capfd, 3, outer, outer / "original")
 
 
 # Damaged safetensors
@@ -368,21 +367,21 @@ def _hole(header: Header) -> None:
 @pytest.mark.parametrize(
     ("change", "data", "words"),
     [
-        (_overlap, bytes, ("overlaps another", "found offset", "expected")),
-        (_hole, lambda d: d + bytes(64), ("is preceded by a gap", "found offset", "expected")),
-        (lambda h: None, lambda d: d + bytes(10), ("has bytes after its last tensor",)),
+        (_overlap, bytes, ("overlap",)),
+        (_hole, lambda d: d + bytes(64), ("gap",)),
+        (lambda h: None, lambda d: d + bytes(10), ("last tensor",)),
         (
             lambda h: h[QUERY].update(dtype="Q4"),
             bytes,
-            (f"tensor '{QUERY}' has an unknown dtype", "found Q4"),
+            (QUERY, "found Q4"),
         ),
         (
             lambda h: h[QUERY].update(shape=[64, 63]),
             bytes,
-            (f"tensor '{QUERY}' has the wrong size", "expected 16128"),
+            (QUERY, "expected 16128"),
         ),
-        (lambda h: h[QUERY].pop("shape"), bytes, ("invalid safetensors header", "shape")),
-        (lambda h: h.update({QUERY: 7}), bytes, ("invalid safetensors header",)),
+        (lambda h: h[QUERY].pop("shape"), bytes, ("shape",)),
+        (lambda h: h.update({QUERY: 7}), bytes, ()),
         (lambda h: h.update(__metadata__={"epoch": 3}), bytes, ("model.safetensors", "header")),
     ],
     ids=["overlap", "hole", "trailing", "dtype", "size", "no-shape", "no-entry", "metadata"],
@@ -406,9 +405,7 @@ def test_a_truncated_safetensors_file_reports_expected_and_found_bytes(
     raw = path.read_bytes()
     data = len(raw) - 8 - struct.unpack("<Q", raw[:8])[0]
     path.write_bytes(raw[:-1000])
-    refused(
-        capfd, 3, hf, f"{path}: is truncated (found {data - 1000} bytes of data, expected {data})"
-    )
+    refused(capfd, 3, hf, path, f"found {data - 1000} bytes", f"expected {data}")
 
 
 @pytest.mark.parametrize("kept", [4, 200], ids=["in-the-length", "in-the-header"])
@@ -417,7 +414,7 @@ def test_a_safetensors_file_cut_in_its_header_is_refused(
 ) -> None:
     path = hf / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    refused(capfd, 3, hf, path, "truncated", f"in a file of {kept}")
+    refused(capfd, 3, hf, path, f"in a file of {kept}")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +430,7 @@ def test_a_safetensors_header_that_is_no_object_is_refused(
 ) -> None:
     path = hf / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(content)) + content)
-    refused(capfd, 3, hf, path, "invalid safetensors header")
+    refused(capfd, 3, hf, path)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +444,7 @@ def test_an_absurd_header_length_is_refused_before_memory_is_taken(
     os.truncate(path, 300 << 20)  # sparse
     tracemalloc.start()
     try:
-        with pytest.raises(
-            CheckpointError, match=f"header of {length} bytes in a file of {300 << 20}"
-        ):
+        with raises(CheckpointError, str(length), str(300 << 20), path=path):
             open_file(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -461,7 +456,7 @@ def test_a_tensor_that_claims_terabytes_is_refused(hf: Path, capfd: Capture) -> 
     header = {QUERY: {"dtype": "F32", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 42]}}
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    refused(capfd, 3, hf, path, "is truncated", f"expected {1 << 42}")
+    refused(capfd, 3, hf, path, f"expected {1 << 42}")
 
 
 def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
@@ -475,13 +470,10 @@ def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
         3,
         tmp_path / "made",
         path,
-        "is truncated",
-        "expected",
-        "; copy it or make it again\n",
     )
     assert "download" not in line
     (tmp_path / "made" / "quantkit.json").unlink()
-    refused(capfd, 3, tmp_path / "made", path, "is truncated", "; download it again\n")
+    refused(capfd, 3, tmp_path / "made", path, "download")
 
 
 # Damaged and hostile pickles
@@ -499,9 +491,7 @@ def test_a_truncated_pth_reports_expected_and_found_bytes(
         3,
         meta,
         path,
-        "is truncated",
         f"found {int(share * len(raw))} bytes",
-        "download it again",
     )
     expected = re.search(r"expected at least (\d+) bytes", line)
     assert expected is not None
@@ -514,7 +504,7 @@ def test_the_bytes_expected_of_a_truncated_pth_hold_all_its_tensors(
     path = pickled / "pytorch_model.bin"
     tensors = sum(t.nbytes for t in torch.load(path, weights_only=True).values())
     path.write_bytes(path.read_bytes()[:100_000])
-    line = refused(capfd, 3, pickled, path, "is truncated", "found 100000 bytes")
+    line = refused(capfd, 3, pickled, path, "found 100000 bytes")
     expected = re.search(r"expected at least (\d+) bytes", line)
     assert expected is not None
     assert int(expected[1]) > tensors
@@ -534,7 +524,7 @@ def test_a_truncated_legacy_pickle_is_refused(model: Any, tmp_path: Path, capfd:
     path = src / "consolidated.00.pth"
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-1000])
-    refused(capfd, 3, src, path, "cannot be read", "download it again")
+    refused(capfd, 3, src, path)
 
 
 class _Bomb:
@@ -561,7 +551,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
         path.write_bytes(pickle.dumps({"bomb": _Bomb(mark)}, protocol=2))
     else:
         torch.save(value, path, _use_new_zipfile_serialization=kind == "zip")
-    refused(capfd, 3, src, path, "could run code, so it is refused", "mkdir", "safetensors")
+    refused(capfd, 3, src, path, "mkdir", "safetensors")
     assert not mark.exists()
     if kind == "plain":
         pickle.loads(path.read_bytes())
@@ -573,8 +563,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([torch.zeros(2)], ("does not contain a dictionary of tensors", "found list")),
-        ({}, ("does not contain a dictionary of tensors",)),
+        ([torch.zeros(2)], ("found list",)),
+        ({}, ()),
         (
             {"epoch": 3, "norm.weight": torch.zeros(2)},
             ("entry 'epoch' is not a tensor", "found int"),
@@ -597,18 +587,14 @@ def test_a_pth_that_is_no_dictionary_of_tensors_is_refused(
 def test_a_gap_in_metas_numbering_names_the_shard(missing: int, meta: Path, capfd: Capture) -> None:
     shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.02.pth")
     (meta / f"consolidated.{missing:02d}.pth").unlink()
-    refused(
-        capfd, 3, meta, meta / f"consolidated.{missing:02d}.pth", "is missing", "found 2 shards"
-    )
+    refused(capfd, 3, meta, meta / f"consolidated.{missing:02d}.pth", "found 2 shards")
 
 
 def test_a_missing_last_meta_shard_is_distinguished_from_the_shapes(
     meta: Path, capfd: Capture
 ) -> None:
     (meta / "consolidated.01.pth").unlink()
-    refused(
-        capfd, 3, meta, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2"
-    )
+    refused(capfd, 3, meta, "found 1 consolidated.*.pth", "expected 2")
 
 
 @pytest.mark.parametrize(
@@ -620,22 +606,20 @@ def test_a_missing_last_shard_of_llama_3_is_distinguished_from_the_shapes(
 ) -> None:
     src = save_meta(model, tmp_path / "meta", 2, embedding_axis=0, vocab_size=vocab_size)
     (src / "consolidated.01.pth").unlink()
-    refused(capfd, 3, src, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2")
+    refused(capfd, 3, src, "found 1 consolidated.*.pth", "expected 2")
 
 
 def test_a_stray_third_meta_shard_is_distinguished_from_the_shapes(
     meta: Path, capfd: Capture
 ) -> None:
     shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.02.pth")
-    refused(
-        capfd, 3, meta, "number of shards disagrees", "found 3 consolidated.*.pth", "expected 2"
-    )
+    refused(capfd, 3, meta, "found 3 consolidated.*.pth", "expected 2")
 
 
 def test_a_missing_shard_of_an_index_is_named(sharded: Path, capfd: Capture) -> None:
     shard = sorted(sharded.glob("model-*"))[1]
     shard.unlink()
-    refused(capfd, 3, sharded, f"{shard}: the weight file is missing", "download it again")
+    refused(capfd, 3, sharded, shard)
 
 
 def test_a_missing_part_without_an_index_is_named(sharded: Path, capfd: Capture) -> None:
@@ -646,7 +630,7 @@ def test_a_missing_part_without_an_index_is_named(sharded: Path, capfd: Capture)
         capfd,
         3,
         sharded,
-        f"{parts[-1]}: the weight file is missing",
+        parts[-1],
         f"found {len(parts) - 1} of {len(parts)}",
     )
 
@@ -662,9 +646,7 @@ def test_a_stray_part_without_an_index_makes_the_set_ambiguous(
 ) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     shutil.copy(min(sharded.glob("model-*")), sharded / "model-00001-of-00009.safetensors")
-    refused(
-        capfd, 3, sharded, "several sets of weights", "model-00001-of-00009.safetensors", "stray"
-    )
+    refused(capfd, 3, sharded, "model-00001-of-00009.safetensors")
 
 
 def test_an_index_that_names_a_tensor_its_shard_lacks_is_stale(
@@ -674,9 +656,7 @@ def test_an_index_that_names_a_tensor_its_shard_lacks_is_stale(
     weight_map = json.loads(index.read_text())["weight_map"]
     shard = weight_map[QUERY]
     oracle.edit_json(index, weight_map={**weight_map, "model.layers.9.norm.weight": shard})
-    refused(
-        capfd, 3, sharded, f"{sharded / shard}: lacks tensor 'model.layers.9.norm.weight'", "stale"
-    )
+    refused(capfd, 3, sharded, sharded / shard, "'model.layers.9.norm.weight'")
 
 
 def test_an_index_that_lacks_a_tensor_of_its_shard_is_stale(sharded: Path, capfd: Capture) -> None:
@@ -684,7 +664,7 @@ def test_an_index_that_lacks_a_tensor_of_its_shard_is_stale(sharded: Path, capfd
     weight_map = json.loads(index.read_text())["weight_map"]
     shard = weight_map.pop(QUERY)
     oracle.edit_json(index, weight_map=weight_map)
-    refused(capfd, 3, sharded, index, f"does not list tensor '{QUERY}' in {shard}", "stale")
+    refused(capfd, 3, sharded, index, QUERY, shard)
 
 
 def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(
@@ -694,7 +674,7 @@ def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(
     weight_map = json.loads(index.read_text())["weight_map"]
     wrong = next(file for file in weight_map.values() if file != weight_map[QUERY])
     oracle.edit_json(index, weight_map={**weight_map, QUERY: wrong})
-    refused(capfd, 3, sharded, f"'{QUERY}'", "stale")
+    refused(capfd, 3, sharded, QUERY)
 
 
 @pytest.mark.slow
@@ -710,13 +690,13 @@ def test_tensors_in_float64_are_read_as_by_transformers(
     stored = load_file(base / "model.safetensors")
     doubles = {name: value.double() * (1 + 1e-9) for name, value in stored.items()}
     save_file(doubles, base / "model.safetensors", metadata={"format": "pt"})
-    made = quantkit.convert(base, tmp_path / "made", source_check=False)
+    converted = quantkit.convert(base, tmp_path / "made", source_check=False)
     expected = oracle.load(base, dtype).state_dict()
-    found = oracle.load(made.path, dtype).state_dict()
-    assert found.keys() == expected.keys()
+    state = oracle.load(converted.path, dtype).state_dict()
+    assert state.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].equal(value), name
-    assert any("float64" in note for note in made.notes)
+        assert state[name].equal(value), name
+    assert any("float64" in note for note in converted.notes)
     assert not quantkit.diagnose(base).is_broken
 
 
@@ -729,25 +709,29 @@ def _copy_to_another_shard(sharded: Path, change: float) -> Path:
     return other
 
 
+def _load_all(folder: Path) -> State:
+    tensors: State = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
 def test_equal_copies_of_a_tensor_in_two_shards_are_a_note(sharded: Path, tmp_path: Path) -> None:
     expected = quantkit.convert(sharded, tmp_path / "expected", source_check=False)
     other = _copy_to_another_shard(sharded, 0.0)
-    made = quantkit.convert(sharded, tmp_path / "made", source_check=False)
-    assert any(other.name in note and QUERY in note for note in made.notes)
-    found = {
-        name: value
-        for file in made.path.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-    for file in expected.path.glob("*.safetensors"):
-        for name, value in load_file(file).items():
-            assert found[name].equal(value), name
+    converted = quantkit.convert(sharded, tmp_path / "made", source_check=False)
+    assert any(other.name in note and QUERY in note for note in converted.notes)
+    expected_tensors = _load_all(expected.path)
+    tensors = _load_all(converted.path)
+    assert tensors.keys() == expected_tensors.keys()
+    for name, value in expected_tensors.items():
+        assert tensors[name].equal(value), name
 
 
 def test_copies_that_differ_are_refused(sharded: Path, capfd: Capture) -> None:
     """transformers takes that of the last file, and readers that follow the index the other one."""
     other = _copy_to_another_shard(sharded, 1.0)
-    refused(capfd, 3, sharded, f"{other}: tensor '{QUERY}' differs")
+    refused(capfd, 3, sharded, other, QUERY)
 
 
 def test_a_link_to_itself_is_named(tmp_path: Path, capfd: Capture) -> None:
@@ -755,7 +739,7 @@ def test_a_link_to_itself_is_named(tmp_path: Path, capfd: Capture) -> None:
     link.symlink_to("loop")
     code, _, err = run(capfd, "inspect", link)
     assert (code, "did you mean" in err) == (2, False)
-    assert f"{link}: is a " in err
+    assert err.startswith(f"quantkit: error: {link}: ")
 
 
 @pytest.mark.parametrize(
@@ -768,7 +752,7 @@ def test_a_weight_map_that_leaves_the_folder_is_refused(
     weight_map = json.loads(index.read_text())["weight_map"]
     shutil.copy(sharded / weight_map[QUERY], sharded.parent / "secret.safetensors")
     oracle.edit_json(index, weight_map={**weight_map, QUERY: file})
-    refused(capfd, 3, sharded, index, f"puts tensor '{QUERY}' outside the folder", repr(file))
+    refused(capfd, 3, sharded, index, QUERY, repr(file))
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
@@ -777,7 +761,7 @@ def test_an_index_without_a_weight_map_is_refused(
 ) -> None:
     index = sharded / "model.safetensors.index.json"
     index.write_text(content)
-    refused(capfd, 3, sharded, f"{index}: lacks the key 'weight_map'")
+    refused(capfd, 3, sharded, index, "'weight_map'")
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.0.attention_norm.weight"])
@@ -788,7 +772,7 @@ def test_meta_shards_of_different_models_are_reported_by_their_norms(
     shard = torch.load(path, weights_only=True)
     shard[name][0] += 1
     torch.save(shard, path)
-    refused(capfd, 3, meta, f"'{name}' must be the same in every shard", "different models")
+    refused(capfd, 3, meta, f"'{name}'")
 
 
 def test_meta_shards_with_different_tensors_are_refused(meta: Path, capfd: Capture) -> None:
@@ -796,7 +780,7 @@ def test_meta_shards_with_different_tensors_are_refused(meta: Path, capfd: Captu
     shard = torch.load(path, weights_only=True)
     del shard["layers.3.attention.wq.weight"]
     torch.save(shard, path)
-    refused(capfd, 3, meta, path, "layers.3.attention.wq.weight", "different models")
+    refused(capfd, 3, meta, path, "layers.3.attention.wq.weight")
 
 
 def test_meta_shards_with_different_shapes_are_refused(meta: Path, capfd: Capture) -> None:
@@ -809,22 +793,18 @@ def test_meta_shards_with_different_shapes_are_refused(meta: Path, capfd: Captur
         3,
         meta,
         path,
-        "'layers.1.feed_forward.w1.weight' has a different shape",
-        "found",
-        "expected",
+        "'layers.1.feed_forward.w1.weight'",
     )
 
 
 def test_a_tensor_missing_from_a_single_file_is_named(hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state.pop(QUERY))
-    refused(capfd, 3, hf, f"tensor '{QUERY}' is missing", "found 29 of 30 tensors")
+    refused(capfd, 3, hf, QUERY, "found 29 of 30 tensors")
 
 
 def test_a_tensor_of_the_wrong_shape_is_named(hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state.update({QUERY: torch.zeros(64, 32)}))
-    refused(
-        capfd, 3, hf, f"tensor '{QUERY}' has the wrong shape", "found [64, 32]", "expected [64, 64]"
-    )
+    refused(capfd, 3, hf, QUERY, "found [64, 32]", "expected [64, 64]")
 
 
 # Two sets of weights
@@ -843,10 +823,9 @@ def both(hf: Path, model: Any, tmp_path: Path) -> Path:
 def test_two_sets_without_an_index_are_ambiguous_and_the_flag_is_named(
     both: Path, capfd: Capture
 ) -> None:
-    line = refused(
-        capfd, 3, both, "contains two sets of weights", "consolidated.*.pth", "safetensors"
-    )
-    assert "--weights meta or --weights safetensors" in line
+    line = refused(capfd, 3, both, "consolidated.*.pth", "safetensors")
+    assert "--weights meta" in line
+    assert "--weights safetensors" in line
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("meta", 2), ("safetensors", 1)])
@@ -863,7 +842,7 @@ def test_an_index_decides_between_two_sets(
     for name in ("consolidated.00.pth", "params.json"):
         shutil.copy(both / name, sharded / name)
     dst, notes = accepted(capfd, sharded)
-    assert "consolidated.*.pth along with safetensors; ignored" in notes
+    assert "consolidated.*.pth" in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
 
 
@@ -876,7 +855,7 @@ def test_safetensors_win_over_an_indexed_bin_as_in_transformers(
     index = {"metadata": {}, "weight_map": dict.fromkeys(state, name)}
     (hf / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     dst, notes = accepted(capfd, hf)
-    assert "pytorch_model*.bin along with safetensors; ignored" in notes
+    assert "pytorch_model*.bin" in notes
     assert torch.equal(weights_of(dst)[HEAD], oracle.load(hf).state_dict()[HEAD])
 
 
@@ -886,7 +865,7 @@ def test_safetensors_win_over_bin_and_say_so(
     state = torch.load(pickled / "pytorch_model.bin", weights_only=True)
     torch.save({**state, HEAD: 2 * state[HEAD]}, hf / "pytorch_model.bin")
     dst, notes = accepted(capfd, hf)
-    assert "pytorch_model*.bin along with safetensors; ignored" in notes
+    assert "pytorch_model*.bin" in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
     shutil.rmtree(dst)
     dst, _ = accepted(capfd, hf, "--weights", "bin")
@@ -898,7 +877,7 @@ def test_a_stray_file_next_to_an_index_is_ignored_and_named(
 ) -> None:
     (sharded / "model.safetensors").write_bytes(b"an interrupted download")
     dst, notes = accepted(capfd, sharded)
-    assert "model.safetensors not in the index; ignored" in notes
+    assert "model.safetensors" in notes
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
@@ -933,7 +912,7 @@ def test_a_single_file_next_to_an_index_must_hold_the_same_weights(
     refused(capfd, 3, folder, single.name, HEAD, "transformers")
     save_single(1.0)
     dst, notes = accepted(capfd, folder)
-    assert f"{single.name} not in the index; ignored" in notes
+    assert single.name in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
 
 
@@ -943,26 +922,26 @@ def test_a_single_file_next_to_an_index_must_hold_the_same_weights(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ("the file is empty", "expected a JSON object")),
-        ('{"dim": 128,', ("is not valid JSON",)),
-        ("[]", ("is not a JSON object", "found list")),
+        ("", ()),
+        ('{"dim": 128,', ()),
+        ("[]", ("found list",)),
         (
             '{"hidden_size": 128, "model_type": "llama"}',
-            ("renamed to params.json", "expected Meta's 'dim'"),
+            ("params.json", "'dim'"),
         ),
-        ('{"dim": 128, "n_layers": 4, "norm_eps": 1e-05}', ("lacks the key 'n_heads'",)),
-        ('{"dim": 128, "n_layers": 4, "n_heads": 4}', ("lacks the key 'norm_eps'",)),
+        ('{"dim": 128, "n_layers": 4, "norm_eps": 1e-05}', ("'n_heads'",)),
+        ('{"dim": 128, "n_layers": 4, "n_heads": 4}', ("'norm_eps'",)),
         (
             '{"dim": 256, "n_layers": 4, "n_heads": 4, "norm_eps": 1e-5}',
-            ("dim disagrees", "found 256", "expected 128"),
+            ("found 256", "expected 128"),
         ),
         (
             '{"dim": 128, "n_layers": "four", "n_heads": 4, "norm_eps": 1e-5}',
-            ("wrong type", "four"),
+            ("four",),
         ),
         (
             '{"dim": 128, "n_layers": 4, "n_heads": 0, "norm_eps": 1e-5}',
-            ("'n_heads' is out of range", "found 0"),
+            ("'n_heads'", "found 0"),
         ),
     ],
     ids=["empty", "invalid", "list", "renamed", "no-heads", "no-eps", "dim", "type", "zero"],
@@ -976,7 +955,7 @@ def test_a_bad_params_json_is_named(
 
 def test_a_missing_params_json_is_named(meta: Path, capfd: Capture) -> None:
     (meta / "params.json").unlink()
-    refused(capfd, 3, meta, f"{meta / 'params.json'}: the file is missing")
+    refused(capfd, 3, meta, meta / "params.json")
 
 
 @pytest.mark.parametrize("key", ["moe", "n_experts", "quantization_args"])
@@ -1002,7 +981,7 @@ def test_a_params_json_of_another_kind_of_model_is_refused(
 )
 def test_a_config_without_a_key_names_the_key(key: str, hf: Path, capfd: Capture) -> None:
     oracle.edit_json(hf / "config.json", **{key: None})
-    refused(capfd, 3, hf, f"{hf / 'config.json'}: lacks the key '{key}'")
+    refused(capfd, 3, hf, hf / "config.json", f"'{key}'")
 
 
 @pytest.mark.parametrize("content", ["", "{", '"llama"'], ids=["empty", "invalid", "string"])
@@ -1013,32 +992,32 @@ def test_a_config_that_is_no_json_object_is_refused(content: str, hf: Path, capf
 
 def test_a_missing_config_is_named(hf: Path, capfd: Capture) -> None:
     (hf / "config.json").unlink()
-    refused(capfd, 3, hf, f"{hf / 'config.json'}: the file is missing")
+    refused(capfd, 3, hf, hf / "config.json")
 
 
 def test_a_params_json_renamed_to_config_json_is_recognized(
     hf: Path, meta: Path, capfd: Capture
 ) -> None:
     shutil.copy(meta / "params.json", hf / "config.json")
-    refused(capfd, 3, hf, hf / "config.json", "lacks the key 'model_type'", "Meta's params.json")
+    refused(capfd, 3, hf, hf / "config.json", "'model_type'", "params.json")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": "wide"}, ("wrong type", "wide")),
-        ({"num_attention_heads": 0}, ("'num_attention_heads' is out of range", "found 0")),
-        ({"num_attention_heads": 7}, ("not a multiple of the KV heads", "found 7 and 2")),
-        ({"num_hidden_layers": -1}, ("'num_hidden_layers' is out of range", "found -1")),
-        ({"rope_parameters": "linear"}, ("wrong type",)),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "four"}}, ("wrong type", "four")),
+        ({"hidden_size": "wide"}, ("wide",)),
+        ({"num_attention_heads": 0}, ("'num_attention_heads'", "found 0")),
+        ({"num_attention_heads": 7}, ("found 7 and 2",)),
+        ({"num_hidden_layers": -1}, ("'num_hidden_layers'", "found -1")),
+        ({"rope_parameters": "linear"}, ("rope",)),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "four"}}, ("four",)),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ("config.json",)),
-        ({"rope_parameters": {"rope_type": "linear"}}, ("lacks the key 'factor'",)),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("'factor'",)),
         ({"quantization_config": "int8"}, ("quantization_config",)),
         ({"rms_norm_eps": float("nan")}, ("norm_eps",)),
-        ({"intermediate_size": 128}, ("wrong shape", "expected [128, 64]")),
-        ({"num_hidden_layers": 4}, ("tensor 'model.layers.3.", "is missing", "another model")),
-        ({"num_hidden_layers": 2}, ("unexpected tensor 'model.layers.2.",)),
+        ({"intermediate_size": 128}, ("expected [128, 64]",)),
+        ({"num_hidden_layers": 4}, ("'model.layers.3.",)),
+        ({"num_hidden_layers": 2}, ("'model.layers.2.",)),
     ],
 )
 def test_a_config_with_a_wrong_value_is_refused(
@@ -1053,19 +1032,19 @@ def test_a_config_with_a_wrong_value_is_refused(
     [
         (
             {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
-            ("rope type", "found proportional", "llama3"),
+            ("found proportional", "llama3"),
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "scale": 2}},
-            ("unknown setting", "scale"),
+            ("scale",),
         ),
-        ({"partial_rotary_factor": 0.5}, ("partial rotary", "found 0.5")),
+        ({"partial_rotary_factor": 0.5}, ("found 0.5",)),
         (
             {"model_type": "gpt_neox"},
-            ("architecture is not supported", "found gpt_neox", "llama, ministral3, mistral"),
+            ("found gpt_neox", "llama"),
         ),
-        ({"hidden_act": "gelu"}, ("activation", "found gelu", "expected silu")),
-        ({"dtype": "float64"}, ("dtype is not supported", "found float64")),
+        ({"hidden_act": "gelu"}, ("found gelu", "expected silu")),
+        ({"dtype": "float64"}, ("found float64",)),
     ],
 )
 def test_a_config_that_requests_other_arithmetic_is_refused(
@@ -1124,9 +1103,7 @@ def test_packed_tensors_without_a_config_name_their_scheme(
 ) -> None:
     name = QUERY.removesuffix("weight") + suffix
     rewrite(hf, lambda state: state.update({name: torch.ones(8, 8).to(dtype)}))
-    refused(
-        capfd, 4, hf, "quantized already", named, f"found '{name}'", "start from the float model"
-    )
+    refused(capfd, 4, hf, named, f"found '{name}'")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
@@ -1138,9 +1115,8 @@ def test_a_weight_that_is_not_stored_as_floats_is_refused(
         capfd,
         4,
         hf,
-        f"tensor '{QUERY}' is not stored in a float type",
+        QUERY,
         f"found {DType.of(dtype)}",
-        "quantized already",
     )
 
 
@@ -1151,15 +1127,15 @@ def test_a_meta_weight_that_is_not_stored_as_floats_is_refused(
     name: str, meta: Path, capfd: Capture
 ) -> None:
     edit_shards(meta, lambda shard: shard.update({name: shard[name].to(torch.int8)}))
-    refused(capfd, 4, meta, "not stored in a float type", "found int8")
+    refused(capfd, 4, meta, "found int8")
 
 
 def test_a_damaged_gguf_file_is_named_in_its_folder_and_by_itself(hf: Path, capfd: Capture) -> None:
     (hf / "model.safetensors").unlink()
     gguf = hf / "llama-Q4_K_M.gguf"
     gguf.write_bytes(b"GGUF\x03\x00\x00\x00")
-    refused(capfd, 3, hf, f"{gguf}: has an invalid GGUF header, or is truncated")
-    refused(capfd, 3, gguf, f"{gguf}: has an invalid GGUF header, or is truncated")
+    refused(capfd, 3, hf, gguf)
+    refused(capfd, 3, gguf, gguf)
 
 
 def test_a_lora_adapter_alone_is_called_one(tmp_path: Path, capfd: Capture) -> None:
@@ -1170,19 +1146,19 @@ def test_a_lora_adapter_alone_is_called_one(tmp_path: Path, capfd: Capture) -> N
         {"base_model.model.layers.0.lora_A.weight": torch.zeros(2)},
         src / "adapter_model.safetensors",
     )
-    refused(capfd, 4, src, f"{src}: is a LoRA adapter, not a model", "merge it")
+    refused(capfd, 4, src, src, "LoRA")
 
 
 def test_lora_tensors_under_a_models_name_are_called_an_adapter(hf: Path, capfd: Capture) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({name: torch.zeros(8, 64)}, hf / "model.safetensors", metadata={"format": "pt"})
-    refused(capfd, 4, hf, "is a LoRA adapter", f"found '{name}'")
+    refused(capfd, 4, hf, "LoRA", f"found '{name}'")
 
 
 @pytest.mark.parametrize(
     ("by", "remedy"),
     [
-        (("quantize", "--scheme", "int8"), "start from the float model"),
+        (("quantize", "--scheme", "int8"), "float"),
         (("convert", "--dtype", "fp16"), "--dequantize"),
         (("convert", "--to", "meta"), "--dequantize"),
     ],
@@ -1192,7 +1168,7 @@ def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
 ) -> None:
     first, _ = accepted(capfd, hf, "--scheme", "int4-g32", "--method", "rtn", by="quantize")
     src = first.rename(tmp_path / "int4")
-    refused(capfd, 4, src, src, "quantized", "int4-g32", remedy, by=by)
+    refused(capfd, 4, src, src, "int4-g32", remedy, by=by)
 
 
 # NaN, Inf and overflow
@@ -1215,7 +1191,7 @@ def test_values_that_are_not_finite_name_tensor_and_count(
         capfd,
         7,
         hf,
-        f"tensor '{name}' contains 3 values that are NaN or Inf",
+        name,
         f"found 3 of {count}",
         by=by,
     )
@@ -1230,7 +1206,7 @@ def test_values_of_a_meta_shard_that_are_not_finite_are_refused(meta: Path, capf
         capfd,
         7,
         meta,
-        "tensor 'model.layers.3.self_attn.q_proj.weight' contains 1 values that are NaN or Inf",
+        "model.layers.3.self_attn.q_proj.weight",
     )
 
 
@@ -1249,7 +1225,7 @@ def large(hf: Path) -> Path:
 
 def test_values_that_overflow_float16_name_tensor_and_count(large: Path, capfd: Capture) -> None:
     words = (
-        f"tensor '{QUERY}' contains 2 values that overflow",
+        QUERY,
         "float16",
         "found 2 of 4096",
         "--allow-nonfinite",
@@ -1301,7 +1277,7 @@ def test_a_tied_matrix_may_be_stored_as_the_head_alone(tied: Path, capfd: Captur
     state = weights_of(tied)
     rewrite(tied, lambda state: state.update({HEAD: state.pop(EMBEDDING)}))
     dst, notes = accepted(capfd, tied)
-    assert f"the embedding is stored as {HEAD}" in notes
+    assert HEAD in notes
     assert torch.equal(weights_of(dst)[EMBEDDING], state[EMBEDDING])
     tokens = oracle.random_tokens(12)
     assert torch.equal(
@@ -1316,7 +1292,6 @@ def test_a_tied_head_that_differs_is_refused(tied: Path, capfd: Capture) -> None
         3,
         tied,
         tied / "config.json",
-        "lm_head.weight differs from the embedding",
         "tie_word_embeddings",
     )
 
@@ -1368,7 +1343,7 @@ def test_derived_buffers_of_transformers_are_dropped(
 )
 def test_any_other_extra_tensor_is_an_error(name: str, hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state.update({name: torch.ones(4)}))
-    refused(capfd, 3, hf, f"unexpected tensor '{name}'")
+    refused(capfd, 3, hf, f"'{name}'")
 
 
 def test_any_other_extra_tensor_of_meta_is_an_error(meta: Path, capfd: Capture) -> None:
@@ -1378,7 +1353,7 @@ def test_any_other_extra_tensor_of_meta_is_an_error(meta: Path, capfd: Capture) 
         3,
         meta,
         meta / "consolidated.00.pth",
-        "unexpected tensor 'layers.0.attention.wqkv.weight'",
+        "'layers.0.attention.wqkv.weight'",
     )
 
 
@@ -1423,7 +1398,7 @@ def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(
     model: Any, tmp_path: Path, capfd: Capture
 ) -> None:
     src = save_meta(model, tmp_path / "meta", vocab_size=100)
-    refused(capfd, 3, src, src / "params.json", "vocab_size disagrees", "found 100", "expected 96")
+    refused(capfd, 3, src, src / "params.json", "found 100", "expected 96")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -1456,11 +1431,10 @@ def test_a_tokenizer_smaller_than_the_embedding_is_noted(tmp_path: Path, capfd: 
     src = save_meta(oracle.make("llama", vocab_size=600), tmp_path / "meta")
     save_tiktoken(src)
     _, notes = accepted(capfd, src, "--no-source-check")
-    assert (
-        notes
-        == f"quantkit: note: {src}: the tokenizer has {TIKTOKEN_SIZE} tokens, the embedding 600"
-        " rows\n"
-    )
+    assert notes.startswith(f"quantkit: note: {src}: ")
+    assert notes.count("\n") == 1
+    assert f" {TIKTOKEN_SIZE} " in notes
+    assert " 600 " in notes
 
 
 @pytest.mark.parametrize("layout", ["meta", "hf"])
@@ -1474,7 +1448,6 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(
         3,
         src,
         src,
-        "more tokens than the embedding",
         f"found {TIKTOKEN_SIZE} tokens",
         "at most 96",
     )
@@ -1492,7 +1465,7 @@ def test_a_damaged_tokenizer_is_refused(content: bytes, meta: Path, capfd: Captu
 
 def test_a_damaged_tokenizer_json_is_refused(hf: Path, capfd: Capture) -> None:
     (hf / "tokenizer.json").write_text('{"model": {}}')
-    refused(capfd, 3, hf, f"{hf / 'tokenizer.json'}: is not a tokenizer")
+    refused(capfd, 3, hf, hf / "tokenizer.json")
 
 
 # Arithmetic that must survive
@@ -1560,8 +1533,7 @@ def test_rope_scaling_that_metas_format_cannot_say_is_refused(
         capfd,
         4,
         src,
-        f"{rope_type} rope scaling",
-        "convert to 'hf'",
+        rope_type,
         by=("convert", "--to", "meta"),
     )
 
@@ -1569,37 +1541,35 @@ def test_rope_scaling_that_metas_format_cannot_say_is_refused(
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("qwen2", {}, ("attention or MLP biases",)),
-        ("qwen3", {}, ("q/k norms", "a head size other than dim / n_heads")),
-        ("mistral", {"sliding_window": 7}, ("sliding-window attention",)),
-        ("llama", {"attention_bias": True}, ("attention or MLP biases",)),
+        ("qwen2", {}, ("biases",)),
+        ("qwen3", {}, ("norms", "head size")),
+        ("mistral", {"sliding_window": 7}, ("sliding-window",)),
+        ("llama", {"attention_bias": True}, ("biases",)),
     ],
 )
 def test_a_model_that_metas_format_cannot_hold_is_refused(
     kind: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path, capfd: Capture
 ) -> None:
     src = oracle.save(oracle.make(kind, **changes), tmp_path / "hf")
-    refused(capfd, 4, src, "Meta's format does not support", *words, by=("convert", "--to", "meta"))
+    refused(capfd, 4, src, *words, by=("convert", "--to", "meta"))
 
 
-@pytest.mark.parametrize(
-    ("mp", "what"), [("3", "attention heads"), ("0", "attention heads"), ("-2", "attention heads")]
-)
+@pytest.mark.parametrize("mp", ["3", "0", "-2"])
 def test_a_number_of_shards_that_does_not_divide_is_refused(
-    mp: str, what: str, hf: Path, capfd: Capture
+    mp: str, hf: Path, capfd: Capture
 ) -> None:
     refused(
         capfd,
         2,
         hf,
-        f"{mp} shards do not divide the {what}",
+        f"{mp} shards",
         "--mp",
         by=("convert", "--to", "meta", "--mp", mp),
     )
 
 
 def test_shards_without_metas_format_are_refused(hf: Path, capfd: Capture) -> None:
-    refused(capfd, 2, hf, "--mp requires --to meta", by=("convert", "--mp", "2"))
+    refused(capfd, 2, hf, "--mp", "--to meta", by=("convert", "--mp", "2"))
 
 
 def test_two_conversions_give_equal_bytes(meta: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -1622,17 +1592,16 @@ def ragged(tmp_path: Path) -> Path:
 
 def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd: Capture) -> None:
     dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", "--method", "rtn", by="quantize")
-    assert (
-        "int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 "
-        in notes
-    )
+    for name in ("int4-g64", " 3 ", "model.layers.0.mlp.down_proj", "int8"):
+        assert name in notes
     tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     for layer in range(3):
         down = tensors[f"model.layers.{layer}.mlp.down_proj"]
-        assert (down["scheme"], down["reason"]) == ("int8", "int4-g64 does not divide the row")
-    others = {n: t for n, t in tensors.items() if "down_proj" not in n and n != "lm_head"}
-    assert len(others) == 18
-    assert {t["scheme"] for t in others.values()} == {"int4-g64"}
+        assert down["scheme"] == "int8"
+        assert "int4-g64" in down["reason"]
+    other_linears = {n: t for n, t in tensors.items() if "down_proj" not in n and n != "lm_head"}
+    assert len(other_linears) == 18
+    assert {t["scheme"] for t in other_linears.values()} == {"int4-g64"}
     assert tensors["lm_head"]["scheme"] is None
 
 
@@ -1651,7 +1620,6 @@ def test_strict_fails_where_rows_do_not_divide(ragged: Path, capfd: Capture) -> 
         2,
         ragged,
         ragged,
-        "does not divide",
         "model.layers.0.mlp.down_proj",
         "--strict",
         by=by,
@@ -1661,7 +1629,7 @@ def test_strict_fails_where_rows_do_not_divide(ragged: Path, capfd: Capture) -> 
 def test_strict_passes_where_all_rows_divide(ragged: Path, capfd: Capture) -> None:
     options = "--scheme", "int4-g64", "--method", "rtn", "--keep", "*.down_proj", "--strict"
     _, notes = accepted(capfd, ragged, *options, by="quantize")
-    assert "does not divide" not in notes
+    assert "int4-g64" not in notes
 
 
 # Destinations
@@ -1677,11 +1645,8 @@ def test_an_existing_destination_is_left_untouched(
         (dst / "model.safetensors").write_bytes(content)
     code, _, err = run(capfd, "convert", hf, dst)
     assert code == 5
-    assert (
-        err
-        == f"quantkit: error: {dst}: exists already; nothing is overwritten; choose another name or"
-        " remove it\n"
-    )
+    assert err.startswith(f"quantkit: error: {dst}: ")
+    assert err.count("\n") == 1
     assert [p.read_bytes() for p in dst.iterdir()] == ([] if content is None else [content])
     assert not (tmp_path / "out.partial").exists()
 
@@ -1693,7 +1658,7 @@ def test_a_dangling_link_as_destination_is_left_untouched(
     dst.symlink_to(tmp_path / "elsewhere")
     code, _, err = run(capfd, "convert", hf, dst)
     assert code == 5
-    assert "exists already" in err
+    assert err.startswith(f"quantkit: error: {dst}: ")
     assert dst.is_symlink()
     assert not (tmp_path / "elsewhere").exists()
 
@@ -1705,7 +1670,7 @@ def test_a_file_as_the_destinations_parent_is_refused(
     parent.write_bytes(b"precious")
     code, _, err = run(capfd, "convert", hf, parent / "out")
     assert code == 5
-    assert err.startswith(f"quantkit: error: {parent / 'out.partial'}: cannot be written")
+    assert err.startswith(f"quantkit: error: {parent / 'out.partial'}: ")
     assert err.count("\n") == 1
     assert parent.read_bytes() == b"precious"
 
@@ -1731,7 +1696,7 @@ def test_the_source_as_destination_is_refused(
     before = {p.name: p.read_bytes() for p in hf.iterdir()}
     code, _, err = run(capfd, by[0], hf, tmp_path / spelling, *by[1:])
     assert code == 2
-    assert "source and destination are the same folder" in err
+    assert f"found {tmp_path / spelling})" in err
     assert {p.name: p.read_bytes() for p in hf.iterdir()} == before
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import forked
 import pytest
 from command import Capture, run, without_progress
+from error_parts import raises
 from partial import contents, interrupted, partial
 
 import quantkit
@@ -66,10 +67,9 @@ def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_p
         errors.append(caught.value)
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
-    assert {str(error) for error in errors} == {
-        f"this process is writing to {partial(tmp_path / 'out')} already, in another call;"
-        " wait until it is done, or choose another destination"
-    }
+    (line,) = {str(error) for error in errors}
+    assert str(partial(tmp_path / "out")) in line
+    assert "pid" not in line
     assert {(type(error), error.retryable, error.exit_code) for error in errors} == {
         (BeingWrittenError, True, 6)
     }
@@ -103,7 +103,7 @@ def test_only_a_process_that_may_be_the_writer_is_named(
             (partial(dst) / WRITER).write_text(writer)
         with pytest.raises(ResumeError) as caught:
             quantkit.convert(demo_model, dst, resume=True)
-        assert f"is writing to {partial(dst)}{named}; wait" in str(caught.value)
+        assert f"{partial(dst)}{named};" in str(caught.value)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -112,9 +112,7 @@ def test_only_a_process_that_may_be_the_writer_is_named(
 
 def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: Path) -> None:
     (partial(dst) / WRITER).write_text(f"{os.getpid()} {os.uname().nodename}")
-    with pytest.raises(
-        InterruptedRunError, match="contains an interrupted run; add `resume=True`"
-    ) as caught:
+    with raises(InterruptedRunError, path=partial(dst), options=["resume"]) as caught:
         quantkit.convert(demo_model, dst)
     assert not caught.value.retryable
 
@@ -141,22 +139,21 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 def test_a_partial_folder_is_reported_for_what_it_is(
-    command: str, demo_model: Path, dst: Path, tmp_path: Path, capfd: Capture
+    demo_model: Path, dst: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"SRC": partial(dst), "MODEL": demo_model, "DST": tmp_path / "new"}
-    code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
-    assert (code, out) == (3, "")
-    assert (
-        err == f"quantkit: error: {partial(dst)}: is the partial output of an unfinished"
-        " run of convert, not a model; add --resume to the command that began it\n"
-    )
+    for command in COMMANDS:
+        code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
+        assert (code, out, err.count("\n")) == (3, "", 1), command
+        assert err.startswith(f"quantkit: error: {partial(dst)}: "), command
+        assert "convert" in err, command
+        assert "--resume" in err, command
 
 
 def test_under_another_name_it_is_the_same(dst: Path, tmp_path: Path) -> None:
     partial(dst).rename(tmp_path / "renamed")
-    with pytest.raises(CheckpointError, match=r"an unfinished run of convert.*`resume=True`"):
+    with raises(CheckpointError, "convert", path=tmp_path / "renamed", options=["resume"]):
         quantkit.open_checkpoint(tmp_path / "renamed")
 
 
@@ -166,9 +163,8 @@ def test_a_quantization_that_is_not_finished_can_be_continued(
     left = interrupted(
         functools.partial(quantkit.quantize, scheme="int8"), demo_model, tmp_path / "out"
     )
-    with pytest.raises(
-        CheckpointError, match=r"run of quantize.*, and `accept_quality_loss=True` if"
-    ):
+    options = ["resume", "accept_quality_loss"]
+    with raises(CheckpointError, "quantize", path=left, options=options):
         quantkit.inspect(left)
 
 
@@ -177,16 +173,13 @@ def test_a_quantization_that_is_not_finished_can_be_continued(
 )
 def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> None:
     (partial(dst) / ".quantkit-journal.jsonl").write_bytes(line)
-    with pytest.raises(CheckpointError, match="an unfinished run"):
+    with raises(CheckpointError, path=partial(dst), options=["resume"]):
         quantkit.inspect(partial(dst))
 
 
 def test_one_that_is_being_written_is_reported_as_that(demo_model: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        with pytest.raises(
-            CheckpointError,
-            match=r"is writing to .*out\.partial already, in another call",
-        ):
+        with raises(CheckpointError, str(partial(tmp_path / "out"))):
             quantkit.inspect(partial(tmp_path / "out"))
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
@@ -217,8 +210,8 @@ main()
 
 
 def _process(code: str, *arguments: str | Path) -> tuple[int, str, str]:
-    given = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, without_progress(done.stderr)
 
 
@@ -263,7 +256,7 @@ def test_signals_are_the_commands_and_not_the_librarys(
         during.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
-    assert all(one == before for one in during)
+    assert all(handlers == before for handlers in during)
     run(capfd, "inspect", tmp_path / "out")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -275,7 +268,9 @@ def test_python_is_reported_too_what_is_kept(demo_model: Path, tmp_path: Path) -
 
     with pytest.raises(KeyboardInterrupt) as caught:
         quantkit.convert(demo_model, tmp_path / "out", source_check=False, progress=progress)
-    assert caught.value.__notes__ == [f"{partial(tmp_path / 'out')} is kept: add `resume=True`"]
+    (note,) = caught.value.__notes__
+    assert str(partial(tmp_path / "out")) in note
+    assert "`resume=True`" in note
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -288,12 +283,13 @@ def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
 
     with pytest.raises(error) as caught:
         quantkit.convert(demo_model, tmp_path / "out", progress=progress)
-    assert caught.value.__notes__ == ["nothing was written yet"]
+    (note,) = caught.value.__notes__
+    assert str(tmp_path) not in note
     assert not list(tmp_path.iterdir())
 
 
 STEPS = pytest.mark.parametrize(
-    ("step", "given"),
+    ("step", "options"),
     [
         ("calibration.settings.GptqSettings.draw", ["--scheme", "int4-g64"]),
         ("bit_allocation.fit.Fit.choose_allocation", ["--target-bits", "5.5"]),
@@ -304,7 +300,7 @@ STEPS = pytest.mark.parametrize(
 @STEPS
 def test_an_interruption_of_calibration_says_what_is_kept(
     step: str,
-    given: list[str],
+    options: list[str],
     demo_model: Path,
     tmp_path: Path,
     capfd: Capture,
@@ -314,11 +310,17 @@ def test_an_interruption_of_calibration_says_what_is_kept(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"quantkit.{step}", stop)
-    command = ["quantize", demo_model, tmp_path / "out", *given, "--samples", "4", "--length", "64"]
-    assert run(capfd, *command) == (130, "", "quantkit: interrupted; nothing was written yet\n")
+    gptq = ["--samples", "4", "--length", "64"]
+    command = ["quantize", demo_model, tmp_path / "out", *options, *gptq]
+    code, out, err = run(capfd, *command)
+    assert (code, out, err.count("\n")) == (130, "", 1)
+    assert err.startswith("quantkit: interrupted; ")
+    assert str(tmp_path) not in err
     interrupted(quantkit.convert, demo_model, tmp_path / "out")
-    kept = f"quantkit: interrupted; {partial(tmp_path / 'out')} is kept: add --resume\n"
-    assert run(capfd, *command, "--resume") == (130, "", kept)
+    code, out, err = run(capfd, *command, "--resume")
+    assert (code, out, err.count("\n")) == (130, "", 1)
+    assert err.startswith(f"quantkit: interrupted; {partial(tmp_path / 'out')} ")
+    assert "--resume" in err
 
 
 IGNORED = """
@@ -375,10 +377,10 @@ def test_another_error_says_what_is_kept(
     monkeypatch.setattr(convert, "_load_output_value", fail)
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert code == 1
-    assert (
-        err == f"quantkit: internal error: MemoryError: ; {partial(tmp_path / 'out')} is kept: add"
-        " --resume; --debug shows more\n"
-    )
+    assert err.startswith("quantkit: internal error: MemoryError: ")
+    assert err.count("\n") == 1
+    for name in (str(partial(tmp_path / "out")), "--resume", "--debug"):
+        assert name in err
 
 
 STOPPED = """
@@ -401,39 +403,39 @@ def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     who: str, demo_model: Path, tmp_path: Path
 ) -> None:
     """A launcher that is stopped stops all of them."""
-    given = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
-    command = ["quantize", demo_model, tmp_path / "out", *given, "--calibration", EXCERPT]
-    wanted = {
+    gptq = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
+    options = [*gptq, "--calibration", EXCERPT]
+    command = ["quantize", demo_model, tmp_path / "out", *options]
+    is_stopped = {
         "all": "True",
         "first": "os.environ['RANK'] == '0'",
         "second": "os.environ['RANK'] == '1'",
     }[who]
-    program = STOPPED.format(number=int(signal.SIGTERM)).replace("if ", f"if {wanted} and ", 1)
-    both = forked.group(2, program, *command)
+    program = STOPPED.format(number=int(signal.SIGTERM)).replace("if ", f"if {is_stopped} and ", 1)
+    processes = forked.group(2, program, *command)
     lines = [
-        line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")
+        line
+        for process in processes
+        for line in process.stderr.splitlines()
+        if line.startswith("quantkit: ")
     ]
     lines = without_progress("".join(f"{line}\n" for line in lines)).splitlines()
-    kept = f"{partial(tmp_path / 'out')} is kept: add --resume"
+    (line,) = lines
+    assert str(partial(tmp_path / "out")) in line
+    assert "--resume" in line
+    codes = [process.returncode for process in processes]
     if who == "second":
-        assert [one.returncode for one in both] == [9, 143]
-        assert lines == [
-            "quantkit: error: another process was lost; its own message or exit code says why;"
-            f" {kept}"
-        ]
+        assert codes == [9, 143]
+        assert line.startswith("quantkit: error: ")
     else:
-        assert both[0].returncode == 143
-        assert both[1].returncode == 143 if who == "all" else both[1].returncode != 0
-        assert lines == [f"quantkit: interrupted; {kept}"]
+        assert codes[0] == 143
+        assert codes[1] == 143 if who == "all" else codes[1] != 0
+        assert line.startswith("quantkit: interrupted; ")
     if who != "all":
         return
     again = forked.group(2, program, *command, "--resume")
-    assert [one.returncode for one in again] == [0, 0], again[0].stderr
-    whole = forked.group(
-        2,
-        program,
-        *(tmp_path / "whole" if one == tmp_path / "out" else one for one in command),
-        "--resume",
-    )
-    assert [one.returncode for one in whole] == [0, 0], whole[0].stderr
+    assert [process.returncode for process in again] == [0, 0], again[0].stderr
+    whole_command = ["quantize", demo_model, tmp_path / "whole", *options]
+    whole = forked.group(2, program, *whole_command, "--resume")
+    assert [process.returncode for process in whole] == [0, 0], whole[0].stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

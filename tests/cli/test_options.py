@@ -11,6 +11,7 @@ import click
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 
 import quantkit
 from quantkit.cli.main import quantkit as root
@@ -24,17 +25,17 @@ from quantkit.model.device import float_type
 
 def _commands() -> dict[str, click.Command]:
     """All commands by name, those of groups too."""
-    found: dict[str, click.Command] = {}
+    commands: dict[str, click.Command] = {}
     for name, command in root.commands.items():
         if isinstance(command, click.Group):
-            found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
+            for inner_name, inner in command.commands.items():
+                commands[f"{name} {inner_name}"] = inner
         else:
-            found[name] = command
-    return found
+            commands[name] = command
+    return commands
 
 
 COMMANDS = _commands()
-NO_GPU = r"device cannot be used \(found cuda"
 WITH_JSON = set(COMMANDS) - {"generate", "chat", "serve", "completion"}
 
 
@@ -110,32 +111,32 @@ def test_without_a_device_a_gpu_is_requested_where_torch_sees_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 100)
-    with pytest.raises(RequestError, match=NO_GPU):
+    with raises(RequestError, "device", found="cuda"):
         quantkit.load(demo_model)
     quantkit.load(demo_model, device="cpu")
-    with pytest.raises(RequestError, match=NO_GPU):
+    with raises(RequestError, "device", found="cuda"):
         quantkit.quantize(demo_model, tmp_path / "out", "int8", method="gptq", calibration=text)
-    with pytest.raises(RequestError, match=NO_GPU):
+    with raises(RequestError, "device", found="cuda"):
         evaluate([demo_model], texts=[text], window=64, speed=True)
-    with pytest.raises(RequestError, match=NO_GPU):
+    with raises(RequestError, "device", found="cuda"):
         evaluate([demo_model], tasks=["winogrande"])
     assert (
         evaluate([demo_model], texts=[text], window=64).device == "cpu"
     )  # perplexity is always computed there
     code, _, err = run(capfd, "generate", demo_model, "--prompt", "x")
     assert code == 2
-    assert "device cannot be used (found cuda" in err
+    assert "found cuda" in err
 
 
 def test_each_measurement_of_bench_requests_the_same(demo_model: Path) -> None:
-    with pytest.raises(RequestError, match=r"device cannot be used \(found nonsense"):
+    with raises(RequestError, "device", found="nonsense"):
         bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="nonsense")
 
 
 def test_a_device_without_use_is_refused(demo_model: Path, capfd: Capture) -> None:
     code, out, err = run(capfd, "eval", demo_model, "--device", "cuda")
     assert (code, out) == (2, "")
-    assert "a device requires tasks or speed" in err
+    assert all(name in err for name in ("device", "tasks", "speed"))
 
 
 @pytest.mark.parametrize("spelled", ["fp32", "float32", torch.float32])
@@ -145,7 +146,7 @@ def test_float_types_are_spelled_as_one_likes(spelled: str | torch.dtype, demo_m
 
 @pytest.mark.parametrize("spelled", ["fp8", "int8", "", torch.int8, 32])
 def test_another_float_type_is_refused(spelled: object) -> None:
-    with pytest.raises(RequestError, match="unknown float type"):
+    with raises(RequestError, found=repr(spelled)):
         float_type(spelled)  # type: ignore[arg-type]
 
 
@@ -153,7 +154,7 @@ def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:
     assert parse_file_size("2GiB") == 2**31
     assert parse_file_size("2622336") == 2622336
     for spelled in ("1.5", "2.", "GB", "-5", ""):
-        with pytest.raises(RequestError, match="size"):
+        with raises(RequestError, "size", found=repr(spelled)):
             parse_file_size(spelled)
 
 
@@ -175,21 +176,19 @@ def test_memory_is_spelled_with_its_unit(spelled: str, expected: int, capfd: Cap
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "spelled", ["lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9", "4"]
-)
-def test_what_is_no_memory_is_refused(spelled: str) -> None:
-    with pytest.raises(RequestError, match=r"amount of memory \(found .*4GB, 512MB or 2GiB"):
-        parse_memory(spelled)
+def test_what_is_no_memory_is_refused() -> None:
+    for spelled in ("lots", "", "GB", "-1GB", "nan", "inf", "4XB", "4GBs", "1e9", "4"):
+        with raises(RequestError, "memory", found=repr(spelled)):
+            parse_memory(spelled)
 
 
 def test_the_command_hands_on_bytes(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, object] = {}
+    received: dict[str, object] = {}
 
     def planned(**arguments: object) -> quantkit.Estimate:
-        given.update(arguments)
+        received.update(arguments)
         raise RequestError("seen")
 
     monkeypatch.setattr(quantkit.plan, "quantize", planned)
@@ -204,7 +203,7 @@ def test_the_command_hands_on_bytes(
         "--activation-memory",
         "2GB",
     )
-    assert given["activation_memory"] == 2 * 10**9
+    assert received["activation_memory"] == 2 * 10**9
 
 
 @pytest.mark.parametrize("spelled", ["bf16", "bfloat16"])

@@ -13,17 +13,7 @@ from command import Capture, run
 
 import quantkit
 
-REASON = (
-    "cpu-exact, cpu-fast: there is no C++ compiler; install g++ or clang++, or name one in CXX;"
-    " triton: runs on GPUs"
-)
-REFUSED = (
-    f"no kernels for int8 on cpu in bfloat16; {REASON}; --allow-slow runs it without kernels ("
-)
-WARNING = (
-    "quantkit: warning: int8 runs without kernels (new tokens 20 to 200 times slower, prompts 5"
-    " times slower); "
-)
+WARNING = "quantkit: warning: int8 "
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +61,17 @@ def test_a_quantized_model_is_refused_unless_slowness_is_allowed(
         monkeypatch.setattr(
             sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Who?\n"), isatty=lambda: False)
         )
-        found, out, err = run(capfd, *command, *options)
-        assert found == code, err
+        exit_code, out, err = run(capfd, *command, *options)
+        assert exit_code == code, err
         if code:
             assert (out, err.count("\n")) == ("", 1)
-            assert err.startswith(f"quantkit: error: {int8}: {REFUSED}")
+            assert err.startswith(f"quantkit: error: {int8}: ")
+            for backend in ("cpu-exact", "cpu-fast", "triton"):
+                assert backend in err
+            assert "--allow-slow" in err
         else:
-            assert err.count("int8 runs without kernels") == err.count(f"{WARNING}{REASON}\n") == 1
+            assert err.count(WARNING) == 1
+            assert err.count("g++") == 1
 
 
 @pytest.mark.slow
@@ -113,12 +107,9 @@ def test_rounding_to_int4_says_that_it_is_slower(
         capfd, "quantize", demo_model, tmp_path / "int4", "--scheme", "int4-g64", "--method", "rtn"
     )
     assert code == 0
-    warned = [line for line in err.splitlines() if line.startswith("quantkit: warning: ")]
-    assert len(warned) == 1
-    assert (
-        "int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is no C++"
-        " compiler" in warned[0]
-    )
+    (warning,) = [line for line in err.splitlines() if line.startswith("quantkit: warning: ")]
+    assert "int4" in warning
+    assert "C++" in warning
 
 
 @pytest.mark.slow
@@ -128,4 +119,4 @@ def test_the_demo_runs_and_names_the_remedy(
     code, _, err = run(capfd, "demo", "--quick", "--json", tmp_path / "found.json")
     assert code == 0
     assert json.loads((tmp_path / "found.json").read_text())["samples"]["int4-g64"]
-    assert err.count("install g++") == 2  # for rounding, and for the model
+    assert err.count("g++") == 2  # for rounding, and for the model

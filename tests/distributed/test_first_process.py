@@ -10,6 +10,7 @@ from typing import Any
 import forked
 import pytest
 from command import Capture, run
+from error_parts import raises
 from partial import contents, interrupted, partial, rewrite_last
 
 import quantkit
@@ -57,11 +58,9 @@ def test_an_error_is_reported_once_and_is_that_of_both(demo_model: Path, tmp_pat
     both = forked.group(
         2, forked.COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8"
     )
-    assert [one.returncode for one in both] == [5, 5]
-    assert _reported(both) == [
-        f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
-        " choose another name or remove it"
-    ]
+    assert [process.returncode for process in both] == [5, 5]
+    (line,) = _reported(both)
+    assert line.startswith(f"quantkit: error: {tmp_path / 'out'}: ")
 
 
 @pytest.mark.slow
@@ -80,7 +79,8 @@ def test_waiting_has_no_limit_of_time() -> None:
         "    time.sleep(2.5 * group.is_rank0)\n"
     )
     both = forked.group(2, code)
-    assert [(one.returncode, one.stdout) for one in both] == [(0, "['a']\n")] * 2, both[1].stderr
+    for process in both:
+        assert (process.returncode, process.stdout) == (0, "['a']\n"), process.stderr
 
 
 def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
     assert both[0].returncode == 6
     assert both[1].returncode != 0
     (reported,) = _reported(both)
-    assert "found changed number of processes" in reported
+    assert "number of processes" in reported
     after = contents(partial(dst))
     after.pop(WRITER)
     assert after == before
@@ -110,16 +110,16 @@ def test_both_accept_an_output_that_both_have_made(demo_model: Path, tmp_path: P
         "skip",
         *(f"--{name}={value}" for name, value in GPTQ.items()),
     ]
-    for said in f"wrote {dst}: ", f"{dst} exists already, from the same inputs and options: ":
+    for beginning in f"wrote {dst}: ", f"{dst} ":
         first, second = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
         assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-        assert said in first.stdout
+        assert first.stdout.startswith(beginning)
         assert (second.stdout, second.stderr) == ("", "")
     (dst / "README.md").write_text("mine")
     both = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
-    assert [one.returncode for one in both] == [5, 5]
+    assert [process.returncode for process in both] == [5, 5]
     (reported,) = _reported(both)
-    assert "found changed file README.md" in reported
+    assert "README.md" in reported
 
 
 def test_a_run_on_another_kind_of_device_is_not_resumed(demo_model: Path, tmp_path: Path) -> None:
@@ -131,5 +131,5 @@ def test_a_run_on_another_kind_of_device_is_not_resumed(demo_model: Path, tmp_pa
     assert json.loads(begun)["fingerprint"]["kind of device"] == "cpu"
     (folder / ".quantkit-journal.jsonl").write_bytes(begun)
     rewrite_last(folder, lambda entry: entry["fingerprint"].update({"kind of device": "cuda"}))
-    with pytest.raises(ResumeError, match="found changed kind of device"):
+    with raises(ResumeError, found="changed kind of device"):
         quantkit.quantize(demo_model, dst, "int4-g64", **GPTQ, resume=True)

@@ -309,9 +309,8 @@ def test_processes_with_different_files_are_refused(
         file.write(b"\x00")
     (other / "quantkit.json").unlink()
     reported = _run_apart(*(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
-    assert reported.startswith(
-        "quantkit: error: the processes differ in contents of model.safetensors (found"
-    )
+    assert reported.startswith("quantkit: error: ")
+    assert "model.safetensors" in reported
 
 
 def test_processes_with_different_seeds_are_refused(
@@ -321,11 +320,9 @@ def test_processes_with_different_seeds_are_refused(
     arguments = ["--scheme", "int8", "--method", "gptq", "--calibration", tmp_path / "text"]
     command = ["quantize", folders["fp32"], tmp_path / "out", *arguments]
     reported = _run_apart(*([*command, "--seed", seed] for seed in ("1", "2")))
-    assert (
-        reported
-        == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1"
-        " as in process 0)"
-    )
+    assert reported.startswith("quantkit: error: ")
+    for name in ("seed", "found 2 in process 1", "expected 1 as in process 0"):
+        assert name in reported
     assert not (tmp_path / "out").exists()
 
 
@@ -372,8 +369,8 @@ def test_a_lost_process_and_an_interruption_end_the_job(
     if how == signal.SIGINT:
         assert reported == ["quantkit: interrupted"]
     else:  # the launcher ends the others, before, while or after they find out
-        lost = "quantkit: error: another process was lost; its own message or exit code says why"
-        assert reported in ([], [lost], ["quantkit: interrupted"])
+        assert len(reported) <= 1
+        assert all(line.startswith("quantkit: ") for line in reported)
         assert err.read_text().count("Signal 9 (SIGKILL) received") == 1
     assert err.read_text().count("Traceback") == 1  # the launcher's own
 

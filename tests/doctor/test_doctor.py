@@ -20,6 +20,7 @@ import pytest
 import torch
 from broken_folders import DOWN, HIDDEN, LINEARS, VOCABULARY, Q
 from command import Capture, run
+from error_parts import raises
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 
@@ -717,13 +718,13 @@ def test_how_far_a_folder_is_from_its_source(
 
 def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None:
     folder = build.make(tmp_path / "model", "packed")
-    with pytest.raises(RequestError, match="does not exist"):
+    with raises(RequestError, path=tmp_path / "nothing"):
         quantkit.diagnose(folder, against=tmp_path / "nothing")
-    with pytest.raises(RequestError, match="quantized itself"):
+    with raises(RequestError, path=folder, options=["against"]):
         quantkit.diagnose(folder, against=folder)
     code, _, err = run(capfd, "doctor", "")
     assert code == RequestError.exit_code
-    assert "PATH is empty" in err
+    assert "PATH" in err
 
 
 def test_models_without_a_head_are_called_otherwise(tmp_path: Path) -> None:
@@ -805,10 +806,10 @@ def test_arguments_that_make_no_sense(requested: dict[str, Any], tmp_path: Path)
 
 
 def test_nothing_there_and_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="does not exist"):
+    with raises(RequestError, path=tmp_path / "nothing"):
         quantkit.diagnose(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(RequestError, match="contains no weights"):
+    with raises(RequestError, "*.safetensors", path=tmp_path / "notes.txt"):
         quantkit.diagnose(tmp_path / "notes.txt")
 
 
@@ -816,10 +817,7 @@ def test_the_command_reports_and_ends_with_its_code(tmp_path: Path, capfd: Captu
     folder = build.make(tmp_path / "model", "gptq-asym")
     code, out, _ = run(capfd, "doctor", folder)
     assert code == 0
-    assert "nothing found" in out
-    assert "not looked at: the weights themselves, and what it predicts (--deep)" in " ".join(
-        out.split()
-    )
+    assert "--deep" in out
     code, out, _ = run(capfd, "doctor", folder, "--for", "vllm", "--json", tmp_path / "found.json")
     assert code == 12
     (reported,) = [line for line in out.splitlines() if line.strip().startswith("error ")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import oracle
 import pytest
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -60,25 +61,27 @@ def test_what_it_predicts_is_measured(hybrid: Path) -> None:
 def test_without_transformers_its_family_is_not_known(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "transformers" else there(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "transformers" else find_spec(name),
     )
     (note,) = quantkit.diagnose(hybrid, runtime="transformers").findings
     assert note.rule.name == "unknown-family"
-    found = quantkit.diagnose(hybrid)
-    assert CLASS not in found.looked_at
-    assert any("its family is not known here" in one for one in found.left_out)
-    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+    diagnosis = quantkit.diagnose(hybrid)
+    assert CLASS not in diagnosis.looked_at
+    assert any("family" in part for part in diagnosis.left_out)
+    with raises(UnsupportedError, path=hybrid / "config.json", options=["tensors_only"]):
         quantkit.inspect(hybrid)
 
 
 def test_inspect_shows_what_transformers_runs(hybrid: Path, tmp_path: Path) -> None:
-    found = quantkit.inspect(hybrid)
-    assert found.run_by is not None
-    assert found.run_by.startswith("transformers ")
-    assert found.tensors == quantkit.inspect(hybrid, tensors_only=True).tensors
+    inspected = quantkit.inspect(hybrid)
+    assert inspected.run_by is not None
+    assert inspected.run_by.startswith("transformers ")
+    assert inspected.tensors == quantkit.inspect(hybrid, tensors_only=True).tensors
     unknown = shutil.copytree(hybrid, tmp_path / "model")
     oracle.edit_json(unknown / "config.json", model_type="nonesuch")
-    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+    with raises(UnsupportedError, path=unknown / "config.json", found="nonesuch"):
         quantkit.inspect(unknown)

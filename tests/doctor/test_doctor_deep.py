@@ -86,13 +86,13 @@ def _scale(name: str, factor: float) -> Damage:
 
 
 DAMAGES: dict[str, tuple[Damage, str, str]] = {
-    "swapped layers": (_edit_weights(_swap_layers), "no-prediction", "uniform guess"),
+    "swapped layers": (_edit_weights(_swap_layers), "no-prediction", "uniform"),
     "overflow": (_scale("model.layers.1.mlp.up_proj.weight", 1e38), "no-prediction", "NaN or Inf"),
-    "no embedding": (_edit_weights(_repeat_row), "no-prediction", "do not depend on its input"),
+    "no embedding": (_edit_weights(_repeat_row), "no-prediction", "input"),
     "faint head": (
         _scale("lm_head.weight", 0.05),
         "poor-prediction",
-        "the frequencies of tokens alone",
+        "frequencies",
     ),
     "pairs": (_reorder(to_interleaved), "other-reading", "from pairs to halves"),
     "halves": (_reorder(to_rotate_half), "other-reading", "from halves to pairs"),
@@ -177,17 +177,17 @@ def test_what_is_not_run_is_listed(
 ) -> None:
     def left_out(folder: Path) -> list[str]:
         return [
-            one
-            for one in quantkit.diagnose(folder, deep=True).left_out
-            if one.startswith("what it predicts")
+            part
+            for part in quantkit.diagnose(folder, deep=True).left_out
+            if part.startswith("what it predicts")
         ]
 
-    assert left_out(build.make(tmp_path / "words")) == [
-        "what it predicts: the tokenizer makes no tokens of English"
-    ]
+    (line,) = left_out(build.make(tmp_path / "words"))
+    assert "tokenizer" in line
     broken = oracle.copy(sound, tmp_path / "broken")
     _scale("model.layers.1.mlp.up_proj.weight", float("nan"))(broken)
-    assert left_out(broken) == ["what it predicts: it is not run because of the errors"]
+    (line,) = left_out(broken)
+    assert "errors" in line
     (broken / "tokenizer.json").unlink()
     monkeypatch.setattr(predictions, "MAX_PARAMETERS", 10**6)
     (line,) = left_out(sound)

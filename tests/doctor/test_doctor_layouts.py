@@ -166,7 +166,7 @@ def test_scales_without_codes_lack_the_codes_of_the_format(form: str, tmp_path: 
     )
     (found,) = quantkit.diagnose(tmp_path / "model").findings
     assert (found.rule.name, found.location) == ("incomplete", Q)
-    assert found.message.startswith(f"lacks {suffix}; has")
+    assert suffix in found.message
 
 
 def test_a_sound_folder_of_torchao(tmp_path: Path) -> None:

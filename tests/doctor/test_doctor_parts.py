@@ -159,9 +159,9 @@ def test_some_of_what_predicts_further_tokens_is_missing(lost: list[str], tmp_pa
 def test_layers_beyond_those_of_the_model_are_counted(tmp_path: Path) -> None:
     assert _found(OF_LAYERS, tmp_path / "all") == {}
     two = replace(OF_LAYERS, stated={"num_nextn_predict_layers": 2})
-    (found,) = quantkit.diagnose(two.write(tmp_path / "some")).findings
-    assert found.rule.name == "dropped-prediction"
-    assert found.message == "num_nextn_predict_layers is 2, and there is only layer 2"
+    (finding,) = quantkit.diagnose(two.write(tmp_path / "some")).findings
+    assert finding.rule.name == "dropped-prediction"
+    assert "num_nextn_predict_layers" in finding.message
     assert _found(replace(OF_LAYERS, further=TOWER), tmp_path / "none") == {
         "dropped-prediction": {"config.json"}
     }
@@ -192,9 +192,7 @@ def test_mtp_in_ignore_under_another_name(tmp_path: Path) -> None:
     ).findings
     assert {one.location for one in found if one.rule.name == "mtp-not-ignored"} == set(MTP)
     (joining,) = (one for one in found if one.location == "mtp.fc")
-    assert joining.message.startswith(
-        "floats, and by the config, which names 'model.mtp.fc' instead, "
-    )
+    assert "'model.mtp.fc'" in joining.message
     assert [one.location for one in found if one.rule.name == "names-nothing"] == renamed
     by_pattern = Hybrid(ignored=(*others, r"^model\.mtp.*"))
     assert _found(by_pattern, tmp_path / "pattern") == {"mtp-not-ignored": set(MTP)}

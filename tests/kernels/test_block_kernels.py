@@ -4,6 +4,7 @@ float64.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from closeness import require_close
 from instruction_sets import DTYPES, HERE
 from torch import Tensor
 
@@ -31,6 +33,8 @@ SCORES = {
     "capped, with sinks, in a window": (0.05, 1.5, True, 100),
 }
 """Scale, soft cap, whether heads have sinks, window."""
+ATTENTION_SHAPES = [(8, 2, 1, 600, 64), (4, 4, 3, 300, 80), (6, 1, 33, 260, 20)]
+"""Heads, KV heads, tokens, length of the cache, head size."""
 
 
 def _mixed(
@@ -57,36 +61,24 @@ def _mixed(
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "shared", "tokens", "length", "size"),
-    [(8, 2, 1, 600, 64), (4, 4, 3, 300, 80), (6, 1, 33, 260, 20)],
-)
-def test_attention_scores_are_capped_and_sinks_take_their_share(
-    variant: str,
-    scores: str,
-    dtype: torch.dtype,
-    heads: int,
-    shared: int,
-    tokens: int,
-    length: int,
-    size: int,
-) -> None:
-    scale, softcap, has_sinks, window = SCORES[scores]
-    queries = torch.randn(2, heads, tokens, size).to(dtype)
-    keys, values = torch.randn(2, 2, shared, length, size).to(dtype)
-    sinks = torch.linspace(-3, 9, heads) if has_sinks else None
-    positions = torch.arange(length - tokens, length)
+def test_attention_scores_are_capped_and_sinks_take_their_share(variant: str) -> None:
     operator = load_kernels(variant).cached_attention
-    found = operator(
-        queries, keys, None, values, None, positions, None, window or 0, scale, softcap, sinks
-    )
-    distance = positions.unsqueeze(-1) - torch.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
-    expected = _mixed(queries, keys, values, seen, scale, softcap, sinks)
-    tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    for scores, dtype, shape in itertools.product(SCORES, DTYPES, ATTENTION_SHAPES):
+        heads, shared, tokens, length, size = shape
+        scale, softcap, has_sinks, window = SCORES[scores]
+        queries = torch.randn(2, heads, tokens, size).to(dtype)
+        keys, values = torch.randn(2, 2, shared, length, size).to(dtype)
+        sinks = torch.linspace(-3, 9, heads) if has_sinks else None
+        positions = torch.arange(length - tokens, length)
+        product = operator(
+            queries, keys, None, values, None, positions, None, window or 0, scale, softcap, sinks
+        )
+        distance = positions.unsqueeze(-1) - torch.arange(length)
+        seen = (distance >= 0) & (distance < (window or length))
+        expected = _mixed(queries, keys, values, seen, scale, softcap, sinks)
+        tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        case = scores, dtype, shape
+        require_close(product.double(), expected, case, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -172,8 +164,9 @@ def test_capped_attention_hands_on_what_is_not_finite(variant: str, tokens: int)
 )
 def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     keys = torch.zeros(1, 1, 9, 32)
-    given = {"softcap": None, "sinks": None} | wrong
-    with pytest.raises(RuntimeError, match=r"softcap|sinks"):
+    settings = {"softcap": None, "sinks": None} | wrong
+    (name,) = wrong
+    with pytest.raises(RuntimeError, match=name):
         load_kernels().cached_attention(
             torch.zeros(1, 2, 1, 32),
             keys,
@@ -184,7 +177,7 @@ def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
             None,
             0,
             1.0,
-            *given.values(),
+            *settings.values(),
         )
 
 
@@ -433,23 +426,24 @@ STEPS = [(6, True), (1, False), (3, False), (30, False), (1, False)]
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
-@pytest.mark.parametrize("name", FEATURES)
-def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str) -> None:
+def test_blocks_serve_each_feature(variant: str) -> None:
     """A prompt, one token, a few, many, of sequences at positions of their own in slots that are
     not in order.
     """
-    block = ExampleBlock(FEATURES[name], load_kernels(variant))
-    keys, values = (to_cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2))
-    starts = torch.tensor([[0], [0]])
-    for count, prefill in STEPS:
-        step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)
-        x = torch.randn(2, count, HIDDEN)
-        found = block.run(x, step, (keys, values))
-        torch.testing.assert_close(
-            found.double(), block.expected(x, step, (keys, values)), rtol=1e-3, atol=1e-3
+    for cached, name in itertools.product((torch.float32, torch.int8), FEATURES):
+        block = ExampleBlock(FEATURES[name], load_kernels(variant))
+        keys, values = (
+            to_cached_rows(torch.zeros(2, KV_HEADS, 60, SIZE), cached) for _ in range(2)
         )
-        starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
+        starts = torch.tensor([[0], [0]])
+        for count, prefill in STEPS:
+            step = ExampleStep(starts + torch.arange(count), torch.tensor([1, 0]), prefill)
+            x = torch.randn(2, count, HIDDEN)
+            states = block.run(x, step, (keys, values)).double()
+            expected = block.expected(x, step, (keys, values))
+            case = cached, name, count
+            require_close(states, expected, case, rtol=1e-3, atol=1e-3)
+            starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "all"])
@@ -471,10 +465,7 @@ ACTIVATIONS = [("silu", None), ("gelu_tanh", None), ("swiglu_oai", None), ("swig
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
-def test_activations_are_right_to_float32(
-    variant: str, activation: str, limit: float | None
-) -> None:
+def test_activations_are_right_to_float32(variant: str) -> None:
     """A block that adds the inner state of the first column to the second; its attention adds
     nothing.
     """
@@ -488,37 +479,48 @@ def test_activations_are_right_to_float32(
         return weight
 
     gates = torch.cat([torch.linspace(-12, 12, 997), 10 ** torch.linspace(-6, 30, 100)])
-    for up in (1.0, -9.0):
-        x = torch.zeros(1, len(gates), 32)
-        x[0, :, 0] = gates
-        bias = torch.zeros(64)
-        bias[32] = up
-        attention = [
-            None,
-            packed(96, 32, []),
-            None,
-            None,
-            None,
-            None,
-            packed(32, 32, []),
-            None,
-            None,
-        ]
-        feed_forward = [None, packed(64, 32, [(0, 0)]), bias, packed(32, 32, [(1, 0)]), None, None]
-        settings = 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0, 0, True
-        blocks = ops.prepare_blocks([(attention, feed_forward, settings)])
-        angles = torch.ones(len(gates), 32), torch.zeros(len(gates), 32)
-        ops.run_blocks(x, blocks.number, angles, None, torch.arange(len(gates)), None, [], True)
-        expected = _gated(activation, limit, gates.double(), torch.full_like(gates, up).double())
-        torch.testing.assert_close(x[0, :, 1].double(), expected, rtol=1e-6, atol=1e-6)
+    for activation, limit in ACTIVATIONS:
+        for up in (1.0, -9.0):
+            x = torch.zeros(1, len(gates), 32)
+            x[0, :, 0] = gates
+            bias = torch.zeros(64)
+            bias[32] = up
+            attention = [
+                None,
+                packed(96, 32, []),
+                None,
+                None,
+                None,
+                None,
+                packed(32, 32, []),
+                None,
+                None,
+            ]
+            feed_forward = [
+                None,
+                packed(64, 32, [(0, 0)]),
+                bias,
+                packed(32, 32, [(1, 0)]),
+                None,
+                None,
+            ]
+            settings = 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0, 0, True
+            blocks = ops.prepare_blocks([(attention, feed_forward, settings)])
+            angles = torch.ones(len(gates), 32), torch.zeros(len(gates), 32)
+            ops.run_blocks(x, blocks.number, angles, None, torch.arange(len(gates)), None, [], True)
+            expected = _gated(
+                activation, limit, gates.double(), torch.full_like(gates, up).double()
+            )
+            case = activation, limit, up
+            require_close(x[0, :, 1].double(), expected, case, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("attention", "feed_forward", "activation", "reason"),
     [
-        (range(8), None, "silu", "attention: 9 tensors"),
-        (None, range(5), "silu", "feed-forward: 6 tensors"),
-        (None, None, "relu", "no such activation: relu"),
+        (range(8), None, "silu", "attention: 9"),
+        (None, range(5), "silu", "feed-forward: 6"),
+        (None, None, "relu", "relu"),
     ],
 )
 def test_blocks_that_make_no_sense_are_refused(

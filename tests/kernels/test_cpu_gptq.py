@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from error_parts import raises
 from instruction_sets import HERE
 from schemes import any_scheme
 from torch import Tensor
@@ -20,11 +22,13 @@ from quantkit.model.column_kernels import make_cpu_kernels, select_column_kernel
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import search_scales
+from quantkit.tensors.scheme import QuantScheme
 
 pytestmark = pytest.mark.cpu_kernels
 
 CPU = torch.device("cpu")
 SCHEMES = ("int4-g32", "int4-g32-asym", "int4-g128", "int4-g128-asym", "int4", "int8")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 384), (37, 256), (1, 128), (530, 128))
 """Rows, which may leave a part of a vector, and columns, more than a kernel takes at once and
 fewer.
@@ -47,36 +51,47 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.sampled(39)
+def _rounding_loss(
+    grouped: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, importance: Tensor
+) -> float:
+    """Sum the weighted squares of the errors of rounding.
+
+    Args:
+        grouped: the weight, [groups, columns of a group, rows].
+        scale, zero: of each group, [groups, rows].
+        scheme: what it is rounded to.
+        importance: of each column, [groups, columns of a group, 1].
+    """
+    step = scale.float().unsqueeze(1)
+    if zero is None:
+        offset = torch.tensor(float(scheme.levels // 2))
+    else:
+        offset = zero.float().unsqueeze(1)
+    codes = (grouped / step).round().add(offset).clamp(0, scheme.levels - 1).sub(offset)
+    return ((codes * step - grouped).square() * importance).sum().item()
+
+
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scales_lose_no_more_than_those_that_torch_finds(
-    variant: str, name: str, rows: int, columns: int, dtype: torch.dtype
-) -> None:
-    weight, hessian = _problem(rows, columns)
-    scheme, wanted, importance = (
-        any_scheme(name),
-        weight.t().contiguous(),
-        hessian.diagonal().contiguous(),
-    )
-    found, zero = make_cpu_kernels().search_scales(wanted, importance, scheme, dtype)
-    expected, others = search_scales(wanted, importance, scheme, dtype)
-    assert found.dtype == dtype
-    assert (zero is None) == (others is None) == scheme.symmetric
-
-    def loss(scale: Tensor, zero: Tensor | None) -> Tensor:
-        step, grouped = scale.float().unsqueeze(1), wanted.view(len(scale), -1, rows)
-        offset = scheme.levels // 2 if zero is None else zero.float().unsqueeze(1)
-        codes = (grouped / step).round().add(offset).clamp(0, scheme.levels - 1).sub(offset)
-        return ((codes * step - grouped).square() * importance.view(len(scale), -1, 1)).sum(1)
-
-    # Where a value is half way between two codes, the last bit of a sum decides.
-    assert loss(found, zero).sum().item() == pytest.approx(
-        loss(expected, others).sum().item(), rel=5e-3
-    )
-    if dtype != torch.float32:
-        assert (found != expected).float().mean() < 1e-2
+def test_scales_lose_no_more_than_those_that_torch_finds(variant: str, name: str) -> None:
+    for (rows, columns), dtype in itertools.product(SHAPES, DTYPES):
+        weight, hessian = _problem(rows, columns)
+        case = rows, columns, dtype
+        scheme = any_scheme(name)
+        transposed = weight.t().contiguous()
+        importance = hessian.diagonal().contiguous()
+        scale, zero = make_cpu_kernels().search_scales(transposed, importance, scheme, dtype)
+        torch_scale, torch_zero = search_scales(transposed, importance, scheme, dtype)
+        assert scale.dtype == dtype, case
+        assert (zero is None) == (torch_zero is None) == scheme.symmetric, case
+        grouped = transposed.view(len(scale), -1, rows)
+        group_importance = importance.view(len(scale), -1, 1)
+        loss = _rounding_loss(grouped, scale, zero, scheme, group_importance)
+        torch_loss = _rounding_loss(grouped, torch_scale, torch_zero, scheme, group_importance)
+        # Where a value is half way between two codes, the last bit of a sum decides.
+        assert loss == pytest.approx(torch_loss, rel=5e-3), case
+        if dtype != torch.float32:
+            assert (scale != torch_scale).float().mean() < 1e-2, case
 
 
 def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
@@ -90,31 +105,30 @@ def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
         assert (scale != 0).all()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_a_layer_loses_as_little_as_with_torch(
-    variant: str, name: str, rows: int, columns: int
-) -> None:
-    weight, hessian = _problem(rows, columns)
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = hessian.diagonal().mean()  # as the solver takes them
-    quantized, report = solve(
-        weight,
-        Damped.of_(hessian.clone()),
-        any_scheme(name),
-        torch.bfloat16,
-        kernels=make_cpu_kernels(),
-    )
-    _, other = solve(
-        weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH
-    )
-    # Of one row's scale both signs may lose the same, and all else follows from which is taken.
-    assert report.output_error == pytest.approx(other.output_error, rel=0.02 if rows > 1 else 1)
-    error = quantized.dequantize() - weight
-    assert report.error.sum().item() == pytest.approx(
-        ((error @ hessian) * error).sum().item(), rel=0.01
-    )
+def test_a_layer_loses_as_little_as_with_torch(variant: str, name: str) -> None:
+    for rows, columns in SHAPES:
+        weight, hessian = _problem(rows, columns)
+        dead = hessian.diagonal() == 0
+        hessian.diagonal()[dead] = hessian.diagonal().mean()  # as the solver takes them
+        quantized, report = solve(
+            weight,
+            Damped.of_(hessian.clone()),
+            any_scheme(name),
+            torch.bfloat16,
+            kernels=make_cpu_kernels(),
+        )
+        _, torch_report = solve(
+            weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH
+        )
+        # Of one row's scale both signs may lose the same, and all else follows from which is taken.
+        assert report.output_error == pytest.approx(
+            torch_report.output_error, rel=0.02 if rows > 1 else 1
+        ), (rows, columns)
+        error = quantized.dequantize() - weight
+        output_error = ((error @ hessian) * error).sum().item()
+        assert report.error.sum().item() == pytest.approx(output_error, rel=0.01), (rows, columns)
 
 
 def test_they_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,24 +152,21 @@ def test_torch_replaces_them_without_a_compiler_and_a_warning_says_so(
         assert select_column_kernels(CPU) is TORCH
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message.startswith(
-        "int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is"
-    )
+    assert "cpu" in record.message
 
 
 def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert select_column_kernels(torch.device("meta")) is TORCH
-    assert caplog.messages == [
-        "int4 rounding and GPTQ run without kernels on meta, slower; runs on GPUs"
-    ]
+    (message,) = caplog.messages
+    assert "meta" in message
 
 
 def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "sse9")
     select_column_kernels.cache_clear()
-    with pytest.raises(RequestError, match="unknown CPU kernels"):
+    with raises(RequestError, SETTING, found="sse9"):
         select_column_kernels(CPU)
 
 

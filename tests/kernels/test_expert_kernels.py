@@ -5,6 +5,7 @@ against the modules.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +68,21 @@ def test_each_token_goes_through_its_experts(
             assert (found - expected).norm() < bound * expected.norm()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [40, 49])
-def test_activations_biases_and_widths_that_fill_no_band(
-    activation: str, dtype: torch.dtype, size: int
-) -> None:
-    mixture = Mixture.random(
-        "int8", count=4, hidden=100, size=size, activation=activation, limit=0.5, bias=True
-    )
-    x, (weights, chosen) = torch.randn(9, 100).to(dtype), mixture.choices(9, 2)
-    found = _given(mixture, "int8", "cpu-exact", x, weights, chosen)
-    expected = summed(mixture, x, weights, chosen)
-    assert found.dtype == dtype
-    assert (found.double() - expected).norm() < (
-        1e-4 if dtype == torch.float32 else 1e-2
-    ) * expected.norm()
+def test_activations_biases_and_widths_that_fill_no_band() -> None:
+    activations = ("silu", "gelu_tanh", "swiglu_oai")
+    dtypes = (torch.float32, torch.bfloat16)
+    for activation, dtype, size in itertools.product(activations, dtypes, (40, 49)):
+        mixture = Mixture.random(
+            "int8", count=4, hidden=100, size=size, activation=activation, limit=0.5, bias=True
+        )
+        x, (weights, chosen) = torch.randn(9, 100).to(dtype), mixture.choices(9, 2)
+        product = _given(mixture, "int8", "cpu-exact", x, weights, chosen)
+        expected = summed(mixture, x, weights, chosen)
+        case = activation, dtype, size
+        assert product.dtype == dtype, case
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2}[dtype]
+        error = (product.double() - expected).norm()
+        assert error < tolerance * expected.norm(), case
 
 
 def test_a_tokens_bits_do_not_depend_on_the_tokens_next_to_it() -> None:
@@ -110,7 +110,7 @@ def test_an_expert_that_is_not_finite_spoils_its_own_tokens_only() -> None:
 @pytest.mark.parametrize("expert", [-1, 4])
 def test_an_expert_that_is_not_there_is_refused(expert: int) -> None:
     mixture = Mixture.random("int8", count=4, hidden=64, size=32)
-    with pytest.raises(RuntimeError, match=f"no expert {expert}"):
+    with pytest.raises(RuntimeError, match=f"expert {expert}"):
         _given(
             mixture,
             "int8",

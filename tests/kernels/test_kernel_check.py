@@ -72,24 +72,24 @@ class WrongScales(Wrapped):
 MODES = ("reference", "cpu-exact", "cpu-fast")
 
 
-@pytest.mark.parametrize("share", [0.15, 0.02])
 @pytest.mark.parametrize("inner", MODES)
-@pytest.mark.parametrize("text", ["int8", "int4-g128-asym"])
-def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None:
-    for row, dtype, scale_dtype in itertools.product((0, 17, ROWS - 1), DTYPES, DTYPES[:2]):
-        wrong = WrongRow(inner, row, share)
-        assert self_test(wrong, any_scheme(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
+def test_one_wrong_row_is_found_out(inner: str) -> None:
+    for text, share in itertools.product(("int8", "int4-g128-asym"), (0.15, 0.02)):
+        for row, dtype, scale_dtype in itertools.product((0, 17, ROWS - 1), DTYPES, DTYPES[:2]):
+            wrong = WrongRow(inner, row, share)
+            problem = self_test(wrong, any_scheme(text), CPU, dtype, scale_dtype)
+            assert problem is not None, (text, share, row, dtype, scale_dtype)
 
 
-@pytest.mark.parametrize("tokens", check.SMALL.tokens)
 @pytest.mark.parametrize("inner", MODES)
-def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(
-    inner: str, tokens: int
-) -> None:
-    for row in (0, 17, ROWS - 1):
-        wrong = WrongRow(inner, row, 0.15, tokens)
-        found = self_test(wrong, QuantScheme.parse("int4-g32"), CPU, torch.bfloat16, torch.bfloat16)
-        assert found == f"its results for {tokens} tokens are wrong on this machine"
+def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str) -> None:
+    for tokens in check.SMALL.tokens:
+        for row in (0, 17, ROWS - 1):
+            wrong = WrongRow(inner, row, 0.15, tokens)
+            scheme = QuantScheme.parse("int4-g32")
+            problem = self_test(wrong, scheme, CPU, torch.bfloat16, torch.bfloat16)
+            assert problem is not None, (tokens, row)
+            assert str(tokens) in problem
 
 
 @pytest.mark.parametrize("inner", MODES)
@@ -151,34 +151,37 @@ def _require_no_fault(backend: Backend) -> None:
         )
 
 
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "size", [check.SMALL, *check.ON_GPUS], ids=["small", "gpu", "gpu, whole units"]
 )
-def test_the_example_has_what_real_weights_have(text: str, size: check._Size) -> None:
-    scheme = any_scheme(text)
-    weight = check._example(scheme, size, torch.bfloat16)
-    rows, columns = weight.shape
-    assert set(weight.codes.unique().tolist()) == set(range(scheme.levels))
-    assert weight.scale.dtype == torch.bfloat16
-    assert (weight.scale > 0).any()
-    assert (weight.scale < 0).any()
-    assert weight.scale.abs().max() > 100 * weight.scale.abs().min() > 0
-    assert rows % 16
-    assert columns >= size.columns
-    if size.ragged:
-        assert weight.scale.shape[1] % 2 == 1
-        assert columns % 32 if scheme.group_size is None else weight.scale.shape[1] > 1
-    if weight.zero is not None:
-        assert weight.zero.unique().numel() > 10
-    if size in check.ON_GPUS:
-        assert {2, 16, 128} <= set(size.tokens)
-        assert (
-            columns == 4096
-            if not size.ragged
-            else columns % 128 or (scheme.group_size or 0) % 128 == 0
-        )
+def test_the_example_has_what_real_weights_have(size: check._Size) -> None:
+    for text in (*SCHEMES, "int4-g4096"):
+        scheme = any_scheme(text)
+        weight = check._example(scheme, size, torch.bfloat16)
+        rows, columns = weight.shape
+        assert set(weight.codes.unique().tolist()) == set(range(scheme.levels)), text
+        assert weight.scale.dtype == torch.bfloat16, text
+        assert (weight.scale > 0).any(), text
+        assert (weight.scale < 0).any(), text
+        assert weight.scale.abs().max() > 100 * weight.scale.abs().min() > 0, text
+        assert rows % 16, text
+        assert columns >= size.columns, text
+        if size.ragged:
+            groups = weight.scale.shape[1]
+            assert groups % 2 == 1, text
+            if scheme.group_size is None:
+                assert columns % 32, text
+            else:
+                assert groups > 1, text
+        if weight.zero is not None:
+            assert weight.zero.unique().numel() > 10, text
+        if size in check.ON_GPUS:
+            assert {2, 16, 128} <= set(size.tokens)
+            if not size.ragged:
+                assert columns == 4096, text
+            else:
+                assert columns % 128 or (scheme.group_size or 0) % 128 == 0, text
 
 
 def test_a_number_that_is_not_finite_is_not_within_anything() -> None:

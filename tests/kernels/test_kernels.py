@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from closeness import require_close
+from error_parts import raises
 from schemes import any_scheme
 from torch import Tensor
 
@@ -43,7 +45,12 @@ def _quantized(
 
 
 def _require_product(
-    found: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None, tolerance: float
+    product: Tensor,
+    x: Tensor,
+    weight: QuantTensor,
+    bias: Tensor | None,
+    tolerance: float,
+    case: object,
 ) -> None:
     """Hold a product against float64, the error against what products of such terms are like."""
     wide = weight.dequantize().double()
@@ -52,61 +59,59 @@ def _require_product(
     if bias is not None:
         exact += bias.double()
         size += bias.double().square()
-    assert found.dtype == x.dtype
-    assert found.shape == exact.shape
-    assert (found.double() - exact).norm() < tolerance * size.sum().sqrt()
+    assert product.dtype == x.dtype, case
+    assert product.shape == exact.shape, case
+    assert (product.double() - exact).norm() < tolerance * size.sum().sqrt(), case
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("backend", MODES)
-def test_the_product_equals_dequantize_times_x(
-    text: str, dtype: torch.dtype, with_bias: bool, backend: str
-) -> None:
-    for size, rows, columns in itertools.product(SIZES, (1, 33), (128, 384)):
-        weight = _quantized(text, rows, columns)
-        bias = torch.randn(rows).to(dtype) if with_bias else None
-        x = torch.randn(size, columns).to(dtype)
-        layer = QuantLinear(weight, bias, CPU, dtype, list_allowed_backends(backend))
-        _require_product(layer(x), x, weight, bias, DTYPES[dtype] + MODES[backend])
+def test_the_product_equals_dequantize_times_x(text: str, backend: str) -> None:
+    for dtype, with_bias in itertools.product(DTYPES, (False, True)):
+        for size, rows, columns in itertools.product(SIZES, (1, 33), (128, 384)):
+            weight = _quantized(text, rows, columns)
+            bias = torch.randn(rows).to(dtype) if with_bias else None
+            x = torch.randn(size, columns).to(dtype)
+            layer = QuantLinear(weight, bias, CPU, dtype, list_allowed_backends(backend))
+            tolerance = DTYPES[dtype] + MODES[backend]
+            case = dtype, with_bias, size, rows, columns
+            _require_product(layer(x), x, weight, bias, tolerance, case)
 
 
-@pytest.mark.parametrize(
-    ("text", "columns"), [("int8", 1), ("int8", 7), ("int8", 129), ("int4", 5), ("int4-g32", 96)]
-)
 @pytest.mark.parametrize("backend", MODES)
-def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, backend: str) -> None:
-    weight = _quantized(text, 3, columns, torch.float32)
-    x = torch.randn(2, columns)
-    layer = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))
-    _require_product(layer(x), x, weight, None, 1e-6 + MODES[backend])
+def test_any_width_that_the_scheme_allows_is_served(backend: str) -> None:
+    widths = [("int8", 1), ("int8", 7), ("int8", 129), ("int4", 5), ("int4-g32", 96)]
+    for text, columns in widths:
+        weight = _quantized(text, 3, columns, torch.float32)
+        x = torch.randn(2, columns)
+        layer = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))
+        tolerance = 1e-6 + MODES[backend]
+        _require_product(layer(x), x, weight, None, tolerance, (text, columns))
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 4)], ids=str)
 @pytest.mark.parametrize("backend", MODES)
-def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
-    weight = _quantized("int4-g32", 5, 64)
-    x = torch.randn(*lead, 64)
-    found = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))(x)
-    assert found.shape == (*lead, 5)
-    _require_product(found, x, weight, None, 1e-6 + MODES[backend])
+def test_leading_axes_are_kept(backend: str) -> None:
+    for lead in ((), (1,), (2, 3), (2, 1, 4)):
+        weight = _quantized("int4-g32", 5, 64)
+        x = torch.randn(*lead, 64)
+        layer = QuantLinear(weight, None, CPU, torch.float32, list_allowed_backends(backend))
+        product = layer(x)
+        assert product.shape == (*lead, 5)
+        _require_product(product, x, weight, None, 1e-6 + MODES[backend], lead)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", MODES)
-def test_views_multiply_as_their_copies_and_stay_as_they_are(
-    dtype: torch.dtype, backend: str
-) -> None:
-    layer = QuantLinear(
-        _quantized("int4-g32", 7, 64), None, CPU, dtype, list_allowed_backends(backend)
-    )
-    base = torch.randn(64, 128).to(dtype)
-    before = base.clone()
-    for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
-        torch.testing.assert_close(layer(x), layer(x.contiguous()), rtol=1e-5, atol=1e-5)
-    assert torch.equal(base, before)
+def test_views_multiply_as_their_copies_and_stay_as_they_are(backend: str) -> None:
+    for dtype in DTYPES:
+        layer = QuantLinear(
+            _quantized("int4-g32", 7, 64), None, CPU, dtype, list_allowed_backends(backend)
+        )
+        base = torch.randn(64, 128).to(dtype)
+        before = base.clone()
+        for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
+            require_close(layer(x), layer(x.contiguous()), dtype, rtol=1e-5, atol=1e-5)
+        assert torch.equal(base, before), dtype
 
 
 def test_large_values_accumulate_in_float32() -> None:
@@ -163,8 +168,8 @@ def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> N
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"
+    with raises(
+        RequestError, found="cuda-magic", expected="cpu-exact, cpu-fast, triton, reference"
     ):
         list_allowed_backends("cuda-magic")
 
@@ -193,19 +198,17 @@ def test_without_kernels_each_reason_is_stated_once_and_the_reference_needs_perm
     monkeypatch.setattr(dispatch, "BACKENDS", (*listed, REFERENCE))
     case = QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16
     reasons = "one, three: needs a GPU; two: needs groups"
-    with pytest.raises(
-        RequestError,
-        match=f"^no kernels for int8 on cpu in bfloat16; {reasons}; `allow_slow=True` ",
-    ):
+    with raises(RequestError, "int8", "cpu", "bfloat16", reasons, options=["allow_slow"]):
         select_backend(*case, list_allowed_backends())
-    with pytest.raises(RequestError, match="bfloat16; two: needs groups; `allow_slow=True` "):
+    with raises(RequestError, "two: needs groups", options=["allow_slow"]) as caught:
         select_backend(*case, list_allowed_backends("two"))
+    assert "one" not in str(caught.value)
     assert not caplog.records
     for _ in range(2):
         assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
     assert select_backend(*case, list_allowed_backends("reference")) is REFERENCE
     (record,) = caplog.records
-    assert record.message.startswith("int8 runs without kernels (new tokens 20 to 200 times slower")
+    assert record.message.startswith("int8 ")
     assert record.message.endswith(reasons)
 
 
@@ -230,9 +233,7 @@ def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(
 
 
 def test_integer_activations_are_refused() -> None:
-    with pytest.raises(
-        RequestError, match=r"reference: activations are torch.int8; triton: runs on GPUs$"
-    ):
+    with raises(RequestError, "torch.int8"):
         select_backend(
             QuantScheme.parse("int8"),
             CPU,
@@ -266,24 +267,24 @@ def _failing(product: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "reason"),
+    ("mistake", "named"),
     [
-        (lambda product: product * 1.1, "results for 1 tokens are wrong"),
-        (lambda product: product.roll(1, -1), "results for 1 tokens are wrong"),
-        (lambda product: product.roll(1, 0), "results for 4 tokens are wrong"),
-        (lambda product: product * float("nan"), "results for 1 tokens are wrong"),
-        (_failing, "fails on this machine: no such instruction"),
+        (lambda product: product * 1.1, " 1 tokens"),
+        (lambda product: product.roll(1, -1), " 1 tokens"),
+        (lambda product: product.roll(1, 0), " 4 tokens"),
+        (lambda product: product * float("nan"), " 1 tokens"),
+        (_failing, "no such instruction"),
     ],
     ids=["scaled", "rows", "tokens", "nan", "failing"],
 )
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
-    text: str, mistake: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+    text: str, mistake: Callable[[Tensor], Tensor], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), REFERENCE))
     case = any_scheme(text), CPU, torch.bfloat16, torch.bfloat16
     assert select_backend(*case, list_allowed_backends(allow_slow=True)) is REFERENCE
-    with pytest.raises(RequestError, match=f"mistaken: its? {reason}"):
+    with raises(RequestError, "mistaken: ", named):
         select_backend(*case, list_allowed_backends())
 
 

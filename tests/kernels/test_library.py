@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from build_wheels import compile_kernels
+from error_parts import raises
 from instruction_sets import HERE
 from quick_compiler import quick_compiler
 
@@ -47,9 +48,7 @@ def test_kernels_say_which_instructions_they_use(name: str) -> None:
 
 def test_kernels_for_other_processors_are_not_loaded() -> None:
     (other,) = {"neon", "avx2"} - set(HERE) or {"neon"}
-    with pytest.raises(
-        UnsupportedError, match=f"lacks the instructions that the {other} kernels use"
-    ):
+    with raises(UnsupportedError, other):
         load_kernels(other)
 
 
@@ -186,8 +185,9 @@ def test_a_full_disk_is_not_blamed_on_the_compiler(
         " 1; }"
     )
     _own_compiler(monkeypatch, tmp_path, full)
-    with pytest.raises(UnsupportedError, match="No space left on device; free some space"):
+    with raises(UnsupportedError, "No space left on device", "QUANTKIT_CACHE") as caught:
         ensure_compiled("portable")
+    assert "CXX" not in str(caught.value)
 
 
 def test_copies_of_kernels_are_the_same() -> None:
@@ -231,6 +231,7 @@ def test_the_reason_why_there_are_no_kernels_is_described(
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setenv("QUANTKIT_CPU", "native")
-    assert describe_kernels().startswith("none: /nowhere/c++: the C++ compiler cannot be started")
+    assert describe_kernels().startswith("none: /nowhere/c++: ")
     monkeypatch.setenv("QUANTKIT_CPU", "sse9")
-    assert describe_kernels().startswith("none: unknown CPU kernels in QUANTKIT_CPU (found sse9")
+    assert describe_kernels().startswith("none: ")
+    assert "found sse9" in describe_kernels()

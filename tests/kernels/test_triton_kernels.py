@@ -659,27 +659,31 @@ def _unsupported_reason(
 
 def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert _unsupported_reason(device=torch.device("cpu")) == "runs on GPUs"
-    assert _unsupported_reason(device=torch.device("meta")) == "runs on GPUs"
+    for device in ("cpu", "meta"):
+        assert "GPU" in (_unsupported_reason(device=torch.device(device)) or "")
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "reason"),
+    ("capability", "dtype", "names"),
     [
-        ((7, 5), torch.bfloat16, "torch.bfloat16 needs compute capability 8.0, this GPU has 7.5"),
-        ((7, 0), torch.float16, "torch.float16 needs compute capability 7.5, this GPU has 7.0"),
+        ((7, 5), torch.bfloat16, ["torch.bfloat16", "8.0", "7.5"]),
+        ((7, 0), torch.float16, ["torch.float16", "7.5", "7.0"]),
     ],
 )
 def test_old_gpus_are_refused(
-    capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _unsupported_reason(dtype) == reason
+    reason = _unsupported_reason(dtype) or ""
+    assert all(name in reason for name in names)
 
 
 def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _unsupported_reason() == "triton is not installed"
+    assert "triton" in (_unsupported_reason() or "")
 
 
 @pytest.mark.slow

@@ -366,9 +366,6 @@ def test_attention_that_is_wrong_is_found_out_at_load(
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")
     assert model.ops.cached_attention is attend_with_mask
-    said = (
-        "fail on this machine (out of resource)"
-        if mistake == "failing"
-        else "are wrong on this machine"
-    )
-    assert caplog.messages == [f"attention by the compiled kernels {said}; torch's are used"]
+    (message,) = caplog.messages
+    assert message.startswith("attention ")
+    assert ("out of resource" in message) == (mistake == "failing")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_parts import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemes import any_scheme
@@ -387,7 +388,10 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *operands, **constants: wrap(wrong)[grid](
-                *(turned.get(one, one) if isinstance(one, int) else one for one in operands),
+                *(
+                    turned.get(operand, operand) if isinstance(operand, int) else operand
+                    for operand in operands
+                ),
                 **constants,
             )
 
@@ -395,9 +399,7 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
         module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel)
     )
     self_test.cache_clear()
-    with pytest.raises(
-        RequestError, match=r"triton: its results for \d+ tokens are wrong on this machine; "
-    ):
+    with pytest.raises(RequestError, match=r"triton: .* \d+ tokens "):
         select_backend(
             any_scheme(text), DEVICE, dtype, torch.bfloat16, list_allowed_backends("triton")
         )
@@ -450,9 +452,7 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
 def test_other_schemes_are_refused(text: str) -> None:
-    with pytest.raises(
-        RequestError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"
-    ):
+    with raises(RequestError, text, "triton: ", "32, 64 or 128"):
         select_backend(
             any_scheme(text),
             DEVICE,
@@ -463,7 +463,7 @@ def test_other_schemes_are_refused(text: str) -> None:
 
 
 def test_other_activations_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"activations are torch\.float64"):
+    with raises(RequestError, "torch.float64"):
         select_backend(
             QuantScheme(8, None),
             DEVICE,

@@ -11,6 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from torch import nn
 
 import quantkit
@@ -137,24 +138,20 @@ def test_meta_init_leaves_modules_without_memory_but_with_right_angles(demo_mode
 def test_an_unknown_backend_is_refused_for_a_model_without_quantized_layers_too(
     path: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        RequestError, match=r"unknown backend \(found foo, expected cpu-exact, .*reference\)"
-    ):
+    with raises(RequestError, found="foo", expected="cpu-exact, cpu-fast, triton, reference"):
         quantkit.load(demo_model if path == "demo" else tmp_path / path, backend="foo")  # type: ignore[arg-type]
 
 
 def test_one_layer_without_kernels_is_enough_to_refuse_a_model() -> None:
-    made: Any = synthetic("llama-160m", "int8", None)
-    odd = next(name for name in made.schemes if name.endswith("down_proj"))
-    made = replace(made, schemes={**made.schemes, odd: QuantScheme(4, 16)})
-    with pytest.raises(
-        RequestError, match=r"no kernels for int4-g16 on cpu .*group size is not a multiple of 32"
-    ):
-        load_model(made, device="cpu", dtype=torch.bfloat16)
-    model = load_model(made, device="cpu", dtype=torch.bfloat16, allow_slow=True)
+    checkpoint: Any = synthetic("llama-160m", "int8", None)
+    odd = next(name for name in checkpoint.schemes if name.endswith("down_proj"))
+    checkpoint = replace(checkpoint, schemes={**checkpoint.schemes, odd: QuantScheme(4, 16)})
+    with raises(RequestError, "int4-g16", options=["allow_slow"]):
+        load_model(checkpoint, device="cpu", dtype=torch.bfloat16)
+    model = load_model(checkpoint, device="cpu", dtype=torch.bfloat16, allow_slow=True)
     slow = [
         name
-        for name, one in model.named_modules()
-        if isinstance(one, QuantLinear) and one.backend.name == "reference"
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear) and module.backend.name == "reference"
     ]
     assert slow == [odd]

@@ -5,6 +5,7 @@ float32.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -203,17 +204,18 @@ def test_bench_times_more_sequences_than_few_rows(folders: dict[str, Path]) -> N
     assert bench(folders["float-int8"], prompt_lengths=(16,), batches=(16,), **options)
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_keep_the_dtype_of_the_rows_and_round_once(
-    dtype: torch.dtype, weight_dtype: torch.dtype
-) -> None:
-    x, weight = torch.randn(3, 9, 70).to(dtype), torch.randn(31, 70).to(weight_dtype)
-    found, expected = float_linear(x, weight), x.double() @ weight.double().t()
-    assert found.dtype == dtype
-    size = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=1)
-    slack = 70 * torch.finfo(torch.float32).eps * size + torch.finfo(dtype).eps / 2 * expected.abs()
-    assert ((found.double() - expected).abs() <= 1.01 * slack).all()
+def test_products_keep_the_dtype_of_the_rows_and_round_once() -> None:
+    for weight_dtype, dtype in itertools.product(DTYPES, DTYPES):
+        x, weight = torch.randn(3, 9, 70).to(dtype), torch.randn(31, 70).to(weight_dtype)
+        product = float_linear(x, weight)
+        expected = x.double() @ weight.double().t()
+        case = weight_dtype, dtype
+        assert product.dtype == dtype, case
+        size = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=1)
+        slack = (
+            70 * torch.finfo(torch.float32).eps * size + torch.finfo(dtype).eps / 2 * expected.abs()
+        )
+        assert ((product.double() - expected).abs() <= 1.01 * slack).all(), case
 
 
 @pytest.mark.parametrize(

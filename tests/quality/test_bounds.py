@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -42,7 +44,7 @@ def rough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def _kl(folder: Path) -> float:
     texts = json.loads((folder / "quantkit.json").read_text())["quality"]["texts"]
-    return max(one["kl"] for one in texts)
+    return max(text["kl"] for text in texts)
 
 
 def test_a_pair_that_just_passes_the_gate_is_within_its_bound(
@@ -74,19 +76,18 @@ def test_what_the_gate_stops_is_different(
         quantkit.quantize(demo_model, tmp_path / "other", "int4-g64", method="rtn")
     report = verify(demo_model, tmp_path / "out")
     assert report.verdict is Verdict.DIFFERENT
-    assert "beyond the bound" in "\n".join(report.lines())
+    assert not all(probe.within for probe in report.probes.values())
 
 
 def test_verify_measures_on_the_texts_of_the_gate(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     probes = verify(demo_model, tmp_path / "out").probes
-    for one in json.loads((tmp_path / "out" / "quantkit.json").read_text())["quality"]["texts"]:
-        probe = probes[one["text"]]
-        assert probe.divergence.tokens == one["tokens"]
-        assert probe.divergence.kl == pytest.approx(one["kl"], rel=1e-3)
-        assert probe.perplexity_ratio == pytest.approx(
-            one["perplexity"] / one["source_perplexity"], rel=1e-3
-        )
+    for text in json.loads((tmp_path / "out" / "quantkit.json").read_text())["quality"]["texts"]:
+        probe = probes[text["text"]]
+        assert probe.divergence.tokens == text["tokens"]
+        assert probe.divergence.kl == pytest.approx(text["kl"], rel=1e-3)
+        ratio = text["perplexity"] / text["source_perplexity"]
+        assert probe.perplexity_ratio == pytest.approx(ratio, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +108,19 @@ def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     )
 
 
-@pytest.mark.parametrize("columns", [24, 32, 40, 96, 576])
-@pytest.mark.parametrize("coarse", ["q3_k", "q4_k", "q5_k", "int4-g128", "mxfp4", "nvfp4"])
-def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows(
-    coarse: str, columns: int
-) -> None:
+def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows() -> None:
     """Its bound is that of as few bits, in groups that divide its rows; one bit more would lose
     half as much.
     """
-    weight = torch.randn(16, columns)
-    scheme = QuantScheme.parse(coarse)
-    quantized = quantize_rtn(weight, QuantScheme(8, None), torch.float16)
-    finer = quantize_rtn(
-        weight, QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS), torch.float16
-    )
-    assert weight_bound(quantized, weight, scheme) > TIMES_ROUNDING * relative_error(finer, weight)
+    coarse_schemes = ("q3_k", "q4_k", "q5_k", "int4-g128", "mxfp4", "nvfp4")
+    for coarse, columns in itertools.product(coarse_schemes, (24, 32, 40, 96, 576)):
+        weight = torch.randn(16, columns)
+        scheme = QuantScheme.parse(coarse)
+        quantized = quantize_rtn(weight, QuantScheme(8, None), torch.float16)
+        finer_scheme = QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS)
+        finer = quantize_rtn(weight, finer_scheme, torch.float16)
+        bound = weight_bound(quantized, weight, scheme)
+        assert bound > TIMES_ROUNDING * relative_error(finer, weight), (coarse, columns)
 
 
 def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
@@ -163,7 +162,7 @@ def test_rounded_inputs_add_to_the_bound_of_the_weights(
     scheme: str, activations: str, expected: float, demo_model: Path, tmp_path: Path
 ) -> None:
     """The gate, the model card and `verify` have the same bounds."""
-    made = quantkit.quantize(
+    result = quantkit.quantize(
         demo_model,
         tmp_path / "out",
         scheme,
@@ -171,9 +170,9 @@ def test_rounded_inputs_add_to_the_bound_of_the_weights(
         activations=activations,
         accept_quality_loss=True,
     )
-    assert [one.kl_bound for one in made.quality.texts] == pytest.approx([expected] * 2)
-    assert made.quality.perplexity_ratio_bound == pytest.approx(1 + expected)
-    assert f"is {expected:g} for its types" in (tmp_path / "out" / "README.md").read_text()
+    assert [text.kl_bound for text in result.quality.texts] == pytest.approx([expected] * 2)
+    assert result.quality.perplexity_ratio_bound == pytest.approx(1 + expected)
+    assert f" {expected:g} " in (tmp_path / "out" / "README.md").read_text()
     bound = verify(demo_model, tmp_path / "out").bound
     assert (bound.kl, bound.perplexity_ratio) == pytest.approx((expected, 1 + expected))
 
@@ -203,7 +202,7 @@ def test_between_float_types_every_element_counts(
     save_file(tensors, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
     report = verify(tmp_path / "a", tmp_path / "b")
     assert report.verdict is Verdict.DIFFERENT
-    assert [one.name for one in report.differing] == ["lm_head.weight"]
+    assert [tensor.name for tensor in report.differing] == ["lm_head.weight"]
 
 
 def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(
@@ -212,8 +211,8 @@ def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(
     name = "model.layers.2.self_attn.v_proj"
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     source, result = open_checkpoint(demo_model), open_checkpoint(tmp_path / "out")
-    made = json.loads((tmp_path / "out" / "quantkit.json").read_text())["modules"]
-    records = {f"{module}.weight": facts for module, facts in made.items()}
+    modules = json.loads((tmp_path / "out" / "quantkit.json").read_text())["modules"]
+    records = {f"{module}.weight": facts for module, facts in modules.items()}
     assert run_gate(source, result, records).problem() is None
     records[f"{name}.weight"] |= {"relative_error": 1.4, "solver": "gptq"}
     problem = run_gate(source, result, records).problem()
@@ -222,15 +221,15 @@ def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "difference"),
     [
-        ({"eos_token_id": 7}, "end a text differ: 2 against 7"),
-        ({"bos_token_id": 7}, "begin a text differ: 1 against 7"),
-        ({"max_position_embeddings": 4096}, "the configs differ: max_context 64 against 4096"),
+        ({"eos_token_id": 7}, "2 against 7"),
+        ({"bos_token_id": 7}, "1 against 7"),
+        ({"max_position_embeddings": 4096}, "max_context 64 against 4096"),
     ],
 )
 def test_what_a_config_says_of_texts_is_part_of_a_model(
-    changes: dict[str, int], words: str, tmp_path: Path, capfd: Capture
+    changes: dict[str, int], difference: str, tmp_path: Path, capfd: Capture
 ) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "a")
     other = oracle.copy(source, tmp_path / "b")
@@ -238,7 +237,7 @@ def test_what_a_config_says_of_texts_is_part_of_a_model(
     oracle.edit_json(other / "config.json", **changes)
     code, out, _ = run(capfd, "verify", source, other)
     assert code == 11
-    assert words in out
+    assert difference in out
 
 
 def test_end_tokens_of_the_generation_settings_count(demo_model: Path, tmp_path: Path) -> None:
@@ -247,7 +246,8 @@ def test_end_tokens_of_the_generation_settings_count(demo_model: Path, tmp_path:
     oracle.edit_json(other / "generation_config.json", eos_token_id=[2, 9])
     report = verify(tmp_path / "a", other)
     assert report.verdict is Verdict.DIFFERENT
-    assert report.problems == ["the tokens that end a text differ: 2 against 2, 9"]
+    (problem,) = report.problems
+    assert problem.endswith("2 against 2, 9")
     assert verify(demo_model, other).verdict is Verdict.SAME  # a Meta folder states no end tokens
 
 
@@ -259,7 +259,7 @@ def test_a_missing_tokenizer_is_a_difference(demo_model: Path, tmp_path: Path) -
     for pair in ((tmp_path / "a", other), (other, tmp_path / "a")):
         report = verify(*pair)
         assert report.verdict is Verdict.DIFFERENT
-        assert any("has no tokenizer" in problem for problem in report.problems)
+        assert any(str(other) in problem for problem in report.problems)
 
 
 def _retokenized(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
@@ -281,7 +281,7 @@ def test_every_token_is_compared(demo_model: Path, tmp_path: Path) -> None:
     other = _retokenized(oracle.copy(tmp_path / "a", tmp_path / "b"), _swap)
     report = verify(tmp_path / "a", other)
     assert report.verdict is Verdict.DIFFERENT
-    assert "tokenizers differ on" in report.problems[0]
+    assert "tokenizer" in report.problems[0]
 
 
 def test_special_tokens_are_compared(demo_model: Path, tmp_path: Path) -> None:
@@ -297,9 +297,7 @@ def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(
     quantkit.convert(demo_model, tmp_path / "a")
     quantkit.convert(tmp_path / "a", tmp_path / "sound", to="meta")
     _retokenized(tmp_path / "a", _swap)
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer\.model and tokenizer\.json are different tokenizers"
-    ):
+    with raises(CheckpointError, path=tmp_path / "a" / "tokenizer.model"):
         quantkit.convert(tmp_path / "a", tmp_path / "meta", to="meta")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
@@ -101,7 +102,7 @@ def test_errors_are_those_of_the_tokens_next_to_each_other(
     first, second, a, b = pair
     tokens = oracle.random_tokens(40, batch=25)
     p, q = oracle.logits(first, tokens), oracle.logits(second, tokens)
-    found = compare(open_checkpoint(a), [open_checkpoint(b)], tokens)[0]
+    comparison = compare(open_checkpoint(a), [open_checkpoint(b)], tokens)[0]
 
     def jackknife(values: torch.Tensor, *, exp: bool) -> float:
         parts = list(values.flatten().double().tensor_split(20))
@@ -111,19 +112,19 @@ def test_errors_are_those_of_the_tokens_next_to_each_other(
     apart = torch.nn.functional.kl_div(
         q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
-    assert found.divergence.kl_error == pytest.approx(jackknife(apart, exp=False), rel=1e-3)
+    assert comparison.divergence.kl_error == pytest.approx(jackknife(apart, exp=False), rel=1e-3)
     agreed = (p.argmax(-1) == q.argmax(-1)).float()
-    assert found.divergence.top1_error == pytest.approx(jackknife(agreed, exp=False), rel=1e-3)
+    assert comparison.divergence.top1_error == pytest.approx(jackknife(agreed, exp=False), rel=1e-3)
     losses = [_loss(logits, tokens) for logits in (p, q)]
-    assert found.reference_perplexity_error == pytest.approx(
+    assert comparison.reference_perplexity_error == pytest.approx(
         jackknife(losses[0], exp=True), rel=0.05
     )
-    assert found.perplexity_error == pytest.approx(jackknife(losses[1], exp=True), rel=0.05)
+    assert comparison.perplexity_error == pytest.approx(jackknife(losses[1], exp=True), rel=0.05)
     ratio = jackknife(losses[1] - losses[0], exp=True)
-    assert found.ratio_error == pytest.approx(ratio, rel=0.05)
+    assert comparison.ratio_error == pytest.approx(ratio, rel=0.05)
     (alone,) = measures.perplexity_estimates(open_checkpoint(b), [tokens])
     assert (alone.value, alone.error) == pytest.approx(
-        (found.perplexity, found.perplexity_error), rel=1e-5
+        (comparison.perplexity, comparison.perplexity_error), rel=1e-5
     )
 
 
@@ -174,9 +175,9 @@ def test_logits_that_are_not_finite_are_an_error(
     bad, good = open_checkpoint(oracle.save(broken, tmp_path / "broken")), open_checkpoint(folder)
     tokens = oracle.random_tokens(20)
     for reference, other in ((good, bad), (bad, good)):
-        with pytest.raises(NonFiniteError, match=r"broken: the model's logits are NaN or Inf"):
+        with raises(NonFiniteError, path=tmp_path / "broken"):
             compare(reference, [other], tokens)
-    with pytest.raises(NonFiniteError, match="broken"):
+    with raises(NonFiniteError, path=tmp_path / "broken"):
         measures.perplexity_estimates(bad, [tokens])
     assert math.isnan(compare_batches(good, bad, [Batch.from_start(tokens)])[0].divergence.kl)
 
@@ -187,7 +188,7 @@ def test_vocabularies_of_two_sizes_are_not_compared(
     larger = oracle.save(
         oracle.make("qwen2", vocab_size=oracle.VOCABULARY + 32), tmp_path / "larger"
     )
-    with pytest.raises(RequestError, match=r"larger: cannot be compared.*found 128 tokens"):
+    with raises(RequestError, path=larger, found="128 tokens"):
         compare(open_checkpoint(pair[2]), [open_checkpoint(larger)], oracle.random_tokens(20))
 
 
@@ -201,8 +202,8 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(pair: tuple[Any, Any, Path,
     windows = oracle.random_tokens(40, batch=4)
     logits = oracle.logits(model, windows)[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    (found,) = measures.perplexity_estimates(open_checkpoint(folder), [windows])
-    assert found.value == pytest.approx(math.exp(loss.item()), rel=1e-4)
+    (estimate,) = measures.perplexity_estimates(open_checkpoint(folder), [windows])
+    assert estimate.value == pytest.approx(math.exp(loss.item()), rel=1e-4)
 
 
 def test_windows_each_begin_with_bos_and_hold_every_token_once() -> None:

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
@@ -38,11 +39,7 @@ def test_a_conversion_is_the_same_model(source: Path, tmp_path: Path) -> None:
     assert report.verdict is Verdict.SAME
     assert report.differing == []
     assert all(probe.divergence.largest_logit_difference == 0 for probe in report.probes.values())
-    assert report.lines() == [
-        "tensors: 30 of 30 bit-equal",
-        "logits: equal",
-        "verdict: the same model",
-    ]
+    assert "30 of 30" in report.lines()[0]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g32-asym"])
@@ -122,22 +119,19 @@ def test_a_tied_head_equals_one_stored_apart(tmp_path: Path) -> None:
 
 def test_files_are_held_against_the_manifest(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
-    assert (
-        f"all {len(list((tmp_path / 'q').iterdir())) - 1} files"
-        in verify(tmp_path / "q").lines()[0]
-    )
+    count = len(list((tmp_path / "q").iterdir())) - 1
+    assert f" {count} files" in verify(tmp_path / "q").lines()[0]
     with (tmp_path / "q" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: the file has changed since quantkit wrote it"
-    ):
+    with raises(CheckpointError, "sha256", path=tmp_path / "q" / "model.safetensors"):
         verify(tmp_path / "q")
     (tmp_path / "q" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="missing"):
+    with raises(CheckpointError, path=tmp_path / "q" / "model.safetensors") as caught:
         verify(tmp_path / "q")
+    assert caught.value.found is None
 
 
 @pytest.mark.parametrize("change", ["edited", "removed"])
@@ -155,33 +149,27 @@ def test_a_model_card_may_be_edited_and_nothing_else(
     report = verify(folder)
     assert (report.is_same, report.ok) == (False, True)
     assert report.to_json()["edited"] == {"README.md": change}
-    words = {
-        "edited": "README.md: edited since (not checked)",
-        "removed": "README.md: removed since",
-    }[change]
     files = len(report.manifest["files"])
-    assert report.lines()[:2] == [
-        f"{folder}: {files - 1} of {files} files are as quantkit wrote them",
-        words,
-    ]
+    counted, card = report.lines()[:2]
+    assert f"{files - 1} of {files} files" in counted
+    assert "README.md" in card
+    assert change in card
     code, out, _ = run(capfd, "verify", folder)
     assert (code, out.splitlines()) == (0, report.lines())
     listed = {**report.manifest["files"], "LICENSE": SourceFile(folder / "config.json").sha256()}
     oracle.edit_json(folder / "quantkit.json", files=listed)
-    with pytest.raises(CheckpointError, match="missing"):
+    with raises(CheckpointError, path=folder / "LICENSE") as caught:
         verify(folder)
+    assert caught.value.found is None
     (folder / "LICENSE").write_text("mine")
-    with pytest.raises(
-        CheckpointError, match="LICENSE: the file has changed since quantkit wrote it"
-    ):
+    with raises(CheckpointError, "sha256", path=folder / "LICENSE"):
         verify(folder)
 
 
 def test_a_model_that_quantkit_did_not_make_is_reported(source: Path, tmp_path: Path) -> None:
-    words = r"has no quantkit\.json: quantkit did not make it; pass the model to compare it with"
-    with pytest.raises(CheckpointError, match=words):
+    with raises(CheckpointError, "quantkit.json", path=source):
         verify(source)
-    with pytest.raises(RequestError, match="nowhere: does not exist"):
+    with raises(RequestError, path=tmp_path / "nowhere"):
         verify(tmp_path / "nowhere")
 
 
@@ -190,11 +178,8 @@ def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> Non
     alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")
     assert (alone.is_same, alone.ok, pair.is_same, pair.ok) == (True, True, True, True)
     for report in (alone, pair):
-        with pytest.raises(
-            TypeError,
-            match=r"Report has no truth value: use `report\.is_same` or `report\.ok`",
-        ):
-            assert report
+        with pytest.raises(TypeError):
+            bool(report)
         assert json.loads(json.dumps(report.to_json()))["same"] is True
     quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
     rounded = verify(source, tmp_path / "rounded")
@@ -211,9 +196,9 @@ def test_models_of_two_configs_are_not_compared_tensor_by_tensor(
     )
     code, out, _ = run(capfd, "verify", source, other)
     assert code == 11
-    assert "problem: the configs differ: hidden_size 64 against 128\n" in out
-    assert "problem: the configs differ: num_layers 3 against 2\n" in out
-    assert out.endswith("tensors: not compared, the configs differ\nverdict: DIFFERENT\n")
+    assert "hidden_size 64 against 128\n" in out
+    assert "num_layers 3 against 2\n" in out
+    assert out.endswith("\nverdict: DIFFERENT\n")
     assert "None" not in out
     assert "bit-equal" not in out
 
@@ -312,11 +297,8 @@ def test_sampling_of_a_gguf_file_is_compared_with_its_source(
 def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "verify", "--json", source, source)
     assert code == 5
-    assert (
-        err
-        == f"quantkit: error: {source}: is a folder; --json requires the path of a file, or - for"
-        " stdout\n"
-    )
+    assert err.startswith(f"quantkit: error: {source}: ")
+    assert "--json" in err
 
 
 @pytest.mark.sampled(2)
@@ -339,14 +321,14 @@ def test_a_file_with_a_say_that_the_manifest_does_not_list_is_refused(
     (tmp_path / "q" / "notes.txt").write_text("mine")
     verify(tmp_path / "q")
     (tmp_path / "q" / name).write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=f"{name}: the manifest does not list this file"):
+    with raises(CheckpointError, path=tmp_path / "q" / name):
         verify(tmp_path / "q")
 
 
 def test_a_manifest_that_lists_nothing_is_refused(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
     oracle.edit_json(tmp_path / "q" / "quantkit.json", files={})
-    with pytest.raises(CheckpointError, match="the manifest does not list this file"):
+    with raises(CheckpointError, path=tmp_path / "q" / "config.json"):
         verify(tmp_path / "q")
 
 
@@ -354,7 +336,7 @@ def test_a_manifest_whose_files_have_no_hashes_is_refused(demo_model: Path, tmp_
     quantkit.quantize(demo_model, tmp_path / "q", "int8")
     for digest in (None, 1, {"a": 1}):
         oracle.edit_json(tmp_path / "q" / "quantkit.json", files={"README.md": digest})
-        with pytest.raises(CheckpointError, match="is not a quantkit manifest"):
+        with raises(CheckpointError, path=tmp_path / "q" / "quantkit.json"):
             verify(tmp_path / "q")
 
 
@@ -385,10 +367,12 @@ def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
     quantkit.quantize(source, tmp_path / "asym", "int4-g32-asym", method="rtn")
     assert "transformers" in quantkit.inspect(source).readers
     assert "transformers with compressed-tensors" in quantkit.inspect(tmp_path / "sym").readers
-    found = quantkit.inspect(tmp_path / "asym")
-    assert found.readers == ["quantkit", "compressed-tensors' own decompressor", "vLLM"]
-    assert (found.readers_note or "").startswith("transformers refuses")
-    assert f"  loads in: {', '.join(found.readers)}; {found.readers_note}" in found.lines()
+    inspected = quantkit.inspect(tmp_path / "asym")
+    assert inspected.readers == ["quantkit", "compressed-tensors' own decompressor", "vLLM"]
+    assert inspected.readers_note is not None
+    readers = ", ".join(inspected.readers)
+    (line,) = [line for line in inspected.lines() if readers in line]
+    assert line.endswith(inspected.readers_note)
 
 
 def test_inspect_reads_headers_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import tiny_architectures
 import torch
 import transformers
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,8 +33,8 @@ TEXTS = ["speech", "mixed", "other random tokens"]
 
 def _log_probabilities(folder: Path, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = oracle.load(folder)(input_ids=tokens).logits.log_softmax(-1)
-    return found
+        logits: Tensor = oracle.load(folder)(input_ids=tokens).logits
+    return logits.log_softmax(-1)
 
 
 def _changed(folder: Path, target: Path, name: str, factor: float) -> Path:
@@ -64,16 +64,13 @@ def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int
         assert report.probes["speech"].divergence.kl == pytest.approx(kl, rel=1e-3)
         assert not report.weights_only
         assert report.to_json()["run_by"] == RUN_BY
-        assert any(
-            line.startswith(f"logits, run by {RUN_BY}: KL in nats a token, at most")
-            for line in report.lines()
-        )
+        assert any(RUN_BY in line for line in report.lines())
 
 
 def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> None:
     report = verify(hybrid, oracle.copy(hybrid, tmp_path / "copy"))
     assert report.verdict is Verdict.SAME
-    assert f"logits, run by {RUN_BY}: equal" in report.lines()
+    assert any(RUN_BY in line for line in report.lines())
     assert verify(
         hybrid, quantkit.convert(hybrid, tmp_path / "converted", tensors_only=True).path
     ).is_same
@@ -93,7 +90,8 @@ def test_other_texts_of_the_tokenizer_are_a_difference(hybrid: Path, tmp_path: P
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     report = verify(hybrid, other)
     assert report.verdict is Verdict.DIFFERENT
-    assert report.problems == ["the tokens that end a text differ: 2 against 2, 7"]
+    (problem,) = report.problems
+    assert problem.endswith("2 against 2, 7")
 
 
 def test_without_transformers_weights_alone_are_compared(
@@ -104,54 +102,45 @@ def test_without_transformers_weights_alone_are_compared(
     assert report.verdict is Verdict.WITHIN_BOUND
     assert report.weights_only
     assert report.run_by is None
-    (line,) = (line for line in report.lines() if "no logits were compared" in line)
-    assert line.endswith("; pip install 'quantkit[transformers]'")
+    assert any("pip install 'quantkit[transformers]'" in line for line in report.lines())
     alone = verify(hybrid_int4)
     assert alone.ok
     assert alone.texts == []
-    assert any(line.endswith("; pip install 'quantkit[transformers]'") for line in alone.lines())
+    assert any("pip install 'quantkit[transformers]'" in line for line in alone.lines())
 
 
 def test_a_model_alone_is_measured_again(hybrid_int4: Path) -> None:
     report = verify(hybrid_int4)
-    assert [one.recorded.text for one in report.texts] == TEXTS[:2]
-    for one in report.texts:
-        assert one.perplexity == pytest.approx(one.recorded.perplexity, rel=1e-3)
-    assert f"run by {RUN_BY}" in report.lines()
+    assert [text.recorded.text for text in report.texts] == TEXTS[:2]
+    for text in report.texts:
+        assert text.perplexity == pytest.approx(text.recorded.perplexity, rel=1e-3)
+    assert any(RUN_BY in line for line in report.lines())
 
 
 def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
     hybrid_int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = oracle.copy(hybrid_int4, tmp_path / "copy")
-    made = json.loads((copy / "quantkit.json").read_text())
-    made["quality"]["texts"][0]["perplexity"] *= 1.1
-    (copy / "quantkit.json").write_text(json.dumps(made))
-    with pytest.raises(QualityError, match="perplexity on 'speech' differs from the manifest"):
+    manifest = json.loads((copy / "quantkit.json").read_text())
+    recorded = manifest["quality"]["texts"][0]
+    recorded["perplexity"] *= 1.1
+    (copy / "quantkit.json").write_text(json.dumps(manifest))
+    with raises(QualityError, "'speech'", path=copy, expected=f"{recorded['perplexity']:.4g}"):
         verify(copy)
-    made["quality"]["texts"][0]["kl"] = 1.0
-    (copy / "quantkit.json").write_text(json.dumps(made))
+    recorded["kl"] = 1.0
+    (copy / "quantkit.json").write_text(json.dumps(manifest))
     _without_transformers(monkeypatch)  # what was recorded counts all the same
-    with pytest.raises(QualityError, match="did not pass its gate when it was made"):
+    with raises(QualityError, "'speech'", "KL", path=copy):
         verify(copy)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (
-            "rwkv",
-            "a weight is used outside the module that owns it in 'rwkv.*', which is not supported",
-        ),
-        ("prophetnet", "the model does not run its base model, as transformers names it"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "named"), [("rwkv", "'rwkv"), ("prophetnet", "base model")])
 def test_a_model_that_cannot_be_passed_part_by_part_is_compared_by_its_weights(
-    kind: str, reason: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    kind: str, named: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     report = verify(tiny_model(kind), oracle.copy(tiny_model(kind), tmp_path / "copy"))
     assert report.weights_only
-    assert re.fullmatch(reason, report.not_run or "")
+    assert named in (report.not_run or "")
 
 
 def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
@@ -162,8 +151,8 @@ def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("T5ForConditionalGeneration", "the model has an encoder, whose output its decoder needs"),
-        ("BertModel", "the model has no output head"),
+        ("T5ForConditionalGeneration", "encoder"),
+        ("BertModel", "output head"),
     ],
 )
 def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(
@@ -181,8 +170,7 @@ def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(
     report = verify(folder, oracle.copy(folder, tmp_path / "copy"))
     assert report.verdict is Verdict.SAME
     assert report.weights_only
-    assert report.not_run is not None
-    assert report.not_run.startswith(reason)
+    assert reason in (report.not_run or "")
 
 
 def test_what_transformers_cannot_load_is_compared_by_its_weights(
@@ -195,16 +183,15 @@ def test_what_transformers_cannot_load_is_compared_by_its_weights(
     copy = quantkit.convert(partial, tmp_path / "copy", tensors_only=True).path
     report = verify(partial, copy)
     assert report.verdict is Verdict.SAME
-    assert report.not_run == "no tensor on disk is named 'model.layers.0.input_layernorm.weight'"
+    assert "'model.layers.0.input_layernorm.weight'" in (report.not_run or "")
 
 
 def test_a_carried_tensor_that_is_not_listed_is_an_error(hybrid_int4: Path, tmp_path: Path) -> None:
     copy = oracle.copy(hybrid_int4, tmp_path / "copy")
-    made = json.loads((copy / "quantkit.json").read_text())
-    made["carried"].pop("lm_head.weight")
-    (copy / "quantkit.json").write_text(json.dumps(made))
-    assert SourceFile(copy / "model.safetensors").sha256() == made["files"]["model.safetensors"]
-    with pytest.raises(
-        CheckpointError, match="the manifest lists 19 carried tensors, and the model has 20"
-    ):
+    manifest = json.loads((copy / "quantkit.json").read_text())
+    manifest["carried"].pop("lm_head.weight")
+    (copy / "quantkit.json").write_text(json.dumps(manifest))
+    digest = SourceFile(copy / "model.safetensors").sha256()
+    assert digest == manifest["files"]["model.safetensors"]
+    with raises(CheckpointError, " 19 ", " 20", path=copy / "quantkit.json"):
         verify(copy)

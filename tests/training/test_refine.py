@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -19,6 +20,7 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
+    NoImprovementError,
     NonFiniteError,
     NotRepresentableError,
     QualityError,
@@ -143,7 +145,7 @@ def test_verify_finds_a_trained_scale_that_was_changed_later(
     save_file(tensors, file, {"format": "pt"})
     report = quantkit.verify(tmp_path / "changed", floats)
     assert report.verdict is Verdict.DIFFERENT
-    assert f"tensor '{name}.weight' is not as refining wrote it" in report.problems
+    assert any(f"'{name}.weight'" in problem for problem in report.problems)
 
 
 @pytest.mark.slow
@@ -290,7 +292,7 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
         tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False
     )
     monkeypatch.setattr("quantkit.jobs.refine.rewritten._TRIAL_FACTOR", 1 + 2**-22)
-    with pytest.raises(NotRepresentableError, match="cannot store trained scales in mlx"):
+    with raises(NotRepresentableError, path=tmp_path / "mlx", options=["to"]):
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
 
 
@@ -298,7 +300,7 @@ def test_a_result_that_is_no_better_is_not_written(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer, "FACTOR_RATE", 5.0)
-    with pytest.raises(QualityError, match=r"did not bring the model closer.*\+\d"):
+    with pytest.raises(NoImprovementError):
         quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK)
     assert not list(tmp_path.iterdir())
 
@@ -334,7 +336,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     assert [path.name for path in tmp_path.glob("dst*")] == ["dst.training.partial"]
     with pytest.raises(ResumeError):
         quantkit.refine(int4, tmp_path / "dst", **options)
-    with pytest.raises(ResumeError, match="epochs"):
+    with raises(ResumeError, found="changed epochs"):
         quantkit.refine(int4, tmp_path / "dst", **{**options, "epochs": 3}, resume=True)
     quantkit.refine(int4, tmp_path / "dst", **options, activation_memory=1000, resume=True)
     for file in sorted(path.name for path in all_trained.iterdir()):
@@ -352,7 +354,7 @@ def test_a_damaged_state_is_refused(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ResumeError, match=file.name):
+    with raises(ResumeError, path=file):
         quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK, resume=True)
 
 
@@ -395,7 +397,7 @@ def test_a_delta_must_pass_the_gate(
     monkeypatch.setattr("quantkit.quality.gate.FLOOR", 0.0)
     monkeypatch.setattr("quantkit.quality.gate.SLACK", 0.1)
     for output in ({"dst": tmp_path / "dst"}, {"delta": tmp_path / "made.delta"}):
-        with pytest.raises(QualityError, match="too far from its source"):
+        with raises(QualityError, options=["accept_quality_loss"]):
             quantkit.refine(int4, **output, against=floats, **QUICK)  # type: ignore[arg-type]
         assert not next(iter(output.values())).exists()
 
@@ -405,7 +407,7 @@ def test_an_output_that_exists_is_found_before_training(
 ) -> None:
     phases: list[str] = []
     for output in ({"dst": floats}, {"delta": int4 / "config.json"}):
-        with pytest.raises(DestinationError, match="exists"):
+        with raises(DestinationError, path=next(iter(output.values()))):
             quantkit.refine(
                 int4,
                 **output,
@@ -421,21 +423,21 @@ def test_a_delta_goes_with_its_model_alone(
 ) -> None:
     delta, dst = tmp_path / "made.delta", tmp_path / "dst"
     quantkit.refine(int4, delta=delta, against=floats, **QUICK)
-    with pytest.raises(CheckpointError, match="was made for another model"):
+    with raises(CheckpointError, path=refined, found="another 'model.safetensors'"):
         quantkit.apply_delta(refined, delta, dst)
     changed = tmp_path / "changed"
     shutil.copytree(int4, changed)
     config = json.loads((changed / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
-    with pytest.raises(CheckpointError, match=r"another 'config\.json'"):
+    with raises(CheckpointError, path=changed, found="another 'config.json'"):
         quantkit.apply_delta(changed, delta, dst)
     text = tmp_path / "text"
     shutil.copytree(int4, text)
     (text / "generation_config.json").write_text('{"temperature": 99.0}')
-    with pytest.raises(CheckpointError, match=r"another 'generation_config\.json'"):
+    with raises(CheckpointError, path=text, found="another 'generation_config.json'"):
         quantkit.apply_delta(text, delta, dst)
     (text / "generation_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"found no 'generation_config\.json'"):
+    with raises(CheckpointError, path=text, found="no 'generation_config.json'"):
         quantkit.apply_delta(text, delta, dst)
     data = bytearray(delta.read_bytes())
     for place in (4, 100, len(data) // 2, len(data) - 1):
@@ -452,12 +454,12 @@ def test_a_delta_goes_with_its_model_alone(
 def test_the_model_to_refine_against_is_of_floats(mlx: Path, int4: Path, tmp_path: Path) -> None:
     """Also where its codes are read as floats, as those of mlx-lm are."""
     for against in (mlx, int4):
-        with pytest.raises(RequestError, match="must not be quantized"):
+        with raises(RequestError, path=against, expected="the float model"):
             quantkit.refine(mlx, tmp_path / "dst", against=against, **QUICK)
 
 
 def test_offsets_in_floats_are_not_trained_by_xla(floats: Path, mlx: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="found float offsets of groups"):
+    with raises(UnsupportedError, path=mlx, found="float offsets of groups"):
         quantkit.refine(mlx, tmp_path / "dst", against=floats, backend="xla", **QUICK)
 
 
@@ -509,7 +511,7 @@ def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Pat
         tensors[name].view(-1)[0] = torch.nan
         save_file(tensors, file, {"format": "pt"})
         src, against = (broken, floats) if which == int4 else (int4, broken)
-        with pytest.raises(NonFiniteError, match="NaN"):
+        with pytest.raises(NonFiniteError):
             quantkit.refine(src, tmp_path / "dst", against=against, **QUICK)
         assert not list(tmp_path.glob("dst*"))
 
@@ -517,15 +519,15 @@ def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Pat
 def test_models_that_do_not_belong_together_are_refused(
     floats: Path, int4: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match="must not be quantized"):
+    with raises(RequestError, path=int4, expected="the float model"):
         quantkit.refine(int4, tmp_path / "dst", against=int4, **QUICK)
-    with pytest.raises(RequestError, match="not quantized"):
+    with raises(RequestError, path=floats, options=["refine"]):
         quantkit.refine(floats, tmp_path / "dst", against=floats, **QUICK)
-    with pytest.raises(RequestError, match="one of them"):
+    with raises(RequestError, found="neither", options=["delta"]):
         quantkit.refine(int4, against=floats, **QUICK)
-    with pytest.raises(RequestError, match="format of the source cannot be changed"):
+    with raises(RequestError, found=tmp_path / "dst.gguf"):
         quantkit.refine(int4, tmp_path / "dst.gguf", against=floats, **QUICK)
-    with pytest.raises(DestinationError, match="exists"):
+    with raises(DestinationError, path=floats):
         quantkit.refine(int4, floats, against=floats, **QUICK)
 
 
@@ -558,18 +560,18 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
             floats, tmp_path / "bf16", dtype="bf16", source_check=False, if_exists="skip"
         ).path
         plain = quantkit.quantize(source, tmp_path / f"plain{suffix}", scheme, **options)
-        made = quantkit.quantize(
+        result = quantkit.quantize(
             source, tmp_path / f"dst{suffix}", scheme, **options, refine=True, epochs=1
         )
-        assert made.refined is None
-        assert any("training did not bring the model closer" in note for note in made.notes)
-        assert made.manifest["modules"] == plain.manifest["modules"]
-        assert made.manifest["quality"] == plain.manifest["quality"]
-        assert "refine" not in made.manifest
-        assert quantkit.verify(made.path).is_same
-        assert quantkit.verify(plain.path, made.path).verdict is Verdict.SAME
+        assert result.refined is None
+        assert set(result.notes) - set(plain.notes)
+        assert result.manifest["modules"] == plain.manifest["modules"]
+        assert result.manifest["quality"] == plain.manifest["quality"]
+        assert "refine" not in result.manifest
+        assert quantkit.verify(result.path).is_same
+        assert quantkit.verify(plain.path, result.path).verdict is Verdict.SAME
         if not suffix:
-            assert "--refine" not in (made.path / "README.md").read_text()
+            assert "--refine" not in (result.path / "README.md").read_text()
     assert not [
         path.name
         for path in tmp_path.iterdir()
@@ -620,21 +622,20 @@ def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path)
 
 
 def test_schemes_without_trained_scales_are_refused_first(floats: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no linear gets any \(found fp8"):
+    with raises(RequestError, path=floats, found="fp8"):
         quantkit.quantize(floats, tmp_path / "dst", "fp8", method="gptq", refine=True, **TEXT)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("scheme", "problem"),
-    [("int8", r"trains on GPTQ's samples.*found int8.*add"), ("fp8", "no linear")],
+    ("scheme", "options"), [("int8", ["refine", "method"]), ("fp8", ["refine"])]
 )
 def test_schemes_that_are_rounded_by_default_are_refused_first(
-    floats: Path, tmp_path: Path, scheme: str, problem: str
+    floats: Path, tmp_path: Path, scheme: str, options: list[str]
 ) -> None:
-    with pytest.raises(RequestError, match=problem):
+    with raises(RequestError, path=floats, found=scheme, options=options):
         quantkit.quantize(floats, tmp_path / "dst", scheme, refine=True)
-    with pytest.raises(RequestError, match=problem):
+    with raises(RequestError, path=floats, found=scheme, options=options):
         quantkit.plan.quantize(floats, tmp_path / "dst", scheme, refine=True)
     assert not list(tmp_path.iterdir())
 
@@ -644,21 +645,26 @@ def test_the_gate_compares_weights_that_can_be_compared(
 ) -> None:
     """Not by logits alone, which texts may not show."""
     monkeypatch.setattr("quantkit.quality.gate.weight_bound", lambda *_: 1e-3)
-    with pytest.raises(QualityError, match="changed more than its scheme explains"):
+    with raises(QualityError, "model.layers."):
         quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK)
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"tensors_only": True}, {"dequantize": True}, {"to": ["gptq", "awq"]}, {"method": "rtn"}],
+    ("settings", "options"),
+    [
+        ({"tensors_only": True}, ["refine", "tensors_only"]),
+        ({"dequantize": True}, ["refine", "dequantize"]),
+        ({"to": ["gptq", "awq"]}, ["refine"]),
+        ({"method": "rtn"}, ["refine", "method"]),
+    ],
     ids=str,
 )
 def test_what_does_not_go_with_refine_is_named(
-    floats: Path, tmp_path: Path, given: dict[str, Any]
+    floats: Path, tmp_path: Path, settings: dict[str, Any], options: list[str]
 ) -> None:
-    with pytest.raises(RequestError, match="`refine=True` cannot be combined with"):
-        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, **given)
-    with pytest.raises(RequestError, match="`train_codes` requires"):
+    with raises(RequestError, options=options):
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, **settings)
+    with raises(RequestError, options=["train_codes", "refine"]):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g32", train_codes=True)
 
 
@@ -670,7 +676,7 @@ def test_the_commands(floats: Path, int4: Path, tmp_path: Path, capfd: Capture) 
     assert (code, "in training" in out or "in the gate" in out) == (0, True)
     code, out, err = run(capfd, "refine", *pair)
     assert (code, err) == (0, "")
-    assert "KL on text that was held back" in out
+    assert "KL" in out
     delta = tmp_path / "made.delta"
     assert run(capfd, "refine", int4, "--delta", delta, "--against", floats, *text)[0] == 0
     assert run(capfd, "apply-delta", int4, delta, tmp_path / "applied")[0] == 0

@@ -37,28 +37,29 @@ def test_the_table_lists_the_architectures_of_transformers() -> None:
     assert sorted(architecture_table.names_in(PAGE.read_text())) == LISTED == sorted(known)
 
 
-@pytest.mark.parametrize(
-    ("found", "reason"),
-    [
-        (WORKS, None),
-        (_with("gptq", kl=0.21), None),  # no more than the noise
-        (_with("gptq", kl=0.25), "the KL of GPTQ is higher than that of rounding"),
-        (_with("rtn", finite=False), "rounding: the logits are not finite"),
-        (_with("gptq", changed=["norm.weight"]), "GPTQ: norm.weight has changed"),
-        (_with("gptq", outside={"tower.weight": 1}), "GPTQ: tower.weight has changed"),
-        (_with("rtn", outside={"layers.*.cross_attn.weight": 2}), None),
-        (_with("gptq", loaded="dequantized", noted=True), None),
-        (_with("gptq", loaded="dequantized"), "GPTQ: a note on loading is wrong: dequantized"),
-        (_with("rtn", noted=True), "rounding: a note on loading is wrong: as it is"),
-        (
-            {"error": "QualityError: it is too far (found a KL(a || b) of 1; 2 by rounding); hint"},
-            "it is too far (found a KL(a || b) of 1; 2 by rounding)",
-        ),
-        ({"error": "IndexError: out of range"}, "IndexError: out of range"),
-    ],
-)
-def test_what_works_and_why_not(found: dict[str, Any], reason: str | None) -> None:
-    assert architecture_table.failure(found) == reason
+REASONS: list[tuple[dict[str, Any], str | None]] = [
+    (WORKS, None),
+    (_with("gptq", kl=0.21), None),  # no more than the noise
+    (_with("gptq", kl=0.25), "the KL of GPTQ is higher than that of rounding"),
+    (_with("rtn", finite=False), "rounding: the logits are not finite"),
+    (_with("gptq", changed=["norm.weight"]), "GPTQ: norm.weight has changed"),
+    (_with("gptq", outside={"tower.weight": 1}), "GPTQ: tower.weight has changed"),
+    (_with("rtn", outside={"layers.*.cross_attn.weight": 2}), None),
+    (_with("gptq", loaded="dequantized", noted=True), None),
+    (_with("gptq", loaded="dequantized"), "GPTQ: a note on loading is wrong: dequantized"),
+    (_with("rtn", noted=True), "rounding: a note on loading is wrong: as it is"),
+    (
+        {"error": "QualityError: it is too far (found a KL(a || b) of 1; 2 by rounding); hint"},
+        "it is too far (found a KL(a || b) of 1; 2 by rounding)",
+    ),
+    ({"error": "IndexError: out of range"}, "IndexError: out of range"),
+]
+"""Outcomes, and the cell of the table that each is listed under."""
+
+
+def test_what_works_and_why_not() -> None:
+    for outcome, reason in REASONS:
+        assert architecture_table.failure(outcome) == reason, outcome
 
 
 def test_each_architecture_is_in_the_row_of_its_outcome(

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 import transformers
+from error_parts import raises
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.container import StoredCheckpoint
@@ -60,7 +61,7 @@ def test_a_model_that_cannot_be_built_stays_unmeasurable(tiny_model: Tiny, tmp_p
     folder = oracle.copy(tiny_model("llama"), tmp_path / "copy")
     oracle.edit_json(folder / "config.json", model_type="no_one")
     source = open_checkpoint(folder, tensors_only=True)
-    with pytest.raises(UnsupportedError, match="does not know 'no_one'"):
+    with raises(UnsupportedError, "'no_one'"):
         run_by_transformers(source)
     assert not source.config.measurable
 

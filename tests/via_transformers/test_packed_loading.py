@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
@@ -40,7 +41,7 @@ def test_a_tensor_that_its_loader_does_not_find_is_named(hybrid_int4: Path, tmp_
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert loading_problem(folder) == "1 tensors are missing, such as model.norm.weight"
+    assert "model.norm.weight" in (loading_problem(folder) or "")
 
 
 @pytest.mark.parametrize("package", ["accelerate", "compressed_tensors"])
@@ -49,9 +50,9 @@ def test_nothing_is_said_if_what_loads_it_is_not_installed(
 ) -> None:
     folder = tmp_path / "nothing"
     assert loading_problem(folder) is not None
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == package else found(name)
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
     )
     assert loading_problem(folder) is None
 
@@ -73,16 +74,13 @@ def test_without_its_class_a_config_is_that_of_a_language_model(
     config = json.loads((source / "config.json").read_text())
     del config["architectures"]
     (source / "config.json").write_text(json.dumps(config))
-    texts = [
-        [
-            (one.text, one.source_perplexity)
-            for one in _rounded(folder, tmp_path / name).quality.texts
-        ]
-        for folder, name in ((source, "without"), (tiny_model("bloom"), "with"))
+    without_class = _rounded(source, tmp_path / "without").quality.texts
+    with_class = _rounded(tiny_model("bloom"), tmp_path / "with").quality.texts
+    assert [(text.text, text.source_perplexity) for text in without_class] == [
+        (text.text, text.source_perplexity) for text in with_class
     ]
-    assert texts[0] == texts[1]
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["BloomModel"]}))
-    with pytest.raises(UnsupportedError, match=r"no output head .*BloomModel"):
+    with raises(UnsupportedError, "BloomModel"):
         _rounded(source, tmp_path / "body")
 
 
@@ -90,10 +88,10 @@ def test_a_damaged_file_is_not_an_unknown_architecture(tiny_model: Tiny, tmp_pat
     source = shutil.copytree(tiny_model("bloom"), tmp_path / "src")
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is truncated"):
+    with raises(CheckpointError, path=weights):
         quantkit.quantize(source, tmp_path / "dst", "int4-g32")
 
 
 def test_other_formats_are_refused_before_calibration(tiny_model: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="`to` cannot be combined with"):
+    with raises(RequestError, options=["to"]):
         quantkit.quantize(tiny_model("bloom"), tmp_path / "dst", "int4-g32", to="gptq")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from quantkit.xla.hlo import Collective, count_exchanges
 
 LOOP = """HloModule jit_step
@@ -71,29 +69,29 @@ def test_a_loop_may_state_its_rounds() -> None:
     assert max(count_exchanges(stated).values()) == 7
 
 
-@pytest.mark.parametrize(
-    ("groups", "devices"),
-    [
-        ("replica_groups={{0,2},{1,3}}", (0, 2)),
-        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
-        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
-        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}", (0, 2)),
-        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", (0, 1, 4, 5)),
-        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}", (0, 2)),
-        ("replica_groups=mesh['a'=8] {'a':(2)2}", (0, 2)),
-        ("source_target_pairs={{0,3},{3,0}}", (0, 3)),
-        ("channel_id=1", ()),
-    ],
-)
-def test_who_exchanges(groups: str, devices: tuple[int, ...]) -> None:
-    kind = "collective-permute" if "pairs" in groups else "all-gather"
-    program = (
-        f"ENTRY %main (p: f32[2]) -> f32[4] {{\n  %all = f32[4] {kind}(%p), {groups},"
-        " dimensions={0}\n}\n"
-    )
-    (found,) = count_exchanges(program)
-    assert found.devices == devices
+DEVICES_OF_GROUPS: dict[str, tuple[int, ...]] = {
+    "replica_groups={{0,2},{1,3}}": (0, 2),
+    "replica_groups=[2,4]<=[8]": (0, 1, 2, 3),
+    "replica_groups=[4,2]<=[2,4]T(1,0)": (0, 4),
+    "replica_groups=[2,4]<=[2,2,2]T(1,0,2)": (0, 1, 4, 5),
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}": (0, 2),
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}": (0, 1, 4, 5),
+    "replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}": (0, 2),
+    "replica_groups=mesh['a'=8] {'a':(2)2}": (0, 2),
+    "source_target_pairs={{0,3},{3,0}}": (0, 3),
+    "channel_id=1": (),
+}
+
+
+def test_who_exchanges() -> None:
+    for groups, devices in DEVICES_OF_GROUPS.items():
+        kind = "collective-permute" if "pairs" in groups else "all-gather"
+        program = (
+            f"ENTRY %main (p: f32[2]) -> f32[4] {{\n  %all = f32[4] {kind}(%p), {groups},"
+            " dimensions={0}\n}\n"
+        )
+        (exchange,) = count_exchanges(program)
+        assert exchange.devices == devices, groups
 
 
 def test_several_arrays_together() -> None:

@@ -95,14 +95,15 @@ def test_logits_are_those_of_torch(name: str, cases: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_what_pads_a_prompt_is_never_seen(name: str, cases: dict[str, Any]) -> None:
-    assert cases[name]["padding"] == [True, True]
+def test_what_pads_a_prompt_is_never_seen(cases: dict[str, Any]) -> None:
+    for name in NAMES:
+        assert cases[name]["padding"] == [True, True], name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen2"])
-def test_a_step_exchanges_twice_a_layer_and_twice_more(name: str, cases: dict[str, Any]) -> None:
-    assert cases[name]["collectives"] == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+def test_a_step_exchanges_twice_a_layer_and_twice_more(cases: dict[str, Any]) -> None:
+    for name in set(NAMES) - {"qwen2"}:
+        expected = {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+        assert cases[name]["collectives"] == expected, name
 
 
 @pytest.mark.parametrize(
@@ -250,20 +251,17 @@ def _free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("installed", "line"),
+    ("installed", "names"),
     [
-        ({}, 'jax is not installed; pip install "quantkit[tpu]"'),
-        ({"jax": "0.10.2"}, "torchax is not installed"),
-        (
-            {"jax": "0.9.0", "torchax": "0.0.13"},
-            "this version of jax is not supported (found 0.9.0, expected 0.10.2)",
-        ),
-        ({"jax": "0.10.2", "torchax": "0.0.13"}, "libtpu is not installed"),
+        ({}, ["jax", "quantkit[tpu]"]),
+        ({"jax": "0.10.2"}, ["torchax"]),
+        ({"jax": "0.9.0", "torchax": "0.0.13"}, ["jax", "found 0.9.0, expected 0.10.2"]),
+        ({"jax": "0.10.2", "torchax": "0.0.13"}, ["libtpu"]),
     ],
 )
 def test_a_package_that_is_missing_is_named(
     installed: dict[str, str],
-    line: str,
+    names: list[str],
     demo_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: Capture,
@@ -278,7 +276,8 @@ def test_a_package_that_is_missing_is_named(
     for command in commands:
         code, out, errors = run(capfd, *command)
         assert (code, out) == (2, "")
-        assert errors.startswith(f"quantkit: error: {line}")
+        assert errors.startswith("quantkit: error: ")
+        assert all(name in errors for name in names)
         assert errors.count("\n") == 1
 
 
@@ -292,14 +291,11 @@ def test_the_extra_brings_the_versions_that_are_requested() -> None:
 def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> None:
     code, out, errors = run(capfd, "generate", demo_model, "--prompt", "x", "--tp", "2")
     assert (code, out) == (2, "")
-    assert errors.startswith("quantkit: error: --tp and --multi-host require --backend xla")
+    assert errors.startswith("quantkit: error: --tp ")
+    assert "--backend xla" in errors
 
 
-REFUSED = {
-    "3": "attention heads can't be divided among the devices (found 3 devices",
-    "8": "too few devices (found 4 of kind cpu, expected 8)",
-    "0": "devices must be at least 1",
-}
+REFUSED = {"3": "found 3 devices", "8": "found 4 of kind cpu, expected 8", "0": "at least 1"}
 IN_TURN = """
 import sys
 from quantkit.cli.main import main
@@ -334,14 +330,14 @@ def refused(
 
 def test_a_model_that_xla_does_not_run_is_refused(refused: tuple[list[str], list[str]]) -> None:
     codes, errors = refused
-    assert (codes[0], errors[0]) == (
-        "4",
-        "quantkit: error: mixtral is not supported by XLA (found experts)",
-    )
+    assert codes[0] == "4"
+    assert errors[0].startswith("quantkit: error: mixtral ")
+    assert "(found experts)" in errors[0]
 
 
 def test_devices_that_do_not_serve_are_refused(refused: tuple[list[str], list[str]]) -> None:
     codes, errors = refused
     assert codes[1:] == ["2"] * 3
     for reported, line in zip(errors[1:], REFUSED.values(), strict=True):
-        assert reported.startswith(f"quantkit: error: {line}")
+        assert reported.startswith("quantkit: error: ")
+        assert line in reported

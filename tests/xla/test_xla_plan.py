@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command import Capture, run
+from error_parts import raises
 
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import RequestError
@@ -68,37 +69,31 @@ def test_a_slice_is_compiled_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "line"),  # 2 layers x 2 x 512 x 128 x 2 bytes of cache for each text
-    [
-        (100000, "(found 48.84 GiB a chip of weights and cache alone, expected at most 15.75 GiB)"),
-        (32200, "(found for a step of decoding: Ran out of memory"),
-    ],
+    ("batch", "named"),  # 2 layers x 2 x 512 x 128 x 2 bytes of cache for each text
+    [(100000, "48.84 GiB"), (32200, "Ran out of memory")],
 )
-def test_what_does_not_fit_is_an_error(batch: int, line: str, folder: Path) -> None:
+def test_what_does_not_fit_is_an_error(batch: int, named: str, folder: Path) -> None:
     done = _plan("generate", folder, "--target", "v5e-4", "--batch", str(batch))
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"quantkit: error: the model does not fit v5e-4 {line}" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("quantkit: error: ")]
+    assert "v5e-4" in line
+    assert named in line
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "found"),
     [
-        (["--target", "v5e-5"], "unknown TPU slice (found v5e-5"),
-        (["--target", "v9-8"], "unknown TPU slice (found v9-8"),
-        (
-            ["--target", "v5e-16"],
-            "attention heads can't be divided among the devices (found 16 devices",
-        ),
-        (
-            ["--target", "v5e-8", "--context", "513"],
-            "batch or context is out of range (found 1 and 513",
-        ),
+        (["--target", "v5e-5"], "v5e-5"),
+        (["--target", "v9-8"], "v9-8"),
+        (["--target", "v5e-16"], "16 devices"),
+        (["--target", "v5e-8", "--context", "513"], "1 and 513"),
     ],
 )
-def test_slices_that_do_not_serve_are_refused(options: list[str], line: str, folder: Path) -> None:
+def test_slices_that_do_not_serve_are_refused(options: list[str], found: str, folder: Path) -> None:
     done = _plan(folder, *options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"quantkit: error: {line}" in done.stderr
+    assert "quantkit: error: " in done.stderr
+    assert f"(found {found}" in done.stderr
 
 
 def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None:
@@ -107,14 +102,14 @@ def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None
         QuantScheme(4, 64),
         QuantScheme(8, None),
     }
-    own = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
+    layer_schemes = {"model.layers.1.mlp.up_proj": QuantScheme(4, 32)}
     settings = CompressedTensors().write_settings(
-        own, linear_columns(open_shape_checkpoint(folder, None).config)
+        layer_schemes, linear_columns(open_shape_checkpoint(folder, None).config)
     )
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
-    assert schemes(open_shape_checkpoint(folder, None)) == own
+    assert schemes(open_shape_checkpoint(folder, None)) == layer_schemes
     assert open_shape_checkpoint("llama-2-70b", "int8").config.num_heads == 64
-    with pytest.raises(RequestError, match="defines its own schemes"):
+    with raises(RequestError, path=demo_model, found="scheme int8"):
         open_shape_checkpoint(demo_model, "int8")
 
 
@@ -154,46 +149,37 @@ def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "parts"),
     [
-        (["--target", "2xv5e-3"], "unknown TPU slice (found 2xv5e-3"),
-        (
-            ["--target", "v5e-4", "--mesh", "2x4"],
-            "the mesh does not use the whole slice (found 2x4, expected 4 chips)",
-        ),
-        (
-            ["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"],
-            "can't be divided among the devices (found 6, ",
-        ),
+        (["--target", "2xv5e-3"], "(found 2xv5e-3"),
+        (["--target", "v5e-4", "--mesh", "2x4"], "(found 2x4, expected 4 chips)"),
+        (["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"], "(found 6, "),
     ],
 )
 def test_what_training_cannot_be_divided_into_is_refused(
-    options: list[str], line: str, folder: Path
+    options: list[str], parts: str, folder: Path
 ) -> None:
     done = _plan("refine", folder, *options, "--scheme", "int4-g128")
     assert (done.returncode, done.stdout) == (2, "")
-    assert line in done.stderr
+    assert parts in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "named_options"),
     [
-        ([], "--against or --target is required"),
-        (["--against", "floats", "--scheme", "int4-g128"], "--scheme requires --target"),
-        (["--target", "v5e-4"], "the model is not quantized; give --scheme"),
-        (["--target", "v5e-4", "--epochs", "2"], "--epochs cannot be combined with --target"),
-        (
-            ["--target", "v5e-4", "--no-source-check"],
-            "--source-check cannot be combined with --target",
-        ),
+        ([], ["--against", "--target"]),
+        (["--against", "floats", "--scheme", "int4-g128"], ["--scheme", "--target"]),
+        (["--target", "v5e-4"], ["--scheme"]),
+        (["--target", "v5e-4", "--epochs", "2"], ["--epochs", "--target"]),
+        (["--target", "v5e-4", "--no-source-check"], ["--source-check", "--target"]),
     ],
 )
 def test_options_of_a_slice_and_of_a_run_exclude_each_other(
-    options: list[str], line: str, folder: Path, capfd: Capture
+    options: list[str], named_options: list[str], folder: Path, capfd: Capture
 ) -> None:
     code, _, errors = run(capfd, "plan", "refine", folder, *options)
     assert code == 2
-    assert line in errors
+    assert all(option in errors for option in named_options)
 
 
 def test_this_machine_is_not_planned_for_xla(
@@ -211,4 +197,4 @@ def test_this_machine_is_not_planned_for_xla(
         "xla",
     )
     assert code == 2
-    assert "plan it for a --target" in errors
+    assert "--target" in errors
