@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 from architecture_cases import CASES
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -166,12 +167,8 @@ def test_a_recipe_may_keep_a_router_and_not_quantize_it(
     case: str, pattern: str, tmp_path: Path
 ) -> None:
     source = _saved(case, tmp_path / "source")
-    with pytest.raises(RequestError) as caught:
+    with raises(RequestError, found=f"'{pattern}'"):
         quantkit.quantize(source, tmp_path / "made", Recipe(INT8, (Override(pattern, INT8),)))
-    assert (
-        str(caught.value)
-        == f"routers and gates of shared experts are not quantized (found '{pattern}')"
-    )
     assert not (tmp_path / "made").exists()
     quantkit.quantize(source, tmp_path / "made", "int8", keep=[pattern])
 
@@ -204,7 +201,7 @@ _LAYER = "model.layers.1."
 )
 def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None:
     folder = _edited(_saved(case, tmp_path), lambda stored: stored.pop(_LAYER + name))
-    with pytest.raises(CheckpointError, match=f"tensor '{_LAYER}{name}' is missing"):
+    with raises(CheckpointError, f"'{_LAYER}{name}'", path=folder):
         open_checkpoint(folder)
 
 
@@ -231,31 +228,31 @@ def test_nan_in_experts_and_routers_is_refused_by_name(
         stored[_LAYER + name][at] = value
 
     folder = _edited(_saved(case, tmp_path / "source"), spoil)
-    with pytest.raises(NonFiniteError, match=f"{_LAYER}{reported}"):
+    with raises(NonFiniteError, f"{_LAYER}{reported}"):
         quantkit.quantize(folder, tmp_path / "made", "int8", source_check=False)
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "problem"),
+    ("case", "changes", "name"),
     [
-        ("qwen3-moe", {"num_experts_per_tok": 7}, "more experts per token than experts"),
-        ("qwen3-moe", {"num_experts": 8}, "num_experts and num_local_experts disagree"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "7"),
+        ("qwen3-moe", {"num_experts": 8}, "num_local_experts"),
         ("qwen3-moe", {"mlp_only_layers": [0.5]}, "'mlp_only_layers'"),
-        ("qwen3-moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step' is out of range"),
-        ("qwen2-moe", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is not set"),
-        ("olmoe", {"clip_qkv": -1}, "'clip_qkv' is out of range"),
-        ("gpt-oss", {"swiglu_limit": "7"}, "wrong type for 'swiglu_limit'"),
-        ("gpt-oss", {"num_local_experts": 4096 * 2}, "out of range"),
-        ("mixtral", {"hidden_act": "relu"}, "activation is not supported"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step'"),
+        ("qwen2-moe", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+        ("olmoe", {"clip_qkv": -1}, "'clip_qkv'"),
+        ("gpt-oss", {"swiglu_limit": "7"}, "'swiglu_limit'"),
+        ("gpt-oss", {"num_local_experts": 4096 * 2}, "8192"),
+        ("mixtral", {"hidden_act": "relu"}, "relu"),
     ],
 )
 def test_configs_are_read_strictly(
-    case: str, changes: dict[str, Any], problem: str, tmp_path: Path
+    case: str, changes: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     folder = _saved(case, tmp_path)
     oracle.edit_json(folder / "config.json", **changes)
-    with pytest.raises(QuantkitError, match=problem):
+    with raises(QuantkitError, name, path=folder / "config.json"):
         open_checkpoint(folder)
 
 

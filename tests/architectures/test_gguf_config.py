@@ -8,10 +8,13 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from case_names import case
 from config_cases import config_keys
+from error_parts import raises
 from gguf_config_cases import CASES, EXPERTS
 
 from quantkit.architectures.config import ModelConfig
@@ -70,10 +73,13 @@ def _read(config: ModelConfig, **changes: Any) -> ModelConfig:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_is_read_as_it_is_written(case: str) -> None:
-    kind, changes = CASES[case]
-    config = _config(kind, **changes)
+def test_a_model_is_read_as_it_is_written() -> None:
+    for name, (kind, changes) in CASES.items():
+        with case(name):
+            _require_read_as_written(_config(kind, **changes))
+
+
+def _require_read_as_written(config: ModelConfig) -> None:
     assert _read(config).differences(config) == []
     tensors = gguf_tensors(config)
     parts = [part for tensor in tensors for part in tensor.parts if tensor.name != "output.weight"]
@@ -95,12 +101,13 @@ def test_rope_scaling_goes_there_and_back(kind: str, rope: str) -> None:
 def test_llama3_settings_are_found_by_their_factors(stated: int | None) -> None:
     rope = {**ROPES["llama3-other"], "rope_theta": 5e5}
     config = _config("llama", rope_parameters=rope, head_dim=64)
-    found = _read(
-        config, **({} if stated else {"llama__rope__scaling__original_context_length": None})
-    ).rope
-    assert found.type == "llama3"
-    made = rope_tensors(replace(config, rope=found))[ROPE_FREQS]
-    assert made == pytest.approx(rope_tensors(config)[ROPE_FREQS], rel=1e-5)
+    changes: dict[str, Any] = {}
+    if not stated:
+        changes = {"llama__rope__scaling__original_context_length": None}
+    rope_read = _read(config, **changes).rope
+    assert rope_read.type == "llama3"
+    factors = rope_tensors(replace(config, rope=rope_read))[ROPE_FREQS]
+    assert factors == pytest.approx(rope_tensors(config)[ROPE_FREQS], rel=1e-5)
 
 
 def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
@@ -165,79 +172,75 @@ def test_experts_and_fused_projections_are_one_tensor() -> None:
 
 _GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "family": ("glm", {"head_dim": 16, "pad_token_id": 0}, "cannot be written as GGUF"),
+    "family": ("glm", {"head_dim": 16, "pad_token_id": 0}, "glm"),
     "dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "dynamic rope scaling",
+        "dynamic",
     ),
     "yarn": (
         "llama",
         {"rope_parameters": {**ROPES["yarn"], "attention_factor": 1.5}},
-        "attention_factor of yarn",
+        "attention_factor",
     ),
-    "llama3": ("qwen2", {"rope_parameters": ROPES["llama3"]}, "llama3 rope scaling"),
-    "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "biases of qkv"),
+    "llama3": ("qwen2", {"rope_parameters": ROPES["llama3"]}, "llama3"),
+    "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "qkv"),
     "scale": ("gemma2", {"head_dim": 16, "pad_token_id": 0}, "attention_scale"),
     "head": (
         "gemma",
         {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False},
-        "a separate head",
+        "head",
     ),
     "shares": (
         "qwen3_moe",
         {**EXPERTS, "head_dim": 16, "norm_topk_prob": False},
-        "routing weights",
+        "routing",
     ),
     "dense": (
         "qwen3_moe",
         {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
-        "layers without experts",
+        "experts",
     ),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
-    "wide": ("olmo2", {"head_dim": 32}, "total width"),
-    "grouped": ("olmoe", {"num_key_value_heads": 2}, "fewer KV heads than heads"),
-    "clipped": ("olmoe", {"num_key_value_heads": 8, "clip_qkv": 8.0}, "clipped queries"),
-    "cap": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}, "logits without soft caps"),
+    "wide": ("olmo2", {"head_dim": 32}, "width"),
+    "grouped": ("olmoe", {"num_key_value_heads": 2}, "KV heads"),
+    "clipped": ("olmoe", {"num_key_value_heads": 8, "clip_qkv": 8.0}, "clipped"),
+    "cap": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}, "soft caps"),
     "final-cap": (
         "gemma2",
         {**_GEMMA2, "final_logit_softcapping": None},
-        "logits without soft caps",
+        "soft caps",
     ),
     "no-window": (
         "gemma2",
         {**_GEMMA2, "layer_types": ["full_attention"] * 3},
-        "absence of sliding-window layers",
+        "sliding-window",
     ),
-    "smollm3-bias": ("smollm3", {"attention_bias": True}, "biases of qkv"),
-    "smollm3-mlp": ("smollm3", {"mlp_bias": True}, "biases of mlp"),
+    "smollm3-bias": ("smollm3", {"attention_bias": True}, "qkv"),
+    "smollm3-mlp": ("smollm3", {"mlp_bias": True}, "mlp"),
 }
 
 
-@pytest.mark.parametrize("case", _REFUSED)
-def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str) -> None:
-    kind, changes, match = _REFUSED[case]
-    with pytest.raises(UnsupportedError, match=match):
-        build_metadata(_config(kind, **changes))
+def test_what_llama_cpp_would_compute_otherwise_is_refused() -> None:
+    for setting, (kind, changes, name) in _REFUSED.items():
+        with case(setting), raises(UnsupportedError, name):
+            build_metadata(_config(kind, **changes))
 
 
 def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
-    assert notes_of(_config("mistral", sliding_window=7)) == [
-        "llama.cpp ignores the model's windows of 7 tokens, so its results differ for longer texts"
-    ]
+    (note,) = notes_of(_config("mistral", sliding_window=7))
+    assert " 7 " in note
     assert notes_of(_config("olmo3")) == []
 
 
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:
-    for case, kind in {
+    for name, kind in {
         "mistral-no-window": "llama",
         "mistral-window": "mistral",
         "mixtral": "mixtral",
     }.items():
-        assert (
-            _read(_config(CASES[case][0], **CASES[case][1]), quantkit__model_type="x").architecture
-            == kind
-        )
+        config = _config(CASES[name][0], **CASES[name][1])
+        assert _read(config, quantkit__model_type="x").architecture == kind, name
     assert (
         _read(_config("llama"), llama__expert_count=1, llama__expert_used_count=1).architecture
         == "mixtral"
@@ -248,50 +251,53 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
     assert short.head_dim == 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"general.architecture": "mamba"}, UnsupportedError, "architecture is not supported"),
-        ({"general.architecture": 3}, CheckpointError, "general.architecture"),
-        ({"general.type": "adapter"}, UnsupportedError, "not a complete model"),
-        ({"llama.block_count": None}, CheckpointError, "llama lacks the key 'block_count'"),
-        ({"llama.block_count": 2**31}, CheckpointError, "out of range"),
-        ({"llama.block_count": 3.0}, CheckpointError, "wrong type"),
-        ({"llama.attention.head_count": [8, 8, 4]}, UnsupportedError, "layers that differ"),
-        ({"llama.attention.head_count": []}, UnsupportedError, "layers that differ"),
-        ({"llama.attention.head_count_kv": [2]}, UnsupportedError, "layers that differ"),
-        ({"llama.vocab_size": 5}, CheckpointError, "does not match the embedding"),
-        ({"llama.attention.head_count_kv": 3}, CheckpointError, "multiple of the KV heads"),
-        ({"llama.attention.value_length": 4}, UnsupportedError, "of different sizes"),
-        ({"llama.attention.causal": False}, UnsupportedError, "bidirectional"),
-        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, CheckpointError, "out of range"),
-        ({"llama.rope.dimension_count": 6}, CheckpointError, "does not match the head size"),
-        ({"llama.rope.freq_base": -1.0}, CheckpointError, "out of range"),
-        ({"llama.rope.scaling.type": "su"}, UnsupportedError, "rope type"),
-        ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "rotary setting"),
-        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor"),
-        (
-            {"llama.logit_scale": 8.0},
-            UnsupportedError,
-            "key 'llama.logit_scale', which is not supported",
-        ),
-        (
-            {"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": [1]},
-            CheckpointError,
-            "match",
-        ),
-        ({"llama.expert_count": 4}, CheckpointError, "expert_used_count"),
-        ({"tokenizer.ggml.bos_token_id": 96}, CheckpointError, "not in the vocabulary"),
-        ({"tokenizer.ggml.eos_token_id": "a"}, CheckpointError, "a token id"),
-    ],
-)
-def test_metadata_that_makes_no_sense_is_refused(
-    changes: Mapping[str, Any], error: type[QuantkitError], match: str
-) -> None:
-    metadata = {**build_metadata(_config("llama")), **changes}
+# What is changed, the type of the error, and what it names.
+_SENSELESS: list[tuple[Mapping[str, Any], type[QuantkitError], str]] = [
+    ({"general.architecture": "mamba"}, UnsupportedError, "mamba"),
+    ({"general.architecture": 3}, CheckpointError, "general.architecture"),
+    ({"general.type": "adapter"}, UnsupportedError, "adapter"),
+    ({"llama.block_count": None}, CheckpointError, "'block_count'"),
+    ({"llama.block_count": 2**31}, CheckpointError, "block_count"),
+    ({"llama.block_count": 3.0}, CheckpointError, "block_count"),
+    ({"llama.attention.head_count": [8, 8, 4]}, UnsupportedError, "head_count"),
+    ({"llama.attention.head_count": []}, UnsupportedError, "head_count"),
+    ({"llama.attention.head_count_kv": [2]}, UnsupportedError, "head_count_kv"),
+    ({"llama.vocab_size": 5}, CheckpointError, "vocab_size"),
+    ({"llama.attention.head_count_kv": 3}, CheckpointError, "KV heads"),
+    ({"llama.attention.value_length": 4}, UnsupportedError, "sizes"),
+    ({"llama.attention.causal": False}, UnsupportedError, "bidirectional"),
+    (
+        {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+        CheckpointError,
+        "layer_norm_rms_epsilon",
+    ),
+    ({"llama.rope.dimension_count": 6}, CheckpointError, "head size"),
+    ({"llama.rope.freq_base": -1.0}, CheckpointError, "freq_base"),
+    ({"llama.rope.scaling.type": "su"}, UnsupportedError, "su"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "attn_factor"),
+    ({"llama.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor"),
+    (
+        {"llama.logit_scale": 8.0},
+        UnsupportedError,
+        "'llama.logit_scale'",
+    ),
+    (
+        {"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": [1]},
+        CheckpointError,
+        "window",
+    ),
+    ({"llama.expert_count": 4}, CheckpointError, "expert_used_count"),
+    ({"tokenizer.ggml.bos_token_id": 96}, CheckpointError, "found 96"),
+    ({"tokenizer.ggml.eos_token_id": "a"}, CheckpointError, "eos_token_id"),
+]
+
+
+def test_metadata_that_makes_no_sense_is_refused() -> None:
+    sound = build_metadata(_config("llama"))
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(_config("llama"))}
-    with pytest.raises(error, match=match):
-        build_config(metadata, shapes, {}, "a.gguf", tied=False, dtype="float32")
+    for changes, error, name in _SENSELESS:
+        with case(changes), raises(error, name, path=Path("a.gguf")):
+            build_config({**sound, **changes}, shapes, {}, "a.gguf", tied=False, dtype="float32")
 
 
 def test_what_says_nothing_is_no_setting() -> None:
@@ -303,38 +309,39 @@ def test_what_says_nothing_is_no_setting() -> None:
     moe = _config("qwen3_moe", **CASES["qwen3-moe"][1])
     usual = {"qwen3moe__expert_gating_func": 1, "qwen3moe__expert_weights_norm": True}
     assert _read(moe, **usual) == moe
-    with pytest.raises(UnsupportedError, match="expert_gating_func"):
+    with raises(UnsupportedError, "expert_gating_func"):
         _read(moe, qwen3moe__expert_gating_func=2)
 
 
 def test_granite_may_not_be_reported_to_have_no_positions() -> None:
-    with pytest.raises(UnsupportedError, match=r"rope\.scaling\.finetuned"):
+    with raises(UnsupportedError, "rope.scaling.finetuned"):
         _read(_config("granite"), granite__rope__scaling__finetuned=False)
 
 
 def test_gemma2_has_the_caps_of_llama_cpp_where_a_file_has_none() -> None:
     config = _config("gemma2", **_GEMMA2, attn_logit_softcapping=20.0)
-    found = _read(config, gemma2__attn_logit_softcapping=None, gemma2__final_logit_softcapping=None)
-    assert (found.attention_softcap, found.logit_softcap) == (50.0, 30.0)
-    with pytest.raises(CheckpointError, match="attn_logit_softcapping"):
+    caps = {"gemma2__attn_logit_softcapping": None, "gemma2__final_logit_softcapping": None}
+    without_caps = _read(config, **caps)
+    assert (without_caps.attention_softcap, without_caps.logit_softcap) == (50.0, 30.0)
+    with raises(CheckpointError, "attn_logit_softcapping"):
         _read(config, gemma2__attn_logit_softcapping=0.0)
-    with pytest.raises(UnsupportedError, match="not load gemma2 models without sliding windows"):
+    with raises(UnsupportedError, "gemma2"):
         _read(config, gemma2__attention__sliding_window_pattern=1)
 
 
 def test_what_llama_cpp_does_not_look_at_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"olmoe\.attention\.clamp_kqv"):
+    with raises(UnsupportedError, "olmoe.attention.clamp_kqv"):
         _read(_config(*CASES["olmoe"][:1], **CASES["olmoe"][1]), olmoe__attention__clamp_kqv=8.0)
-    with pytest.raises(UnsupportedError, match=r"freq_base_swa 7"):
+    with raises(UnsupportedError, "freq_base_swa 7"):
         _read(_config("olmo3"), olmo2__rope__freq_base_swa=7.0)
-    with pytest.raises(CheckpointError, match="logit_scale"):
+    with raises(CheckpointError, "logit_scale"):
         _read(_config("granite"), granite__logit_scale=None)
 
 
 @pytest.mark.parametrize("factors", [(1.0,), (1.0, 2.0, 3.0, float("nan")), (0.0,) * 4])
 def test_factors_fit_the_heads(factors: tuple[float, ...]) -> None:
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(_config("llama"))}
-    with pytest.raises(CheckpointError, match="does not match the head size"):
+    with raises(CheckpointError, "head size", path=Path("a.gguf")):
         build_config(
             build_metadata(_config("llama")),
             shapes,

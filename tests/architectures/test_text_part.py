@@ -14,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -117,7 +118,7 @@ def test_a_text_part_whose_logits_transformers_does_not_scale_is_refused(
     oracle.edit_json(
         source / "config.json", text_config=_text_config(source) | {"model_type": "granite"}
     )
-    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+    with raises(UnsupportedError, path=source / "config.json", found="llava_next"):
         quantkit.load(source)
 
 
@@ -131,9 +132,7 @@ def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:
     image = json.loads((folder / "config.json").read_text())["image_token_id"]
     for load in (quantkit.load, load_by_transformers):
         model, _ = load(folder)
-        with pytest.raises(
-            RequestError, match=rf"placeholder token for an image, video or sound.*token {image}"
-        ):
+        with raises(RequestError, found=f"token {image}"):
             list(
                 model.generate([5, image, 6])
                 if load is not quantkit.load
@@ -144,7 +143,7 @@ def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:
 def test_convert_and_quantize_never_drop_the_other_parts(
     tiny_image_text_model: Tiny, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+    with raises(UnsupportedError, found="llava"):
         quantkit.convert(tiny_image_text_model("llava"), tmp_path / "dst", to="meta")
 
 
@@ -166,7 +165,7 @@ def test_a_folder_without_one_decoder_is_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     for other in ("config.json", "tokenizer.model"):
         (tmp_path / other).write_bytes((tiny_image_text_model("llava") / other).read_bytes())
-    with pytest.raises(CheckpointError, match="does not have exactly one text decoder"):
+    with raises(CheckpointError, "'embed_tokens'", path=tmp_path):
         quantkit.load(tmp_path)
 
 
@@ -182,7 +181,7 @@ def test_a_head_that_nothing_ties_is_required(tiny_image_text_model: Tiny, tmp_p
     (tmp_path / "tokenizer.model").write_bytes(
         (tiny_image_text_model("llava_next") / "tokenizer.model").read_bytes()
     )
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight' is missing"):
+    with raises(CheckpointError, "'lm_head.weight'", path=tmp_path):
         quantkit.load(tmp_path)
 
 

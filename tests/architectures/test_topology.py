@@ -11,6 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import transformers
+from error_parts import raises
 from safetensors import safe_open
 from topology_cases import CASES, ENDS
 
@@ -135,7 +136,7 @@ def test_windows_and_positions_are_reported_layer_by_layer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", [kind for kind, family in families().items() if not family.runs])
 def test_families_that_do_not_run_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"found {kind}, expected .*llama, .*qwen3"):
+    with raises(UnsupportedError, "llama", "qwen3", path=Path("config.json"), found=kind):
         config_from_hf({"model_type": kind}, "config.json")
 
 
@@ -147,7 +148,8 @@ def test_configs_differ_by_their_layers(tmp_path: Path) -> None:
     gemma, _ = _saved("gemma2", tmp_path)
     assert gemma.differences(gemma) == []
     llama, _ = _saved("llama", tmp_path / "llama")
-    assert "window 4096 against none in layer 0 and 1 more" in gemma.differences(llama)
+    (line,) = [line for line in gemma.differences(llama) if line.startswith("window ")]
+    assert line.startswith("window 4096 against none ")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,9 +71,9 @@ def _require_as_torch(path: Path) -> TensorFile:
     file, expected = pth_io.open_file(path), torch.load(path, weights_only=True, mmap=False)
     assert list(file.tensors) == list(expected)
     for name, tensor in expected.items():
-        found = file.read(name)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor), name
+        value = file.read(name)
+        assert value.dtype == tensor.dtype
+        assert torch.equal(value, tensor), name
     return file
 
 
@@ -114,7 +115,8 @@ def test_a_record_of_another_size_than_its_storage_is_refused(
     options = [str(pickled.parent / "out") if word == "OUT" else word for word in command[1:]]
     code, _, err = run(capfd, command[0], pickled, *options)
     assert code == 3, err
-    assert f"{path}: record 'pytorch_model/data/3' has the wrong size" in err
+    assert f"{path}: " in err
+    assert "'pytorch_model/data/3'" in err
     assert not (pickled.parent / "out").exists()
 
 
@@ -127,7 +129,7 @@ def test_a_missing_record_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
             archive.writestr(name, data)
-    with pytest.raises(CheckpointError, match="record 'a/data/1' is missing"):
+    with raises(CheckpointError, "'a/data/1'", path=path):
         pth_io.open_file(path)
 
 
@@ -135,7 +137,7 @@ def test_a_record_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("a/data/1", bytes(154))
-    with pytest.raises(CheckpointError, match="record 'a/data/1' occurs twice"):
+    with raises(CheckpointError, "'a/data/1'", path=path):
         pth_io.open_file(path)
 
 
@@ -143,8 +145,8 @@ def test_a_compressed_record_is_refused_by_name(pickled: Path, capfd: Capture) -
     path = _rewritten(pickled / "pytorch_model.bin", lambda name, data: data, zipfile.ZIP_DEFLATED)
     code, _, err = run(capfd, "convert", pickled, pickled.parent / "out")
     assert code == 4
-    assert f"{path}: record 'pytorch_model/data.pkl' is compressed" in err
-    assert "load it with torch and save it again" in err
+    assert f"{path}: " in err
+    assert "'pytorch_model/data.pkl'" in err
 
 
 def test_records_that_are_stored_by_another_program_are_read(tmp_path: Path) -> None:
@@ -161,9 +163,7 @@ def test_a_record_that_contradicts_the_directory_is_refused(field: str, tmp_path
     raw = bytearray(path.read_bytes())
     raw[start + {"signature": 0, "method": 8, "size": 22, "name": 30}[field]] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(
-        CheckpointError, match=r"record 'a/data/0' (is not where|differs from|has a different name)"
-    ):
+    with raises(CheckpointError, "'a/data/0'", path=path):
         pth_io.open_file(path)
 
 
@@ -175,7 +175,7 @@ def test_a_directory_that_sends_a_record_elsewhere_is_refused(moved: int, tmp_pa
     (start,) = struct.unpack_from("<I", raw, entry + 42)
     struct.pack_into("<I", raw, entry + 42, start + moved)
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"record 'a/data/\d' (is not where|overlaps)"):
+    with raises(CheckpointError, "'a/data/", path=path):
         pth_io.open_file(path)
 
 
@@ -183,7 +183,7 @@ def test_bytes_cut_out_of_the_middle_are_noticed(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     raw = path.read_bytes()
     path.write_bytes(raw[:1000] + raw[1400:])
-    with pytest.raises(CheckpointError):
+    with raises(CheckpointError, path=path):
         pth_io.open_file(path)
 
 
@@ -192,7 +192,7 @@ def test_a_file_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
         _saved(tmp_path / "a.pth"),
         lambda name, data: b"big" if name.endswith("byteorder") else data,
     )
-    with pytest.raises(UnsupportedError, match="little-endian"):
+    with raises(UnsupportedError, path=path):
         pth_io.open_file(path)
 
 
@@ -201,7 +201,7 @@ def test_a_record_outside_the_files_folder_is_refused(name: str, tmp_path: Path)
     path = _saved(tmp_path / "a.pth")
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
         archive.writestr(name, b"3")
-    with pytest.raises(CheckpointError, match="is not in the folder 'a'"):
+    with raises(CheckpointError, repr(name), "'a'", path=path):
         pth_io.open_file(path)
 
 
@@ -218,7 +218,7 @@ def test_an_entry_of_the_directory_that_torch_does_not_write_is_refused(
     position = [i for i in range(start, len(raw)) if raw[i : i + 4] == b"PK\x01\x02"][-1]
     struct.pack_into("<H", raw, position + offset, value)
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"a\.pth"):
+    with raises(CheckpointError, path=path):
         pth_io.open_file(path)
 
 
@@ -239,14 +239,14 @@ def test_a_directory_of_several_disks_or_with_a_comment_is_refused(
     raw = bytearray(path.read_bytes())
     struct.pack_into("<H", raw, raw.rindex(signature) + offset, value)
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"a\.pth"):
+    with raises(CheckpointError, path=path):
         pth_io.open_file(path)
 
 
 def test_bytes_after_the_directory_are_refused(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     path.write_bytes(path.read_bytes() + b"more")
-    with pytest.raises(CheckpointError, match="a zip directory that torch does not write"):
+    with raises(CheckpointError, path=path):
         pth_io.open_file(path)
 
 
@@ -255,7 +255,7 @@ def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(
 ) -> None:
     path = _saved(tmp_path / "a.pth")
     _flip(path, "serialization_id")
-    with pytest.raises(CheckpointError, match="serialization_id' is damaged"):
+    with raises(CheckpointError, "serialization_id'", path=path):
         pth_io.open_file(path)
 
 
@@ -271,14 +271,15 @@ def test_flipped_bits_are_reported_by_the_checksum(
     assert run(capfd, "inspect", pickled)[0] == 0  # which reads no data
     code, _, err = run(capfd, command[0], pickled, pickled.parent / "out", *command[1:])
     assert code == 3, err
-    assert f"{path}: record 'pytorch_model/data/5' is damaged (found CRC-32" in err
+    assert f"{path}: " in err
+    assert "'pytorch_model/data/5'" in err
     assert not (pickled.parent / "out").exists()
 
 
 def test_flipped_bits_in_the_pickle_are_reported_when_it_is_opened(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     _flip(path, "data.pkl")
-    with pytest.raises(CheckpointError, match=r"record 'a/data\.pkl' is damaged"):
+    with raises(CheckpointError, "'a/data.pkl'", path=path):
         pth_io.open_file(path)
 
 
@@ -289,10 +290,10 @@ def test_a_file_without_checksums_is_read_with_a_note(
     _saved(path, torch.load(path, weights_only=True), checksums=False)
     code, _, err = run(capfd, "convert", pickled, tmp_path / "out")
     assert code == 0, err
-    assert f"{path}: was written without checksums" in err
+    assert f"quantkit: note: {path}: " in err
     expected = torch.load(path, weights_only=True)
-    found = _weights(tmp_path / "out")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    converted = _weights(tmp_path / "out")
+    assert all(torch.equal(converted[name], expected[name]) for name in expected)
 
 
 def test_a_file_with_one_checksum_of_zero_is_damaged(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_a_file_with_one_checksum_of_zero_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(raw)
     file = pth_io.open_file(path)
     assert not file.notes
-    with pytest.raises(CheckpointError, match="record 'a/data/0' is damaged"):
+    with raises(CheckpointError, "'a/data/0'", path=path):
         file.source.sha256()
 
 
@@ -330,12 +331,9 @@ def test_a_file_cut_off_after_it_was_opened_is_an_error(kind: str, tmp_path: Pat
     path = _written(tmp_path / "a", kind)
     file, size = _opened(path, kind), path.stat().st_size
     os.truncate(path, 100)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{path}: was truncated while it was read \(found 100 bytes, .* {size} ",
-    ):
+    with raises(CheckpointError, f" {size} ", path=path, found="100 bytes"):
         file.read("second")
-    with pytest.raises(CheckpointError, match="was truncated while it was read"):
+    with raises(CheckpointError, path=path):
         manifest.SourceHashes([file.source], tmp_path).result()
 
 
@@ -346,7 +344,7 @@ def test_a_deleted_file_is_read_on_and_reported_in_the_end(kind: str, tmp_path: 
     path.unlink()
     assert torch.equal(file.read("first"), TENSORS["first"])
     assert manifest.identity([file.source])[0][0] == "a"
-    with pytest.raises(CheckpointError, match=rf"{path}: the source changed while it was read"):
+    with raises(CheckpointError, path=path):
         manifest.SourceHashes([file.source], tmp_path).result()
 
 
@@ -372,7 +370,7 @@ def test_a_source_that_changes_during_a_conversion_is_an_error(
             change()
 
     before = path.stat().st_mtime_ns
-    with pytest.raises(CheckpointError, match=str(path)):
+    with raises(CheckpointError, path=path):
         convert(pickled, pickled.parent / "out", progress=progress)
     assert not (pickled.parent / "out").exists()
 
@@ -394,7 +392,7 @@ def test_a_pipe_in_place_of_weights_is_refused_at_once(name: str, tmp_path: Path
     os.mkfifo(tmp_path / name)
     open_file = safetensors_io.open_file if name.endswith("safetensors") else pth_io.open_file
     for opening in (open_file, open_checkpoint):
-        with pytest.raises(CheckpointError, match=f"{name}: is no(t a)? regular file"):
+        with raises(CheckpointError, path=tmp_path / name):
             opening(tmp_path / name)
 
 
@@ -428,8 +426,8 @@ def test_files_are_closed_with_the_checkpoint(pickled: Path) -> None:
         ({"data_offsets": ["0", "16"]}, "'0'"),
         ({"data_offsets": [False, 16]}, "False"),
         ({"data_offsets": [-16, 0]}, "-16"),
-        ({"data_offsets": [0, 16, 32]}, "unpack"),
-        ({"data_offsets": [0, 10**5000]}, "header"),
+        ({"data_offsets": [0, 16, 32]}, "safetensors"),
+        ({"data_offsets": [0, 10**5000]}, "safetensors"),
     ],
 )
 def test_a_header_holds_whole_numbers_only(
@@ -442,9 +440,8 @@ def test_a_header_holds_whole_numbers_only(
         text = json.dumps({"a": entry})
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(16))
-    with pytest.raises(CheckpointError, match="has an invalid safetensors header") as caught:
+    with raises(CheckpointError, word, path=path):
         safetensors_io.open_file(path)
-    assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +458,7 @@ def test_a_header_says_each_thing_once_in_valid_text(text: str, tmp_path: Path) 
     path = tmp_path / "model.safetensors"
     for raw in (text.encode(), text.replace("[]", "null").encode("utf-16")):
         path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(16))
-        with pytest.raises(CheckpointError, match="invalid safetensors header"):
+        with raises(CheckpointError, path=path):
             safetensors_io.open_file(path)
 
 
@@ -491,9 +488,9 @@ def test_a_legacy_file_is_read_twice_at_most(
 
     def counting(*arguments: Any) -> int:
         nonlocal counted
-        found = preadv(*arguments)
-        counted += found
-        return found
+        read_bytes = preadv(*arguments)
+        counted += read_bytes
+        return read_bytes
 
     monkeypatch.setattr(source.os, "preadv", counting)
     monkeypatch.setattr(pth_io, "MAX_BYTES", 20_000)
@@ -501,10 +498,9 @@ def test_a_legacy_file_is_read_twice_at_most(
     convert(folder, tmp_path / "out")
     size = path.stat().st_size
     assert 2 * size <= counted <= 2.2 * size
-    found = _weights(tmp_path / "out")
-    assert all(
-        torch.equal(found[n], t) for n, t in torch.load(path, weights_only=True, mmap=False).items()
-    )
+    converted = _weights(tmp_path / "out")
+    for name, tensor in torch.load(path, weights_only=True, mmap=False).items():
+        assert torch.equal(converted[name], tensor), name
 
 
 def test_a_legacy_storage_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -512,24 +508,23 @@ def test_a_legacy_storage_of_another_size_is_refused(tmp_path: Path) -> None:
     raw = path.read_bytes()
     at = raw.rindex(struct.pack("<q", 1000))
     path.write_bytes(raw[:at] + struct.pack("<q", 999) + raw[at + 8 :])
-    with pytest.raises(
-        CheckpointError, match=r"has the wrong size \(found 999 elements, expected 1000\)"
-    ):
+    with raises(CheckpointError, path=path, found="999 elements", expected=1000):
         pth_io.open_file(path)
 
 
 def test_a_tar_archive_is_refused_by_name(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.pth", "w", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(tarfile.TarInfo("storages"), io.BytesIO())
-    with pytest.raises(UnsupportedError, match="is a tar archive"):
+    with raises(UnsupportedError, path=tmp_path / "a.pth"):
         pth_io.open_file(tmp_path / "a.pth")
 
 
 def test_damage_ends_a_job_before_its_end(
     pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _flip(pickled / "pytorch_model.bin", "data/1")
-    seen: list[str] = []
+    path = pickled / "pytorch_model.bin"
+    _flip(path, "data/1")
+    phases: list[str] = []
 
     class Finished(manifest.SourceHashes):
         def __init__(self, files: Any, folder: Path) -> None:
@@ -537,9 +532,9 @@ def test_damage_ends_a_job_before_its_end(
             self._thread.join()
 
     monkeypatch.setattr(manifest, "SourceHashes", Finished)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        convert(pickled, tmp_path / "out", progress=lambda *now: seen.append(now[0]))
-    assert len(seen) == 1
+    with raises(CheckpointError, "data/1'", path=path):
+        convert(pickled, tmp_path / "out", progress=lambda *now: phases.append(now[0]))
+    assert len(phases) == 1
 
 
 @pytest.mark.parametrize(
@@ -551,7 +546,7 @@ def test_what_is_written_is_opened_before_it_gets_its_name(
     built = safetensors_io.build_header
     broken = "quantkit.formats.containers.hf_encoder.build_header"
     monkeypatch.setattr(broken, lambda tensors: built(tensors).replace(written, instead))
-    with pytest.raises(DestinationError, match="cannot be read back"):
+    with pytest.raises(DestinationError):
         convert(pickled, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -563,5 +558,5 @@ def test_the_safetensors_library_has_a_say(
     file = tmp_path / "out" / "model.safetensors"
     safetensors_io.require_readable(file)
     monkeypatch.setattr(safetensors_io, "check_sizes", lambda value: (1, *value))
-    with pytest.raises(RuntimeError, match="read"):
+    with pytest.raises(RuntimeError, match=str(file)):
         safetensors_io.require_readable(file)

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from case_names import case
+from error_parts import raises
 from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -38,11 +40,11 @@ def _require_as_torch(path: Path, value: object, *, legacy: bool) -> None:
     expected = expected.get("model", expected)
     assert list(file.tensors) == list(expected)
     for name, tensor in expected.items():
-        found = file.read(name)
-        assert type(found) is Tensor
-        assert not found.requires_grad
-        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found, tensor), name
+        value = file.read(name)
+        assert type(value) is Tensor
+        assert not value.requires_grad
+        assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(value, tensor), name
 
 
 WHOLE = torch.randn(64, 33)
@@ -117,7 +119,7 @@ def test_other_kinds_of_tensors_are_refused_by_name(kind: str, tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save({"odd": ODD[kind]()}, tmp_path / "a.pth")
-    with pytest.raises(UnsupportedError, match="entry 'odd' is not a plain tensor"):
+    with raises(UnsupportedError, "'odd'", path=tmp_path / "a.pth"):
         pth_io.open_file(tmp_path / "a.pth")
 
 
@@ -173,43 +175,42 @@ def _tensor(
 
 
 def test_the_hand_written_tensor_is_sound() -> None:
-    found = _load(_tensor() + pickle.STOP)
-    assert (found.shape, found.stride, found.storage.nbytes) == ((2, 3), (3, 1), 24)
+    view = _load(_tensor() + pickle.STOP)
+    assert (view.shape, view.stride, view.storage.nbytes) == ((2, 3), (3, 1), 24)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"offset": 1},
-        {"offset": -1},
-        {"offset": 1 << 62},
-        {"offset": 0.0},
-        {"shape": (3, 3)},
-        {"shape": (-2, 3)},
-        {"shape": (True, 3)},
-        {"shape": (2.0, 3)},
-        {"shape": ("2", 3)},
-        {"shape": (None, 3)},
-        {"shape": (1 << 90, 3)},
-        {"shape": (2,)},
-        {"stride": (3, 2)},
-        {"stride": (-3, 1)},
-        {"stride": (1 << 70, 1)},
-        {"count": 5},
-        {"count": -1},
-        {"count": 1 << 80},
-        {"shape": (1,) * 100, "stride": (1,) * 100},
-    ],
-    ids=str,
-)
-def test_a_view_that_leaves_its_storage_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"some\.pth: cannot be read: "):
-        _load(_tensor(**change) + pickle.STOP)
+VIEWS_OUTSIDE: list[dict[str, Any]] = [
+    {"offset": 1},
+    {"offset": -1},
+    {"offset": 1 << 62},
+    {"offset": 0.0},
+    {"shape": (3, 3)},
+    {"shape": (-2, 3)},
+    {"shape": (True, 3)},
+    {"shape": (2.0, 3)},
+    {"shape": ("2", 3)},
+    {"shape": (None, 3)},
+    {"shape": (1 << 90, 3)},
+    {"shape": (2,)},
+    {"stride": (3, 2)},
+    {"stride": (-3, 1)},
+    {"stride": (1 << 70, 1)},
+    {"count": 5},
+    {"count": -1},
+    {"count": 1 << 80},
+    {"shape": (1,) * 100, "stride": (1,) * 100},
+]
+
+
+def test_a_view_that_leaves_its_storage_is_refused() -> None:
+    for change in VIEWS_OUTSIDE:
+        with case(change), raises(CheckpointError, path=PATH):
+            _load(_tensor(**change) + pickle.STOP)
 
 
 def test_a_tensor_that_repeats_itself_beyond_its_file_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match="tensor 'a' is larger than its file"):
+    with raises(CheckpointError, "'a'", path=tmp_path / "a.pth"):
         pth_io.open_file(tmp_path / "a.pth")
 
 
@@ -288,7 +289,7 @@ def test_a_pickle_longer_than_any_of_tensors_is_not_read(tmp_path: Path) -> None
     path = tmp_path / "a.pth"
     torch.save({"a": torch.ones(3)}, path)
     _with_pickle(path, bytes(pth_io.MAX_BYTES + 1))
-    with pytest.raises(CheckpointError, match="is too long"):
+    with raises(CheckpointError, path=path):
         pth_io.open_file(path)
 
 
@@ -314,11 +315,12 @@ def test_a_file_with_any_bytes_changed_is_refused_or_read_as_torch_reads_it(
         path.write_bytes(raw)
         try:
             file = pth_io.open_file(path)
-            found = {name: file.read(name) for name in file.tensors}
+            tensors = {name: file.read(name) for name in file.tensors}
             file.source.sha256()
         except (CheckpointError, UnsupportedError):
             continue
         # A zip has checksums. Devices are ignored: their names may be among the changed bytes.
         expected = torch.load(path, "cpu", weights_only=True, mmap=False) if legacy else value
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(t.nan_to_num(), expected[n].nan_to_num()) for n, t in found.items())
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.nan_to_num(), expected[name].nan_to_num()), name

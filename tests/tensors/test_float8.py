@@ -20,8 +20,8 @@ def test_every_16_bit_number_becomes_what_a_saturating_cast_makes_of_it(dtype: t
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     expected = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     assert expected.isnan().sum() == x.isnan().sum() > 0
-    found = round_to_e4m3(x)
-    assert torch.equal(found.nan_to_num(nan=math.pi), expected.nan_to_num(nan=math.pi))
+    rounded = round_to_e4m3(x)
+    assert torch.equal(rounded.nan_to_num(nan=math.pi), expected.nan_to_num(nan=math.pi))
 
 
 def test_all_float8_numbers_stay_and_ties_go_to_even() -> None:
@@ -38,7 +38,7 @@ def test_keys_and_values_are_rounded_as_compressed_tensors_rounds_them(scale: fl
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 50, 16, generator=generator) * torch.logspace(-6, 4, 16)
     values = keys.flip(-1).transpose(1, 2)  # which is not contiguous
-    found = Fp8Rounding((scale, 2 * scale), "cpu")(keys, values)
-    for rows, given, own in zip(found, (keys, values), (scale, 2 * scale), strict=True):
+    rounded = Fp8Rounding((scale, 2 * scale), "cpu")(keys, values)
+    for rows, floats, step in zip(rounded, (keys, values), (scale, 2 * scale), strict=True):
         zero = torch.zeros(1, dtype=torch.float8_e4m3fn)
-        assert torch.equal(rows, fake_quantize(given, torch.tensor([own]), zero, ARGS))
+        assert torch.equal(rows, fake_quantize(floats, torch.tensor([step]), zero, ARGS))

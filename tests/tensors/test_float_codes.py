@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import generate_gparam, maybe_pad_tensor_for_block_quant
+from error_parts import raises
 from torch import Tensor
 
 from quantkit.errors import RequestError
@@ -50,21 +51,21 @@ def weights() -> Tensor:
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
 def test_codes_are_those_of_compressed_tensors(name: str, scale_dtype: torch.dtype) -> None:
     weight = weights()
-    found = quantize_rtn(weight, FLOAT_SCHEMES[name], scale_dtype)
-    scale = found.scale[::TILE] if name == "fp8-block" else found.scale
+    quantized = quantize_rtn(weight, FLOAT_SCHEMES[name], scale_dtype)
+    scale = quantized.scale[::TILE] if name == "fp8-block" else quantized.scale
     x = (
         maybe_pad_tensor_for_block_quant(weight.float(), (TILE, TILE))
         if name == "fp8-block"
         else weight.float()
     )
-    outer = None if found.outer is None else found.outer[0]
+    outer = None if quantized.outer is None else quantized.outer[0]
     args = QuantizationArgs(**ARGS[name])
     expected = quantize(x=x, scale=scale.float(), zero_point=None, args=args, global_scale=outer)[
         : len(weight)
     ]
-    assert torch.equal(float_codes.decode_values(found.codes, found.scheme.codes), expected)
-    assert found.dequantize().isfinite().all()
-    assert not found.dequantize()[3].any()
+    assert torch.equal(float_codes.decode_values(quantized.codes, quantized.scheme.codes), expected)
+    assert quantized.dequantize().isfinite().all()
+    assert not quantized.dequantize()[3].any()
 
 
 def test_every_float8_is_its_own_code() -> None:
@@ -94,17 +95,17 @@ def test_powers_of_two_follow_the_specification() -> None:
     weight = weights()
     scale = quantize_rtn(weight, MXFP4, torch.bfloat16).scale
     largest = weight.float().view(200, -1, 32).abs().amax(-1)
-    for found, value in zip(scale.flatten().tolist(), largest.flatten().tolist(), strict=True):
+    for power, value in zip(scale.flatten().tolist(), largest.flatten().tolist(), strict=True):
         exponent = max(-127, math.floor(math.log2(value)) - 2) if value else 0
-        assert found == 2.0**exponent
+        assert power == 2.0**exponent
 
 
 def test_the_outer_scale_is_that_of_compressed_tensors() -> None:
     weight = torch.randn(32, 64).bfloat16()
-    found = quantize_rtn(weight, NVFP4, torch.bfloat16)
-    assert found.outer is not None
-    assert torch.equal(found.outer, generate_gparam(*weight.float().aminmax()).expand(32, 1))
-    assert found.scale.max() == float_codes.LARGEST[Codes.E4M3]
+    quantized = quantize_rtn(weight, NVFP4, torch.bfloat16)
+    assert quantized.outer is not None
+    assert torch.equal(quantized.outer, generate_gparam(*weight.float().aminmax()).expand(32, 1))
+    assert quantized.scale.max() == float_codes.LARGEST[Codes.E4M3]
 
 
 @pytest.mark.parametrize("name", FLOAT_SCHEMES)
@@ -151,16 +152,16 @@ def test_rows_that_groups_do_not_divide_have_another_scheme(
     ],
 )
 def test_scales_of_small_floats_go_with_such_codes(fields: tuple[Any, ...]) -> None:
-    with pytest.raises(RequestError, match="cannot be combined"):
+    with raises(RequestError, expected="fp8, fp8-block, mxfp4, nvfp4"):
         QuantScheme(*fields)
 
 
 def test_other_groups_of_small_floats_are_not_written() -> None:
-    found = CompressedTensors().codec(
+    reason = CompressedTensors().codec(
         QuantScheme(bits=4, group_size=64, symmetric=True, scales=Scales.POWERS, codes=Codes.E2M1)
     )
-    assert isinstance(found, Reason)
-    assert found.expected == "fp8, fp8-block, mxfp4, nvfp4"
+    assert isinstance(reason, Reason)
+    assert reason.expected == "fp8, fp8-block, mxfp4, nvfp4"
 
 
 def test_an_outer_scale_goes_with_its_scheme_alone() -> None:

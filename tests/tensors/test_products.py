@@ -66,12 +66,12 @@ def test_sums_over_inputs_are_the_same_however_many_wait(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hessian_module, "ROWS_AT_ONCE", together)
-    found = HessianAccumulator(5, 3, torch.device("cpu"))
+    accumulator = HessianAccumulator(5, 3, torch.device("cpu"))
     alone, paired, apart = (torch.randn(28, width) for width in (5, 5, 3))
-    for some in (slice(0, 3), slice(3, 23), slice(23, 28)):
-        found.add(alone[some].unsqueeze(0))
-        found.add_pair(paired[some], apart[some])
-    hessian, squares, drift, _ = found.release(SINGLE)
+    for rows in (slice(0, 3), slice(3, 23), slice(23, 28)):
+        accumulator.add(alone[rows].unsqueeze(0))
+        accumulator.add_pair(paired[rows], apart[rows])
+    hessian, squares, drift, _ = accumulator.release(SINGLE)
     torch.testing.assert_close(squares, paired.t() @ paired)
     torch.testing.assert_close(hessian, alone.t() @ alone + squares)
     torch.testing.assert_close(drift, apart.t() @ paired)
@@ -85,11 +85,11 @@ def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch)
         torch.randn(size, 3, dtype=torch.float64),
     )
     matrix = x.t() @ x
-    found = cholesky(matrix.clone())
-    assert found is not None
-    torch.testing.assert_close(found, torch.linalg.cholesky(matrix, upper=True))
-    torch.testing.assert_close(matrix @ solve_factored(found, right), right)
-    torch.testing.assert_close(upper_transposed_times(found, right), found.t() @ right)
+    factor = cholesky(matrix.clone())
+    assert factor is not None
+    torch.testing.assert_close(factor, torch.linalg.cholesky(matrix, upper=True))
+    torch.testing.assert_close(matrix @ solve_factored(factor, right), right)
+    torch.testing.assert_close(upper_transposed_times(factor, right), factor.t() @ right)
     assert cholesky(matrix - 10 * matrix.trace() * torch.eye(size)) is None
 
 

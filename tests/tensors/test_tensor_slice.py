@@ -7,6 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from schemes import any_scheme
 from torch import Tensor
 
@@ -105,5 +106,5 @@ def test_a_cut_group_keeps_its_scale(scheme: str) -> None:
 
 
 def test_a_part_too_small_for_a_group_is_refused() -> None:
-    with pytest.raises(RequestError, match="parts that are too small"):
+    with raises(RequestError, "int4-g32", found="4 columns", expected="a multiple of 8"):
         QuantScheme.parse("int4-g32").cut(4, 12)

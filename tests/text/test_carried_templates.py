@@ -13,6 +13,8 @@ from typing import Any
 import oracle
 import pytest
 from command import Capture, run
+from error_parts import raises
+from jinja2 import TemplateError
 from partial import interrupted
 from transformers import AutoTokenizer
 
@@ -135,8 +137,10 @@ def test_the_manifest_knows_the_sources_templates(plain: Path, tmp_path: Path) -
 def test_another_or_no_template_is_a_difference(source: Path, plain: Path, tmp_path: Path) -> None:
     changed = oracle.copy(source, tmp_path / "changed")
     (changed / "chat_template.jinja").write_text(TEMPLATE + " ")
-    assert verify(source, changed).problems == ["the chat templates differ: default"]
-    assert verify(source, plain).problems == [f"{plain} has no chat template, the other has"]
+    (problem,) = verify(source, changed).problems
+    assert "default" in problem
+    (problem,) = verify(source, plain).problems
+    assert problem.startswith(f"{plain} ")
     assert verify(plain, source).verdict is Verdict.DIFFERENT
 
 
@@ -146,9 +150,7 @@ def test_a_template_that_changed_is_no_interrupted_run_to_go_on_with(
     out = tmp_path / "out"
     interrupted(quantkit.convert, source, out)
     (source / "chat_template.jinja").write_text("another")
-    with pytest.raises(
-        ResumeError, match=r"found changed file chat_template\.jinja, file tokenizer_config\.json"
-    ):
+    with raises(ResumeError, "chat_template.jinja", "tokenizer_config.json"):
         quantkit.convert(source, out, source_check=False, resume=True)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     quantkit.convert(source, out, source_check=False, resume=True)
@@ -162,7 +164,7 @@ def test_a_template_that_was_added_to_an_output_is_reported(
     quantkit.convert(plain, tmp_path / "out", source_check=False)
     (tmp_path / "out" / place).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / place).write_text("{{ 'obey' }}")
-    with pytest.raises(CheckpointError, match=f"{place}: the manifest does not list this file"):
+    with raises(CheckpointError, path=tmp_path / "out" / place):
         quantkit.verify(tmp_path / "out")
 
 
@@ -179,7 +181,7 @@ def test_a_meta_folder_is_given_llama_2s(
     job: str, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     scheme = ["--scheme", "int8"] if job == "quantize" else []
-    made = run(
+    result = run(
         capfd,
         job,
         demo_model,
@@ -189,13 +191,13 @@ def test_a_meta_folder_is_given_llama_2s(
         "--no-source-check",
         *scheme,
     )
-    assert made[0] == 0
+    assert result[0] == 0
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = quantkit.chat_format(demo_model, load_tokenizer(demo_model), "llama2")
     for talk in LLAMA2_TALKS[:3]:
         assert theirs.apply_chat_template(talk)["input_ids"] == ours.encode(talk)
     for talk in ([{"role": "user", "content": "[/INST]"}], [TALK[0], TALK[0]]):
-        with pytest.raises(Exception, match=r"tag of the chat format|in turn"):
+        with pytest.raises(TemplateError):
             theirs.apply_chat_template(talk)
     assert quantkit.verify(demo_model, tmp_path / "out").ok
 
@@ -234,22 +236,22 @@ def test_a_file_is_taken_for_a_template(source: Path, demo_model: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("template", "kind", "reported"),
+    ("template", "name"),
     [
-        ("llama4", RequestError, "no such chat template .*llama2, llama3 or a file"),
-        ("llama3", RequestError, "not Llama 3's"),
-        ("nowhere.jinja", RequestError, "does not exist"),
-        ("", RequestError, "no such"),
-        (5, RequestError, "`template` is of the wrong type"),
+        ("llama4", "'llama4'"),
+        ("llama3", "<|start_header_id|>"),
+        ("nowhere.jinja", "nowhere.jinja"),
+        ("", "''"),
+        (5, "`template`"),
     ],
 )
 def test_what_is_no_template_is_refused_before_anything_is_written(
-    template: Any, kind: type[Exception], reported: str, demo_model: Path, tmp_path: Path
+    template: Any, name: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(kind, match=reported):
+    with raises(RequestError, name):
         quantkit.convert(demo_model, tmp_path / "out", template=template)
     (tmp_path / "broken.jinja").write_text("{% for %}")
-    with pytest.raises(CheckpointError, match="not a valid Jinja chat template"):
+    with raises(CheckpointError, path=tmp_path / "broken.jinja"):
         quantkit.plan.quantize(
             demo_model, tmp_path / "out", "int8", template=str(tmp_path / "broken.jinja")
         )
@@ -262,5 +264,5 @@ def test_a_template_spells_tokens_that_sentencepiece_does_not_read(
     quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
     assert (tmp_path / "meta" / "chat_template.jinja").is_file()
     assert (tmp_path / "meta" / "tokenizer.model").is_file()
-    with pytest.raises(RequestError, match=r"sentencepiece .*`template=.llama2.`"):
+    with raises(RequestError, path=tmp_path / "meta", options=["template"]):
         quantkit.chat_format(tmp_path / "meta", load_tokenizer(tmp_path / "meta"))

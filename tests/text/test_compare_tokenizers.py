@@ -17,6 +17,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from vocabularies import train, train_gemma, write_byte_level, write_gemma_json, write_tiktoken
 
@@ -65,22 +66,22 @@ def _gguf(folder: Path, path: Path, *, by_quantkit: bool) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
-    found = {
+    folders = {
         "sentencepiece": train(root / "sentencepiece"),
         "tiktoken": write_tiktoken(root / "tiktoken"),
     }
-    found |= {f"{kind}-json": _exported(folder) for kind, folder in found.items()}
-    found["gemma"] = train_gemma(root / "gemma")
-    found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
-    found["smollm"] = write_byte_level(
+    folders |= {f"{kind}-json": _exported(folder) for kind, folder in folders.items()}
+    folders["gemma"] = train_gemma(root / "gemma")
+    folders["gemma-json"] = write_gemma_json(folders["gemma"], root / "gemma-json")
+    folders["smollm"] = write_byte_level(
         root / "smollm", pre_tokenizer((patterns_by_name("smollm") or ((), False))[0])
     )
-    for kind, folder in list(found.items()):
-        found[f"{kind}.gguf"] = _gguf(folder, root / f"{kind}.gguf", by_quantkit=True)
-        found[f"{kind}.converted"] = _gguf(
+    for kind, folder in list(folders.items()):
+        folders[f"{kind}.gguf"] = _gguf(folder, root / f"{kind}.gguf", by_quantkit=True)
+        folders[f"{kind}.converted"] = _gguf(
             folder, root / f"{kind}-converted.gguf", by_quantkit=False
         )
-    return found
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,10 @@ def _edited(source: Path, target: Path, edit: Edit, name: str = "tokenizer.json"
 
 def _difference(first: Tokenizer, second: Tokenizer) -> str | None:
     """The same in either order, but for which comes first."""
-    found, back = first_difference(first, second, ()), first_difference(second, first, ())
-    assert (found is None) == (back is None), (found, back)
-    return found
+    difference = first_difference(first, second, ())
+    reverse = first_difference(second, first, ())
+    assert (difference is None) == (reverse is None), (difference, reverse)
+    return difference
 
 
 SAME = [
@@ -132,11 +134,10 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("pair", SAME, ids=" ".join)
-def test_one_tokenizer_is_the_same_in_all_formats(
-    pair: tuple[str, str], tokenizers: dict[str, Tokenizer]
-) -> None:
-    assert _difference(tokenizers[pair[0]], tokenizers[pair[1]]) is None
+def test_one_tokenizer_is_the_same_in_all_formats(tokenizers: dict[str, Tokenizer]) -> None:
+    for first, second in SAME:
+        difference = _difference(tokenizers[first], tokenizers[second])
+        assert difference is None, (first, second)
 
 
 def _swap_ids(first: int, second: int) -> Edit:
@@ -184,23 +185,17 @@ def _added(**change: Any) -> Edit:
 
 
 CHANGES: dict[str, tuple[Edit, str]] = {
-    "two ids": (_swap_ids(261, 262), "2 of [0-9]+ token ids; the first is 261: b'.*' against b'"),
-    "two bytes": (
-        _swap_ids(199, 200),
-        r"2 of [0-9]+ token ids; the first is 199: .*b'.*' against .*b'",
-    ),
+    "two ids": (_swap_ids(261, 262), r"\b2 of .* 261: b'"),
+    "two bytes": (_swap_ids(199, 200), r"\b2 of .* 199: .*b'"),
     "two merges": (_swap_merges, "merges: "),
     "a merge less": (lambda raw: raw["model"]["merges"].pop(2), "merges: "),
-    "one id for two tokens": (_two_tokens_with_one_id, "token ids; .* and "),
-    "an added token's content": (
-        _added(content="<other>"),
-        r"token ids; the first is .*<other>|token ids; .*</s>",
-    ),
-    "an added token's id": (_added(id=7), "added token [0-9]+ .*: id "),
-    "an added token less": (lambda raw: raw["added_tokens"].pop(), "1 of [0-9]+ token ids; "),
+    "one id for two tokens": (_two_tokens_with_one_id, "zzqq"),
+    "an added token's content": (_added(content="<other>"), "<other>|</s>"),
+    "an added token's id": (_added(id=7), ": id "),
+    "an added token less": (lambda raw: raw["added_tokens"].pop(), r"\b1 of "),
     "special": (
         lambda raw: _added(special=not raw["added_tokens"][-1]["special"])(raw),
-        "special token b'.*added|added",
+        "added",
     ),
     "normalizer": (_other_normalizer, "normalizer: "),
     "pattern": (_other_pattern, "pre_tokenizer: "),
@@ -246,9 +241,9 @@ def test_a_single_change_is_seen_from_every_format(
     edit, message = CHANGES[change]
     changed = _edited(folders[kind], tmp_path / "changed", edit)
     for other in (kind, *OTHERS[kind]):
-        found = _difference(tokenizers[other], changed)
-        assert found is not None, other
-        assert re.search(message, found), (other, found)
+        difference = _difference(tokenizers[other], changed)
+        assert difference is not None, other
+        assert re.search(message, difference), (other, difference)
 
 
 @pytest.mark.parametrize("change", OWN_CHANGES)
@@ -262,9 +257,9 @@ def test_a_single_change_is_seen_between_two_of_tokenizers(
 ) -> None:
     edit, message = OWN_CHANGES[change]
     changed = _edited(folders[kind], tmp_path / "changed", edit)
-    found = _difference(tokenizers[kind], changed)
-    assert found is not None
-    assert message in found
+    difference = _difference(tokenizers[kind], changed)
+    assert difference is not None
+    assert message in difference
     if change in (
         "lstrip",
         "rstrip",
@@ -290,8 +285,9 @@ def test_other_tokens_that_begin_and_end_a_text_are_seen(
         lambda raw: raw.update({name: token}),
         "tokenizer_config.json",
     )
-    for one in (kind, *OTHERS[kind]):
-        assert str(_difference(tokenizers[one], changed)).startswith(f"{name[:3].upper()}: "), one
+    for original in (kind, *OTHERS[kind]):
+        difference = str(_difference(tokenizers[original], changed))
+        assert difference.startswith(f"{name[:3].upper()}: "), original
 
 
 def test_another_score_is_seen_in_a_sentencepiece_model(
@@ -310,9 +306,9 @@ def test_another_score_is_seen_in_a_sentencepiece_model(
         )
     )
     changed = load_tokenizer(tmp_path)
-    assert "the score of " in str(_difference(tokenizers["sentencepiece"], changed))
+    assert "score" in str(_difference(tokenizers["sentencepiece"], changed))
     for other in OTHERS["sentencepiece-json"][1:]:
-        assert "whose score is higher" in str(_difference(tokenizers[other], changed))
+        assert "score" in str(_difference(tokenizers[other], changed))
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -323,11 +319,11 @@ def test_an_unused_piece_that_merges_make_is_seen_and_not_exported(
     does.
     """
     model = read_sentencepiece(folders["sentencepiece"] / "tokenizer.model")
-    made = [
+    merged = [
         piece for piece, _, kind in model.pieces if kind is PieceType.NORMAL and len(piece) > 1
     ][place]
     pieces = [
-        (piece, score, PieceType.UNUSED if piece == made else kind)
+        (piece, score, PieceType.UNUSED if piece == merged else kind)
         for piece, score, kind in model.pieces
     ]
     (tmp_path / "tokenizer.model").write_bytes(
@@ -339,9 +335,7 @@ def test_an_unused_piece_that_merges_make_is_seen_and_not_exported(
     )
     changed = load_tokenizer(tmp_path)
     for other in ("sentencepiece", *OTHERS["sentencepiece-json"]):
-        assert "unused pieces that merges make: " in str(_difference(tokenizers[other], changed)), (
-            other
-        )
+        assert "unused" in str(_difference(tokenizers[other], changed)), other
     (tmp_path / "json").mkdir()
     assert not export_json(tmp_path / "tokenizer.model", tmp_path / "json")
     with pytest.raises(UnsupportedError):
@@ -353,7 +347,7 @@ def test_merges_of_an_added_token_that_is_found_as_a_word_alone_are_compared(
 ) -> None:
     """Within other words pairs make it."""
     raw = json.loads((folders["smollm"] / "tokenizer.json").read_text())
-    operands = [one for pair in raw["model"]["merges"] for one in pair]
+    operands = [operand for pair in raw["model"]["merges"] for operand in pair]
     piece = next(
         a + b for a, b in raw["model"]["merges"] if (a + b).isalpha() and a + b in operands
     )
@@ -371,21 +365,21 @@ def test_merges_of_an_added_token_that_is_found_as_a_word_alone_are_compared(
         if not kept:
             raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if piece not in pair]
 
-    one, other = (
+    with_merges, without_merges = (
         _edited(folders["smollm"], tmp_path / str(kept), functools.partial(add, kept=kept))
         for kept in (True, False)
     )
-    assert "merges: " in str(_difference(one, other))
+    assert "merges" in str(_difference(with_merges, without_merges))
 
 
 def test_an_added_token_with_a_space_is_another_than_with_the_sign_for_it(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    one, other = (
+    with_space, with_sign = (
         _edited(folders["smollm"], tmp_path / str(ord(sign)), _added(content=f"{sign}zebra"))
         for sign in (" ", "\u2581")
     )
-    assert "zebra'): spelling " in str(_difference(one, other))
+    assert "zebra'" in str(_difference(with_space, with_sign))
 
 
 @pytest.mark.slow
@@ -410,7 +404,8 @@ def test_tokens_of_tokenizer_config_alone_are_compared(
     oracle.edit_json(other / "tokenizer_config.json", **change)
     report = quantkit.verify(tmp_path / "one", other)
     assert not report.ok
-    assert f"tokenizer_config.json differs: {next(iter(change))}" in "\n".join(report.lines())
+    (line,) = [line for line in report.lines() if "tokenizer_config.json" in line]
+    assert next(iter(change)) in line
 
 
 def test_merges_of_one_piece_may_be_listed_in_any_order_that_shows_in_no_text(
@@ -462,10 +457,10 @@ def test_every_id_of_a_large_vocabulary_is_compared(tmp_path: Path) -> None:
     original = load_tokenizer(source)
     for number in (MANY - 1, MANY - 2):
         changed = _edited(source, tmp_path / str(number), _swap_ids(number, 20_000 + number % 2))
-        found = _difference(original, changed)
-        assert str(found).startswith(
+        difference = _difference(original, changed)
+        assert str(difference).startswith(
             f"2 of {MANY} token ids; the first is {20_000 + number % 2}: b't"
-        ), found
+        ), difference
 
     def move_odd_ids(raw: dict[str, Any]) -> None:
         vocabulary = raw["model"]["vocab"]
@@ -487,27 +482,27 @@ def test_ids_have_the_bytes_that_their_own_libraries_give(
     import tokenizers as library
     from sentencepiece import SentencePieceProcessor
 
-    found = tokenizers["tiktoken"].canonical()
+    canonical = tokenizers["tiktoken"].canonical()
     engine = tokenizers["tiktoken"]._encoding  # type: ignore[attr-defined]
     assert all(
         engine.decode_single_token_bytes(number) == content
-        for number, content in found.contents.items()
+        for number, content in canonical.contents.items()
     )
     model = SentencePieceProcessor(model_file=str(folders["sentencepiece"] / "tokenizer.model"))
-    found = tokenizers["sentencepiece"].canonical()
+    canonical = tokenizers["sentencepiece"].canonical()
     for number in range(model.get_piece_size()):
-        assert (found.kinds.get(number) is Kind.BYTE) == model.is_byte(number)
+        assert (canonical.kinds.get(number) is Kind.BYTE) == model.is_byte(number)
         if not (model.is_byte(number) or model.is_control(number) or model.is_unknown(number)):
             assert (
-                found.contents[number].decode()
-                == model.decode([number, number])[-len(found.contents[number].decode()) :]
+                canonical.contents[number].decode()
+                == model.decode([number, number])[-len(canonical.contents[number].decode()) :]
             )
         elif model.is_byte(number) and number < 3 + 128:
-            assert found.contents[number].decode() == model.decode([number])
+            assert canonical.contents[number].decode() == model.decode([number])
     theirs = library.Tokenizer.from_file(str(folders["smollm"] / "tokenizer.json"))
-    found = tokenizers["smollm"].canonical()
-    assert found.contents.keys() == set(theirs.get_vocab().values())
-    for number, content in found.contents.items():
+    canonical = tokenizers["smollm"].canonical()
+    assert canonical.contents.keys() == set(theirs.get_vocab().values())
+    for number, content in canonical.contents.items():
         assert content.decode("utf-8", "replace") == theirs.decode(
             [number], skip_special_tokens=False
         )
@@ -536,8 +531,10 @@ def test_tokens_that_files_add_to_a_sentencepiece_model_are_compared(
     file.write_bytes(build_header(tokenizer_metadata(tmp_path / "model", 401)[0], []))
     added = load_tokenizer(tmp_path / "model")
     assert _difference(added, load_tokenizer(file)) is None
-    found = _difference(load_tokenizer(folders["sentencepiece"]), added)
-    assert found == "1 of 401 token ids; the first is 400: no token against added token b'<pad>'"
+    difference = _difference(load_tokenizer(folders["sentencepiece"]), added)
+    assert difference is not None
+    assert " 400: " in difference
+    assert "b'<pad>'" in difference
 
 
 def test_verify_names_the_first_id_that_differs(
@@ -575,10 +572,8 @@ def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(
     raw = json.loads((tmp_path / "source" / "tokenizer.json").read_text())
     raw["added_tokens"].append({**raw["added_tokens"][-1], "id": rows, "content": "<|im_end|>"})
     (tmp_path / "source" / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(
-        CheckpointError,
-        match=rf"the first is {rows}: no token against special token b'<\|im_end\|>'",
-    ):
+    path = tmp_path / "source" / "tokenizer.model"
+    with raises(CheckpointError, f" {rows}: ", "b'<|im_end|>'", path=path):
         quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")
     (tmp_path / "source" / "tokenizer.model").unlink()
     quantkit.convert(tmp_path / "source", tmp_path / "meta", to="meta")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_names import case
+from error_parts import raises
 from vocabularies import (
     TURNS,
     train,
@@ -22,7 +24,7 @@ from vocabularies import (
 )
 
 import quantkit
-from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json, tokenizer_metadata
@@ -318,7 +320,7 @@ def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
     read = json.loads(build_folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other]
     assert len([note for note in notes if END in note]) == 1
-    with pytest.raises(CheckpointError, match="is not in the vocabulary"):
+    with raises(CheckpointError, "quantkit.eos_token_ids", found="99999"):
         build_folder_files({**metadata, "quantkit.eos_token_ids": [99999]}, folder)
 
 
@@ -342,11 +344,11 @@ def test_settings_of_generation_that_transformers_takes(
         f"general.sampling.{key}": value for key, value in stated.items()
     }
     if read is None:
-        with pytest.raises(CheckpointError, match="out of range"):
+        with raises(CheckpointError, path=folders["smollm"]):
             build_folder_files(metadata, folders["smollm"])
         return
-    made = json.loads(build_folder_files(metadata, folders["smollm"])["generation_config.json"])
-    assert {key: value for key, value in made.items() if "token" not in key} == read
+    settings = json.loads(build_folder_files(metadata, folders["smollm"])["generation_config.json"])
+    assert {key: value for key, value in settings.items() if "token" not in key} == read
 
 
 @pytest.mark.parametrize(
@@ -390,7 +392,7 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     again, _ = tokenizer_metadata(path, 300)
     assert again == metadata
     path.write_bytes(build_header({**metadata, "tokenizer.ggml.model": "none"}, []))
-    with pytest.raises(CheckpointError, match=r"model\.gguf: has no tokenizer"):
+    with raises(CheckpointError, path=path):
         load_tokenizer(path)
 
 
@@ -438,7 +440,7 @@ def test_a_sentencepiece_model_is_read_and_written(
     (tmp_path / "tokenizer.model").write_bytes(
         (folders["gemma"] / "tokenizer.model").read_bytes()[:-7]
     )
-    with pytest.raises(CheckpointError, match="is not a sentencepiece model"):
+    with raises(CheckpointError, path=tmp_path / "tokenizer.model"):
         read_sentencepiece(tmp_path / "tokenizer.model")
 
 
@@ -469,7 +471,7 @@ def test_a_pattern_may_be_spelled_in_other_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "change", "name"),
     [
         (
             "qwen2",
@@ -486,21 +488,21 @@ def test_a_pattern_may_be_spelled_in_other_ways() -> None:
         (
             "sentencepiece-json",
             lambda raw: raw["model"]["merges"].append(["t", "h"]),
-            "no equivalent scores",
+            "merges",
         ),
-        ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "no equivalent scores"),
-        ("sentencepiece-json", lambda raw: raw.update(normalizer=None), "another normalizer"),
+        ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "merges"),
+        ("sentencepiece-json", lambda raw: raw.update(normalizer=None), "normalizer"),
     ],
 )
 def test_what_llama_cpp_does_not_have_is_refused(
     kind: str,
     change: Callable[[dict[str, Any]], object],
-    message: str,
+    name: str,
     folders: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     folder = _edited(folders[kind], tmp_path / "model", change)
-    with pytest.raises(UnsupportedError, match=message):
+    with raises(UnsupportedError, name, path=folder / "tokenizer.json"):
         _metadata(folder)
 
 
@@ -544,10 +546,10 @@ def test_added_tokens_that_hide_others_are_a_note(
 
     folder = _edited(folders["qwen2"], tmp_path / "model", add_tokens)
     tokenizer = load_tokenizer(folder)
-    found_outer = len(tokenizer.encode("a<x>", specials=True)) == 1
+    finds_outer = len(tokenizer.encode("a<x>", specials=True)) == 1
     _, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
-    assert found_outer is not is_normalized
-    assert bool([note for note in notes if "contains another" in note]) is is_normalized
+    assert finds_outer is not is_normalized
+    assert bool([note for note in notes if "contains" in note]) is is_normalized
 
 
 def test_generation_settings_without_a_key_are_a_note(
@@ -578,78 +580,58 @@ def test_a_tokenizer_that_splits_special_tokens_is_a_note(
 def test_sentencepiece_models_of_other_kinds_are_refused(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="sentencepiece model"):
+    with raises(UnsupportedError, path=tmp_path / "model" / "tokenizer.model"):
         _metadata(train(tmp_path / "model", **changes))
 
 
 def test_more_tokens_than_rows_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(CheckpointError, match="more tokens than the embedding has rows"):
+    with raises(CheckpointError, path=folders["sentencepiece"], found="400 tokens"):
         tokenizer_metadata(folders["sentencepiece"], 399)
 
 
 G = "tokenizer.ggml."
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "change", "message"),
-    [
-        (
-            "sentencepiece",
-            G + "model",
-            lambda _: "bert",
-            "cannot be rebuilt exactly .found 'bert' .WordPiece.",
-        ),
-        ("sentencepiece", G + "model", lambda _: 7, "wrong type"),
-        (
-            "sentencepiece",
-            G + "tokens",
-            lambda value: [*value[:-1], value[5]],
-            "contains a token twice",
-        ),
-        ("sentencepiece", G + "tokens", lambda value: value[:-1], "differ in length"),
-        ("sentencepiece", G + "tokens", lambda value: [*value[:-1], "x" * 5000], "too long"),
-        (
-            "sentencepiece",
-            G + "tokens",
-            lambda value: [*value[:9], "?", *value[10:]],
-            "tokens for bytes",
-        ),
-        ("sentencepiece", G + "tokens", lambda _: [], "differ in length"),
-        ("sentencepiece", G + "token_type", lambda value: [*value[:-1], 9], "wrong type"),
-        ("sentencepiece", G + "scores", lambda value: [*value, 0.0], "differ in length"),
-        ("sentencepiece", G + "scores", lambda value: [*value[:-1], float("nan")], "not finite"),
-        ("sentencepiece", G + "scores", lambda _: None, "lacks the key"),
-        ("sentencepiece", G + "eos_token_id", lambda _: 403, "out of range"),
-        ("sentencepiece", G + "add_bos_token", lambda _: 1, "wrong type"),
-        (
-            "qwen2",
-            G + "pre",
-            lambda _: "falcon-x",
-            "unknown way .found tokenizer.ggml.pre 'falcon-x'",
-        ),
-        ("qwen2", G + "pre", lambda _: None, "lacks the key"),
-        ("qwen2", G + "merges", lambda value: [*value, "q zz"], "is not made of tokens"),
-        ("qwen2", G + "merges", lambda value: [*value, "qq"], "is not a pair"),
-        ("qwen2", G + "add_bos_token", lambda _: True, "there is no tokenizer.ggml.bos_token_id"),
-        ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "JSON object"),
-        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "unknown key"),
-        (
-            "qwen2",
-            "quantkit.tokenizer_json",
-            lambda _: '{"added_tokens": {"263": 1}}',
-            "wrong type",
-        ),
-        ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "lacks the key"),
-    ],
-)
-def test_metadata_that_contradicts_itself_is_refused(
-    kind: str, key: str, change: Callable[[Any], Any], message: str, folders: dict[str, Path]
-) -> None:
-    metadata = _metadata(folders[kind])
-    with pytest.raises(QuantkitError, match=message) as raised:
-        build_folder_files({**metadata, key: change(metadata.get(key))}, Path("model.gguf"))
-    assert isinstance(raised.value, CheckpointError | UnsupportedError)
-    assert "model.gguf" in str(raised.value)
+# A kind of tokenizer, a key of its metadata, how its value is changed, and what the error names.
+CONTRADICTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
+    ("sentencepiece", G + "model", lambda _: "bert", "'bert'"),
+    ("sentencepiece", G + "model", lambda _: 7, "tokenizer.ggml.model"),
+    ("sentencepiece", G + "tokens", lambda value: [*value[:-1], value[5]], "'<0x02>'"),
+    ("sentencepiece", G + "tokens", lambda value: value[:-1], "tokenizer.ggml.tokens"),
+    ("sentencepiece", G + "tokens", lambda value: [*value[:-1], "x" * 5000], "5000"),
+    ("sentencepiece", G + "tokens", lambda value: [*value[:9], "?", *value[10:]], "bytes"),
+    ("sentencepiece", G + "tokens", lambda _: [], "tokenizer.ggml.tokens"),
+    (
+        "sentencepiece",
+        G + "token_type",
+        lambda value: [*value[:-1], 9],
+        "tokenizer.ggml.token_type",
+    ),
+    ("sentencepiece", G + "scores", lambda value: [*value, 0.0], "tokenizer.ggml.scores"),
+    ("sentencepiece", G + "scores", lambda value: [*value[:-1], float("nan")], "finite"),
+    ("sentencepiece", G + "scores", lambda _: None, "tokenizer.ggml.scores"),
+    ("sentencepiece", G + "eos_token_id", lambda _: 403, "tokenizer.ggml.eos_token_id"),
+    ("sentencepiece", G + "add_bos_token", lambda _: 1, "tokenizer.ggml.add_bos_token"),
+    ("qwen2", G + "pre", lambda _: "falcon-x", "'falcon-x'"),
+    ("qwen2", G + "pre", lambda _: None, "tokenizer.ggml.pre"),
+    ("qwen2", G + "merges", lambda value: [*value, "q zz"], "q zz"),
+    ("qwen2", G + "merges", lambda value: [*value, "qq"], "qq"),
+    ("qwen2", G + "add_bos_token", lambda _: True, "tokenizer.ggml.bos_token_id"),
+    ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "quantkit.tokenizer_json"),
+    ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "model"),
+    ("qwen2", "quantkit.tokenizer_json", lambda _: '{"added_tokens": {"263": 1}}', "263"),
+    ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "../x"),
+]
+
+
+def test_metadata_that_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
+    metadata = {kind: _metadata(folders[kind]) for kind in ("sentencepiece", "qwen2")}
+    for kind, key, change, name in CONTRADICTIONS:
+        changed = {**metadata[kind], key: change(metadata[kind].get(key))}
+        with case(kind, key, name):
+            with raises((CheckpointError, UnsupportedError), name) as caught:
+                build_folder_files(changed, Path("model.gguf"))
+            assert str(caught.value.path).startswith("model.gguf")
 
 
 def test_types_of_pieces_have_ggufs_numbers() -> None:

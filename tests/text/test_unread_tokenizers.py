@@ -14,6 +14,7 @@ from pathlib import Path
 import oracle
 import pytest
 from command import Capture, run
+from error_parts import raises
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -79,7 +80,7 @@ def _run_advised_command(error: UnsupportedError) -> None:
 def test_the_advised_command_makes_the_tokenizer_that_transformers_has(tmp_path: Path) -> None:
     _write_vocab_and_merges(tmp_path)
     reference = AutoTokenizer.from_pretrained(str(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"vocab\.json") as caught:
+    with raises(UnsupportedError, "vocab.json", path=tmp_path) as caught:
         load_tokenizer(tmp_path)
     _run_advised_command(caught.value)
     assert (
@@ -90,7 +91,7 @@ def test_the_advised_command_makes_the_tokenizer_that_transformers_has(tmp_path:
 
 def test_the_advised_command_reads_tekken(tmp_path: Path) -> None:
     _write_tekken(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"tekken\.json") as caught:
+    with raises(UnsupportedError, path=tmp_path, found="tekken.json") as caught:
         load_tokenizer(tmp_path)
     _run_advised_command(caught.value)
     tokenizer = load_tokenizer(tmp_path)

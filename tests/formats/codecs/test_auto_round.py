@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 
 import quantkit
 from quantkit.base.json_values import Settings
@@ -92,20 +93,23 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "reported"),
+    ("settings", "name"),
     [
         ({**_PLAIN, "packing_format": "auto_round:llm_compressor"}, "'auto_round:llm_compressor'"),
         ({**_PLAIN, "packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),
         ({**_GPTQ, "data_type": "mx_fp"}, "'mx_fp'"),
         ({**_GPTQ, "act_bits": 8}, "8 bits"),
         ({**_GPTQ, "rotation_config": {"block_size": 32}}, "rotated"),
-        ({**_AWQ, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}}, "several schemes"),
-        ({**_AWQ, "bits": 8}, "bit width"),
+        (
+            {**_AWQ, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
+            "'model.layers.0.mlp.up_proj'",
+        ),
+        ({**_AWQ, "bits": 8}, "found 8"),
     ],
     ids=["llm_compressor", "fp8", "mx", "activations", "rotated", "awq-mixed", "awq-8"],
 )
-def test_what_is_not_read_is_named(settings: dict[str, Any], reported: str) -> None:
-    with pytest.raises(UnsupportedError, match=reported):
+def test_what_is_not_read_is_named(settings: dict[str, Any], name: str) -> None:
+    with raises(UnsupportedError, name, path=Path("config.json")):
         METHODS["awq" if settings["packing_format"].endswith("awq") else "gptq"].read_settings(
             AutoRound().resolve(_stated(settings))[1], ["model.layers.0.mlp.up_proj"], ()
         )

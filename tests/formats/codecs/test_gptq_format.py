@@ -13,12 +13,14 @@ import families
 import oracle
 import pytest
 import torch
+from case_names import case
+from error_parts import raises
 from gptq_words import AWQ, gptq_settings, gptq_tensors, pack_words, stated_settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.codec import Reason
@@ -106,10 +108,13 @@ _SCHEMES = [
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("scheme", _SCHEMES, ids=str)
-def test_codes_lie_as_documented_and_come_back(
-    method: str, scheme: QuantScheme, tmp_path: Path
-) -> None:
+def test_codes_lie_as_documented_and_come_back(method: str, tmp_path: Path) -> None:
+    for scheme in _SCHEMES:
+        with case(scheme):
+            _require_documented_codes(method, scheme, tmp_path)
+
+
+def _require_documented_codes(method: str, scheme: QuantScheme, folder: Path) -> None:
     codec = METHODS[method].codec(scheme)
     if isinstance(codec, Reason):
         assert (method, scheme.bits) == ("awq", 8)
@@ -134,12 +139,12 @@ def test_codes_lie_as_documented_and_come_back(
             assert set(names) == set(expected)
             for name, tensor in zip(names, stored, strict=True):
                 assert torch.equal(tensor, expected[name]), name
-            raw = _raw(expected, tmp_path)
+            raw = _raw(expected, folder)
+            whole = QuantTensor(value.codes, value.scale.half(), value.zero, scheme)
             for part in PARTS if rows == 40 else PARTS[:1]:
-                found = codec.decode(raw, spec, part)
-                assert isinstance(found, QuantTensor)
-                wanted = QuantTensor(value.codes, value.scale.half(), value.zero, scheme)
-                assert _equal(found, wanted if part is None else part.of_weight(wanted)), part  # type: ignore[arg-type]
+                decoded = codec.decode(raw, spec, part)
+                assert isinstance(decoded, QuantTensor)
+                assert _equal(decoded, whole if part is None else part.of_weight(whole)), part  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -152,13 +157,12 @@ def test_odd_numbers_of_outputs_and_scales_beyond_float16_are_refused(
     assert not isinstance(codec, Reason)
     odd = codec.encode(_random(rows, 64, scheme))
     assert isinstance(odd, Reason)
-    assert "outputs do not fill whole words" in odd.problem
     for scale in (1e-9, 70000.0, 1.0001):
         value = _random(8, 64, scheme, torch.float32)
         value.scale[3, 1] = scale
         reason = codec.encode(value)
         assert isinstance(reason, Reason)
-        assert "a scale is not representable in float16" in str(reason.error("m.weight", method))
+        assert reason.expected == "float16 scales"
 
 
 def _coded(
@@ -198,12 +202,12 @@ def _coded(
 
 
 @pytest.mark.parametrize("how", ["gptq", "act-order", "awq"])
-@pytest.mark.parametrize("case", ["llama", "phi3", "glm4", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "glm4", "mixtral"])
 def test_every_tensor_of_a_family_is_what_its_codes_mean(
-    case: str, how: str, tmp_path: Path
+    family: str, how: str, tmp_path: Path
 ) -> None:
     """Rows that are fused, permuted or of experts on disk, whole and in parts."""
-    source = oracle.save(families.make(case), tmp_path / "source")
+    source = oracle.save(families.make(family), tmp_path / "source")
     settings, scheme = (AWQ if how == "awq" else gptq_settings()), QuantScheme(4, 32, how != "awq")
     folder, floats = _coded(source, tmp_path / how, settings, scheme, act_order=how == "act-order")
     coded, plain = families.opened(folder), families.opened(floats)
@@ -217,9 +221,9 @@ def test_every_tensor_of_a_family_is_what_its_codes_mean(
             [TensorSlice(1, ((32, 64),)), TensorSlice(1, ((8, 40),))] if len(spec.shape) > 1 else []
         )
         for part in parts:
-            one, other = coded.load(name, part), plain.load(name, part)
+            value, other = coded.load(name, part), plain.load(name, part)
             assert isinstance(other, Tensor)
-            assert torch.equal(one if isinstance(one, Tensor) else one.dequantize(), other), (
+            assert torch.equal(value if isinstance(value, Tensor) else value.dequantize(), other), (
                 name,
                 part,
             )
@@ -242,10 +246,10 @@ def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(
     bias = "model.layers.0.mlp.up_proj.bias"
     save_file({**tensors, bias: torch.zeros(96, dtype=torch.float16)}, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
-    assert [note for note in checkpoint.notes if "1 biases that are all zero are left out" in note]
+    assert [note for note in checkpoint.notes if "1 biases" in note]
     assert set(schemes(checkpoint).values()) == {QuantScheme(4, 32)}
     save_file({**tensors, bias: torch.ones(96, dtype=torch.float16)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"unexpected tensor '{bias}'"):
+    with raises(CheckpointError, f"'{bias}'", path=folder):
         open_checkpoint(folder)
 
     folder, _ = _coded(llama, tmp_path / "native", AWQ, QuantScheme(4, 32, False))
@@ -267,7 +271,7 @@ def test_the_zero_points_report_their_version(
     coded, plain = open_checkpoint(folder), open_checkpoint(floats)
     assert set(schemes(coded).values()) == {scheme}
     lies = {"gptq": 1, "gptq_v2": 2}[stated] != version
-    assert [note for note in coded.notes if f"they have version {version}" in note] == coded.notes
+    assert [note for note in coded.notes if f"version {version}" in note] == coded.notes
     assert len(coded.notes) == lies
     for name in schemes(coded):
         value = coded.load(f"{name}.weight")
@@ -276,16 +280,16 @@ def test_the_zero_points_report_their_version(
 
 
 def test_modules_of_two_versions_are_refused(llama: Path, tmp_path: Path) -> None:
-    one, _ = _coded(llama, tmp_path / "one", gptq_settings(), QuantScheme(4, 32))
-    two, _ = _coded(llama, tmp_path / "two", gptq_settings(), QuantScheme(4, 32), version=2)
+    first, _ = _coded(llama, tmp_path / "one", gptq_settings(), QuantScheme(4, 32))
+    second, _ = _coded(llama, tmp_path / "two", gptq_settings(), QuantScheme(4, 32), version=2)
     name = "model.layers.2.mlp.down_proj.qzeros"
     mixed = {
-        **load_file(one / "model.safetensors"),
-        name: load_file(two / "model.safetensors")[name],
+        **load_file(first / "model.safetensors"),
+        name: load_file(second / "model.safetensors")[name],
     }
-    save_file(mixed, one / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"have a different GPTQ version"):
-        open_checkpoint(one)
+    save_file(mixed, first / "model.safetensors")
+    with raises(CheckpointError, "'model.layers.0.self_attn.q_proj'", found="version 1"):
+        open_checkpoint(first)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -304,18 +308,16 @@ def test_zero_points_of_zero_are_exact_under_version_1_or_refused(
     tensors = gptq_tensors(value)
     raw, expected = _raw(tensors, tmp_path), TensorSpec("m.weight", value.shape, DType.FLOAT32)
     spec = settings["m"].spec(raw, expected)
-    found = settings["m"].decode(raw, spec)
-    assert isinstance(found, QuantTensor)
-    assert _equal(found, value)
+    decoded = settings["m"].decode(raw, spec)
+    assert isinstance(decoded, QuantTensor)
+    assert _equal(decoded, value)
     fields = (value.zero.t().long() - 1).tolist()
     packed = torch.zeros(2, 32 * bits // 32, dtype=torch.int64)
     for group, row in enumerate(fields):
         for output, field in enumerate(row):
             packed[group, output * bits // 32] |= (field << output * bits % 32) & 0xFFFFFFFF
     tensors["qzeros"] = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    with pytest.raises(
-        UnsupportedError, match="zero points of 'm' were destroyed when they were packed"
-    ):
+    with raises(UnsupportedError, "'m'", path=tmp_path / "model.safetensors"):
         settings["m"].spec(_raw(tensors, tmp_path), expected)
 
 
@@ -387,74 +389,73 @@ def test_groups_too_small_for_a_scheme_are_read_as_floats(tmp_path: Path) -> Non
 
 _Q, _UP = "model.layers.1.self_attn.q_proj.", "model.layers.1.mlp.up_proj."
 _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "3 bits": ({"bits": 3}, None, r"bits per weight are not supported \(found 3"),
-    "marlin": ({"checkpoint_format": "marlin"}, None, "this GPTQ layout is not supported"),
-    "int16 words": ({"pack_dtype": "int16"}, None, "this packing type of GPTQ"),
+    "3 bits": ({"bits": 3}, None, "found 3"),
+    "marlin": ({"checkpoint_format": "marlin"}, None, "'marlin'"),
+    "int16 words": ({"pack_dtype": "int16"}, None, "'int16'"),
     "a group size of text": (
         {"group_size": "128"},
         None,
-        "wrong type for 'quantization_config.group_size'",
+        "'quantization_config.group_size'",
     ),
     "another group size": (
         {"group_size": 64},
         None,
-        r"_proj\.qzeros' does not fit scheme int4-g64",
+        "_proj.qzeros'",
     ),
-    "other bits": ({"bits": 8}, None, r"_proj\.qweight' does not fit scheme int8-g32"),
+    "other bits": ({"bits": 8}, None, "_proj.qweight'"),
     "a bad pattern": (
         {"dynamic": {"-:(": {}}},
         None,
-        "pattern of quantization_config.dynamic is invalid",
+        "quantization_config.dynamic",
     ),
-    "no scales": ({}, {_Q + "scales": None}, "its scales are missing"),
+    "no scales": ({}, {_Q + "scales": None}, _Q[:-1]),
     "a shape": (
         {},
         {_Q + "qweight": torch.zeros(8, 63, dtype=torch.int32)},
-        "qweight' does not fit scheme int4-g32",
+        f"'{_Q}qweight'",
     ),
     "a wrong type": (
         {},
         {_Q + "qweight": torch.zeros(8, 64)},
-        "qweight' does not fit scheme int4-g32",
+        f"'{_Q}qweight'",
     ),
     "whole scales": (
         {},
         {_Q + "scales": torch.ones(2, 64, dtype=torch.int32)},
-        "scales' is not stored in a float type",
+        f"'{_Q}scales'",
     ),
     "a long index": (
         {},
         {_Q + "g_idx": torch.zeros(65, dtype=torch.int32)},
-        "g_idx' does not fit scheme",
+        f"'{_Q}g_idx'",
     ),
     "a group beyond": (
         {},
         {_Q + "g_idx": torch.full((64,), 2, dtype=torch.int32)},
-        r"not exist \(found 2, expected 0",
+        "found 2, expected 0",
     ),
     "a group below": (
         {},
         {_Q + "g_idx": torch.full((64,), -1, dtype=torch.int32)},
-        r"not exist \(found -1",
+        "found -1",
     ),
     "floats besides": (
         {},
         {_UP + "weight": torch.zeros(96, 64)},
-        "is stored both unquantized and quantized",
+        _UP[:-1],
     ),
 }
 
 
-@pytest.mark.parametrize("case", _BROKEN)
-def test_what_contradicts_itself_is_refused(case: str, llama: Path, tmp_path: Path) -> None:
-    changes, tensors, reported = _BROKEN[case]
+@pytest.mark.parametrize("damage", _BROKEN)
+def test_what_contradicts_itself_is_refused(damage: str, llama: Path, tmp_path: Path) -> None:
+    changes, tensors, name = _BROKEN[damage]
     folder, _ = _coded(llama, tmp_path / "coded", gptq_settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config={**gptq_settings(), **changes})
     stored = {**load_file(folder / "model.safetensors"), **(tensors or {})}
-    save_file(
-        {name: one for name, one in stored.items() if one is not None}, folder / "model.safetensors"
-    )
-    with pytest.raises(QuantkitError, match=reported):
+    kept = {key: tensor for key, tensor in stored.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+    with raises((CheckpointError, UnsupportedError), name):
         open_checkpoint(folder)
 
 
@@ -466,7 +467,7 @@ def test_other_kinds_of_awq_are_refused(
 ) -> None:
     folder, _ = _coded(llama, tmp_path / "coded", {**AWQ}, QuantScheme(4, 32, False))
     oracle.edit_json(folder / "config.json", quantization_config={**AWQ, **changes})
-    with pytest.raises(UnsupportedError, match="AWQ"):
+    with raises(UnsupportedError, path=folder / "config.json"):
         open_checkpoint(folder)
 
 
@@ -503,7 +504,7 @@ def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
     read = METHODS["gptq"].read_settings(stated_settings(written), [*kept, *experts], stored)
     assert {module: codec.scheme for module, codec in read.items()} == kept
     patterns = {f"-:.*{module}": {} for module in experts}
-    with pytest.raises(CheckpointError, match="too many patterns"):
+    with raises(CheckpointError, "quantization_config.dynamic", found=len(patterns)):
         METHODS["gptq"].read_settings(
             stated_settings({**written, "dynamic": patterns}), kept, stored
         )

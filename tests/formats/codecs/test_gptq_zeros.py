@@ -11,6 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from gptq_words import AWQ, gptq_settings, gptq_tensors, pack_words, stated_settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -215,7 +216,7 @@ def test_codes_of_two_versions_are_refused_and_odd_weights_outvoted(tmp_path: Pa
     for value, expected in zip(_read(tmp_path, modules, settings)[0], values, strict=True):
         assert torch.equal(value.dequantize(), expected.dequantize())
     modules |= {f"m{number}": gptq_tensors(values[number], version=1) for number in range(4)}
-    with pytest.raises(CheckpointError, match="have a different GPTQ version"):
+    with raises(CheckpointError, "'m0'", found="version 1"):
         _read(tmp_path, modules, settings)
 
 
@@ -255,9 +256,7 @@ def test_a_zero_point_of_0_that_borrows_is_reported_once_unless_its_packer_is_kn
         modules[f"m{number}"] = gptq_tensors(value, version=1)
     settings = gptq_settings(checkpoint_format="gptq", meta={"quantizer": [writer]})
     notes = _read(tmp_path, modules, settings)[1]
-    assert ["zero points stored as 15, the first in 'm1'" in note for note in notes] == [True] * (
-        writer is None
-    )
+    assert ["'m1'" in note for note in notes] == [True] * (writer is None)
 
 
 @pytest.mark.parametrize("settings", [gptq_settings(), AWQ], ids=["gptq", "awq"])
@@ -270,8 +269,5 @@ def test_rotated_models_are_refused(settings: dict[str, Any]) -> None:
         if not rotation:
             assert method.read_settings(stated, ["m"], ["m.qweight"])
             continue
-        with pytest.raises(
-            UnsupportedError,
-            match=r"rotated at run time are not supported \(found rotation 'hadamard'",
-        ):
+        with raises(UnsupportedError, found="rotation 'hadamard'"):
             method.read_settings(stated, ["m"], ["m.qweight"])

@@ -12,6 +12,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from case_names import case
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -71,40 +73,42 @@ def _raw(tensors: dict[str, Tensor], folder: Path) -> RawModule:
     return RawModule("up", dict.fromkeys(file.tensors, file), folder)
 
 
-def _equal(one: Tensor | QuantTensor, other: Tensor | QuantTensor) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+def _equal(first: Tensor | QuantTensor, second: Tensor | QuantTensor) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return False
     same = (
-        torch.equal(one.codes, other.codes)
-        and torch.equal(one.scale, other.scale)
-        and one.scheme == other.scheme
+        torch.equal(first.codes, second.codes)
+        and torch.equal(first.scale, second.scale)
+        and first.scheme == second.scheme
     )
-    return same and (one.zero is other.zero or torch.equal(one.zero, other.zero))  # type: ignore[arg-type]
+    return same and (first.zero is second.zero or torch.equal(first.zero, second.zero))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_codes_come_back_as_they_were(
-    scheme: QuantScheme, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_codes_come_back_as_they_were(dtype: torch.dtype, tmp_path: Path) -> None:
+    for scheme in SCHEMES:
+        with case(scheme):
+            _require_read_back(scheme, dtype, tmp_path / str(scheme))
+
+
+def _require_read_back(scheme: QuantScheme, dtype: torch.dtype, folder: Path) -> None:
     value, codec = _value(scheme, dtype), Mlx().codec(scheme)
     assert isinstance(codec, Affine)
-    written, spec = (
-        codec.encode(value),
-        TensorSpec("up.weight", value.shape, DType.of(dtype), scheme),
-    )
+    written = codec.encode(value)
+    spec = TensorSpec("up.weight", value.shape, DType.of(dtype), scheme)
     assert isinstance(written, list)
     stored = codec.list_stored_tensors(spec)
-    assert [(DType.of(one.dtype), tuple(one.shape)) for one in written] == [
-        (one.dtype, one.shape) for one in stored
-    ]
-    raw = _raw(
-        {one.name.removeprefix("up."): tensor for one, tensor in zip(stored, written, strict=True)},
-        tmp_path,
-    )
-    assert _equal(codec.decode(raw, spec), value)  # as the encoder reads it back
-    found = Affine().spec(raw, TensorSpec("up.weight", value.shape, DType.FLOAT32))
-    again = Affine().decode(raw, found)
+    named = {}
+    for entry, tensor in zip(stored, written, strict=True):
+        assert (DType.of(tensor.dtype), tuple(tensor.shape)) == (entry.dtype, entry.shape)
+        named[entry.name.removeprefix("up.")] = tensor
+    raw = _raw(named, folder)
+    # As the encoder reads it back.
+    assert _equal(codec.decode(raw, spec), value)
+    spec_read = Affine().spec(raw, TensorSpec("up.weight", value.shape, DType.FLOAT32))
+    again = Affine().decode(raw, spec_read)
     assert isinstance(again, QuantTensor)
     assert torch.equal(again.dequantize(), value.dequantize())
     if scheme.group_size in (32, 64, 128) or scheme == QuantScheme(8, None):
@@ -114,7 +118,7 @@ def test_codes_come_back_as_they_were(
         TensorSlice(1, ((256, 576),)),
         TensorSlice(1, ((8, 40),)),
     ):
-        piece = Affine().decode(raw, found, part)
+        piece = Affine().decode(raw, spec_read, part)
         assert isinstance(piece, QuantTensor)
         assert torch.equal(piece.dequantize(), part.of(value.dequantize()))
 
@@ -134,7 +138,7 @@ def test_float_offsets_are_read_as_floats(bits: int, tmp_path: Path) -> None:
         torch.randn(rows, columns // size, generator=generator).bfloat16() for _ in range(2)
     )
     raw = _raw({"weight": words.to(torch.uint32), "scales": scale, "biases": offset}, tmp_path)
-    wide = [one.float().repeat_interleave(size, 1) for one in (scale, offset)]
+    wide = [parameter.float().repeat_interleave(size, 1) for parameter in (scale, offset)]
     expected = codes * wide[0] + wide[1]
     for dtype in (DType.FLOAT32, DType.BFLOAT16):
         spec = Affine().spec(raw, TensorSpec("up.weight", (rows, columns), dtype))
@@ -176,9 +180,7 @@ def test_what_an_offset_cannot_say_is_refused(
 def test_groups_that_mlx_has_not_are_refused() -> None:
     assert isinstance(Mlx().codec(QuantScheme(4, 48)), Reason)
     spec = TensorSpec("up.weight", (8, 80), DType.FLOAT16, QuantScheme(8, None))
-    with pytest.raises(
-        UnsupportedError, match=r"'up.weight' .* as mlx: no group size of MLX .*int8 of 80 columns"
-    ):
+    with raises(UnsupportedError, "'up.weight'", found="int8 of 80 columns"):
         Affine().list_stored_tensors(spec)
 
 
@@ -309,8 +311,8 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
         if kind == "mixtral"
         else {"num_experts": 3, "moe_intermediate_size": 64}
     )
-    made = oracle.make(kind, num_hidden_layers=1, num_experts_per_tok=2, **many).bfloat16()
-    model = oracle.save(made, tmp_path / "model")
+    experts = oracle.make(kind, num_hidden_layers=1, num_experts_per_tok=2, **many)
+    model = oracle.save(experts.bfloat16(), tmp_path / "model")
     before = {name: open_checkpoint(model).load(name) for name in open_checkpoint(model).names()}
     layer = "model.layers.0." + ("block_sparse_moe" if kind == "mixtral" else "mlp")
 
@@ -330,9 +332,9 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
     folder = _edited(model, tmp_path / "mlx", edit)
     source, tensors = open_checkpoint(folder), load_file(folder / "model.safetensors")
     assert schemes(source) == {
-        f"model.layers.0.mlp.experts.{one}.up_proj": QuantScheme(4, 32) for one in range(3)
+        f"model.layers.0.mlp.experts.{index}.up_proj": QuantScheme(4, 32) for index in range(3)
     }
-    downs = [f"model.layers.0.mlp.experts.{one}.down_proj.weight" for one in range(3)]
+    downs = [f"model.layers.0.mlp.experts.{index}.down_proj.weight" for index in range(3)]
     gate = {"model.layers.0.mlp.gate.weight": "int8-g32"}
     assert read_as_floats(source) == gate | dict.fromkeys(downs, "MLX with float offsets")
     for role, middle in (("up", 8), ("down", 7.25)):
@@ -348,10 +350,11 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
         )
         expected = codes * scale + offset
         for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
-            found = source.load(name, part)
-            found = found.dequantize().bfloat16() if isinstance(found, QuantTensor) else found
+            value_read = source.load(name, part)
+            if isinstance(value_read, QuantTensor):
+                value_read = value_read.dequantize().bfloat16()
             assert torch.equal(
-                found, expected.bfloat16() if part is None else part.of(expected).bfloat16()
+                value_read, expected.bfloat16() if part is None else part.of(expected).bfloat16()
             ), middle
     untouched = "model.layers.0.mlp.experts.2.gate_proj.weight"
     assert _equal(source.load(untouched), before[untouched])
@@ -385,15 +388,15 @@ def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: P
     )
     for name in (f"{UP}.weight", "model.layers.0.mlp.down_proj.weight"):
         for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
-            found, value = coded.load(name, part), floats.load(name, part)
-            assert isinstance(found, QuantTensor)
-            assert torch.equal(found.floats(torch.bfloat16), value)  # type: ignore[arg-type]
-    made = quantkit.convert(folder, tmp_path / "copy", source_check=False)
-    assert not any("read as" in note for note in made.notes)
-    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "copy"))
+            decoded, value = coded.load(name, part), floats.load(name, part)
+            assert isinstance(decoded, QuantTensor)
+            assert torch.equal(decoded.floats(torch.bfloat16), value)  # type: ignore[arg-type]
+    result = quantkit.convert(folder, tmp_path / "copy", source_check=False)
+    assert not any("read as" in note for note in result.notes)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "copy"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    with pytest.raises(UnsupportedError, match="exactly as compressed-tensors"):
+    with raises(UnsupportedError, "'model.embed_tokens.weight'", "compressed-tensors"):
         quantkit.convert(folder, tmp_path / "ct", to="compressed-tensors", source_check=False)
 
 
@@ -452,77 +455,79 @@ DAMAGES: dict[str, tuple[Edit, dict[str, Any], str]] = {
     "a mode": (
         lambda _: None,
         {"mode": "mxfp4"},
-        "names an MLX mode that is not supported .*'mxfp4', expected affine",
+        "'mxfp4', expected affine",
     ),
     "a module's mode": (
         lambda _: None,
         {UP: {"mode": "nvfp4"}},
-        "an MLX mode that is not supported .*'nvfp4'",
+        "'nvfp4'",
     ),
-    "no bits": (lambda _: None, {"bits": None}, "lacks the key 'bits'"),
-    "bits as a text": (lambda _: None, {"bits": "4"}, "wrong type for 'quantization_config.bits'"),
-    "a module's settings": (lambda _: None, {UP: 4}, "wrong type for"),
+    "no bits": (lambda _: None, {"bits": None}, "'bits'"),
+    "bits as a text": (lambda _: None, {"bits": "4"}, "'quantization_config.bits'"),
+    "a module's settings": (lambda _: None, {UP: 4}, f"'quantization_config.{UP}'"),
     "other bits by name": (
         lambda _: None,
         {UP: {"bits": 8}},
-        "disagree with the config .*4 bits .*8 bits",
+        "8 bits",
     ),
-    "other groups by name": (lambda _: None, {UP: {"group_size": 64}}, "disagree with the config"),
+    "other groups by name": (lambda _: None, {UP: {"group_size": 64}}, UP),
     "quantized and not": (
         lambda _: None,
         {UP: False},
-        "says that '.*up_proj' is not quantized .*up_proj.scales",
+        f"{UP}.scales",
     ),
     "not and quantized": (
         lambda _: None,
         {"lm_head": dict(AFFINE)},
-        "says that 'lm_head' is quantized .*no scales",
+        "'lm_head'",
     ),
-    "no biases": (lambda tensors: tensors.pop(f"{UP}.biases"), {}, "up_proj.biases' is missing"),
-    "no codes": (lambda tensors: tensors.pop(f"{UP}.weight"), {}, "up_proj.weight' is missing"),
+    "no biases": (lambda tensors: tensors.pop(f"{UP}.biases"), {}, f"'{UP}.biases'"),
+    "no codes": (lambda tensors: tensors.pop(f"{UP}.weight"), {}, f"'{UP}.weight'"),
     "signed codes": (
         _set("weight", torch.zeros(96, 8, dtype=torch.int32)),
         {},
-        "do not have matching MLX shapes and types",
+        UP,
     ),
     "codes of floats": (
         _set("weight", torch.zeros(96, 8)),
         {},
-        "do not have matching MLX shapes and types",
+        UP,
     ),
     "bytes as scales": (
         _set("scales", torch.zeros(96, 2, dtype=torch.uint8)),
         {},
-        "do not have matching",
+        UP,
     ),
-    "other biases": (_set("biases", torch.zeros(96, 2)), {}, "do not have matching"),
-    "too many biases": (_set("biases", torch.zeros(96, 4).bfloat16()), {}, "do not have matching"),
-    "no groups": (_set("scales", torch.zeros(96, 0).bfloat16()), {}, "do not have matching"),
-    "a number as scales": (_set("scales", torch.zeros(()).bfloat16()), {}, "do not have matching"),
+    "other biases": (_set("biases", torch.zeros(96, 2)), {}, UP),
+    "too many biases": (_set("biases", torch.zeros(96, 4).bfloat16()), {}, UP),
+    "no groups": (_set("scales", torch.zeros(96, 0).bfloat16()), {}, UP),
+    "a number as scales": (_set("scales", torch.zeros(()).bfloat16()), {}, UP),
     "too few rows": (
         _set("weight", torch.zeros(95, 8, dtype=torch.uint32)),
         {},
-        "do not have matching",
+        UP,
     ),
-    "7 bits": (_set("weight", torch.zeros(96, 14, dtype=torch.uint32)), {}, "do not have matching"),
-    "another tensor": (_set("offsets", torch.zeros(96)), {}, "unexpected tensor .*up_proj.offsets"),
+    "7 bits": (_set("weight", torch.zeros(96, 14, dtype=torch.uint32)), {}, UP),
+    "another tensor": (_set("offsets", torch.zeros(96)), {}, f"'{UP}.offsets'"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
-    edit, settings, problem = DAMAGES[damage]
+    edit, settings, name = DAMAGES[damage]
 
     def both(tensors: dict[str, Tensor]) -> None:
         _offset(UP, tensors)
         edit(tensors)
 
     folder = _edited(model, tmp_path / "mlx", both, **settings)
-    with pytest.raises(QuantkitError, match=problem) as refused:
+    error: type[QuantkitError] = CheckpointError
+    if "mode" in damage:
+        error = UnsupportedError
+    with raises(error, name):
         open_checkpoint(folder)
-    assert refused.value.exit_code == (4 if "mode" in damage else CheckpointError.exit_code)
 
 
 def test_tensors_alone_are_refused(mlx: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"is quantized by MLX, but is not a module of"):
+    with raises(UnsupportedError, path=mlx / "config.json"):
         open_checkpoint(mlx, tensors_only=True)

@@ -10,11 +10,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.errors import QuantkitError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor
@@ -163,92 +164,88 @@ PER_ROW, PLAIN_INT4, IN_BYTES = (
 DAMAGES: dict[str, tuple[Callable[[], Made], str]] = {
     "tile-packed": (
         lambda: _with(PER_ROW, {"_type": "Int4TilePackedTo4dTensor"}),
-        "unsupported type .*TilePackedTo4d",
+        "'Int4TilePackedTo4dTensor'",
     ),
     "small floats": (
         lambda: _with(PER_ROW, {"_type": "Float8Tensor"}),
-        "unsupported type .*'Float8Tensor'",
+        "'Float8Tensor'",
     ),
-    "no class": (lambda: _with(PER_ROW, {"_type": 3}), "wrong type for .*_type"),
-    "no blocks": (lambda: _with(PER_ROW, {"_data": {}}), "lacks the key 'block_size'"),
+    "no class": (lambda: _with(PER_ROW, {"_type": 3}), "_type'"),
+    "no blocks": (lambda: _with(PER_ROW, {"_data": {}}), "'block_size'"),
     "blocks of three": (
         lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}),
-        "do not have matching",
+        UP,
     ),
     "blocks between": (
         lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}),
-        "do not have matching",
+        UP,
     ),
     "small blocks": (
         lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}),
-        "do not have matching",
+        UP,
     ),
     "blocks of halves": (
         lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}),
-        "do not have matching",
+        UP,
     ),
     "blocks of rows": (
         lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}),
-        "do not have matching",
+        UP,
     ),
-    "no scale": (lambda: _with(PER_ROW, scale=None), "do not have matching"),
+    "no scale": (lambda: _with(PER_ROW, scale=None), UP),
     "scales as integers": (
         lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()),
-        "do not have matching",
+        UP,
     ),
     "other zero points": (
         lambda: _with(PER_ROW, zero_point=torch.zeros(96, 2).char()),
-        "do not have matching",
+        UP,
     ),
     "zero points of floats": (
         lambda: _with(PER_ROW, zero_point=torch.zeros(96, 1)),
-        "do not have matching",
+        UP,
     ),
-    "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), "do not have matching"),
+    "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), UP),
     "too few codes": (
         lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()),
-        "do not have matching",
+        UP,
     ),
-    "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), "do not have matching"),
+    "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), UP),
     "zero points between codes": (
         lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)),
-        "are not integers in the range",
+        UP,
     ),
     "zero points beyond codes": (
         lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 8).char()),
-        "are not integers in the range",
+        UP,
     ),
     "no numbers": (
         lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))),
-        "are not integers in the range",
+        UP,
     ),
     "of activations": (
         lambda: _with(PER_ROW, act_pre_scale=torch.ones(64)),
-        "scales of activations are not supported",
+        UP,
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
-    made, problem = DAMAGES[damage]
-    folder = _folder(made(), model, tmp_path / "src")
-    with pytest.raises(QuantkitError, match=problem):
+    make, name = DAMAGES[damage]
+    folder = _folder(make(), model, tmp_path / "src")
+    with raises((CheckpointError, UnsupportedError), name):
         open_checkpoint(folder)
 
 
 def test_codes_beyond_their_bits_are_an_error(model: Path, tmp_path: Path) -> None:
     source = open_checkpoint(_folder(_with(IN_BYTES, qdata=_codes(8)), model, tmp_path / "src"))
-    with pytest.raises(
-        QuantkitError, match=r"_weight_qdata' contains values outside the range of int4"
-    ):
+    with raises(CheckpointError, "_weight_qdata'", "int4"):
         source.load(f"{UP}.weight")
 
 
 def test_a_header_that_does_not_report_is_an_error(model: Path, tmp_path: Path) -> None:
     folder = _folder(PER_ROW, model, tmp_path / "src")
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    with pytest.raises(
-        QuantkitError, match=r"the header does not describe '.*up_proj\._weight_qdata'"
-    ):
+    with raises(CheckpointError, f"'{UP}._weight_qdata'", path=folder):
         open_checkpoint(folder)

@@ -6,6 +6,7 @@ The expected names are those that vLLM 0.32 has, as `scripts/peers/peer_vllm_mod
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -71,30 +72,30 @@ def rules_of(linears: Linears) -> set[str]:
     return {problem.rule for problem in vllm_problems(linears)}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "linear", "module"),
-    [
-        ("llama", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj"),
-        ("llama", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_up_proj"),
-        ("llama", "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
-        ("qwen3_moe", "model.layers.1.mlp.experts.1.up_proj", "model.layers.1.mlp.experts"),
-        ("granitemoehybrid", "model.layers.1.mamba.in_proj", "model.layers.1.mixer.in_proj"),
-        ("falcon_h1", "model.layers.1.mamba.in_proj", "model.3.mixer.in_proj"),
-        ("falcon_h1", "model.layers.1.self_attn.q_proj", "model.layers.1.qkv_proj"),
-        (
-            "qwen2_vl",
-            "model.layers.0.self_attn.q_proj",
-            "language_model.model.layers.0.self_attn.qkv_proj",
-        ),
-        ("minicpm3", "model.layers.1.self_attn.q_a_proj", ""),
-    ],
-)
-def test_linears_are_in_the_modules_that_vllm_has(
-    model_type: str, linear: str, module: str
-) -> None:
+# A model type, a linear layer, and the module of vLLM that has it.
+VLLM_MODULES: list[tuple[str, str, str]] = [
+    ("llama", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj"),
+    ("llama", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_up_proj"),
+    ("llama", "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
+    ("qwen3_moe", "model.layers.1.mlp.experts.1.up_proj", "model.layers.1.mlp.experts"),
+    ("granitemoehybrid", "model.layers.1.mamba.in_proj", "model.layers.1.mixer.in_proj"),
+    ("falcon_h1", "model.layers.1.mamba.in_proj", "model.3.mixer.in_proj"),
+    ("falcon_h1", "model.layers.1.self_attn.q_proj", "model.layers.1.qkv_proj"),
+    (
+        "qwen2_vl",
+        "model.layers.0.self_attn.q_proj",
+        "language_model.model.layers.0.self_attn.qkv_proj",
+    ),
+    ("minicpm3", "model.layers.1.self_attn.q_a_proj", ""),
+]
+
+
+def test_linears_are_in_the_modules_that_vllm_has() -> None:
     names = [*in_layers(*ATTENTION, *MLP, *EXPERTS, "mamba.in_proj", "self_attn.q_a_proj")]
-    groups = VllmNames.of({"model_type": model_type}).group(names)
-    assert [group.name for group in groups if linear in group.parts] == [module]
+    for model_type, linear, module in VLLM_MODULES:
+        groups = VllmNames.of({"model_type": model_type}).group(names)
+        modules = [group.name for group in groups if linear in group.parts]
+        assert modules == [module], (model_type, linear)
 
 
 def test_a_lone_part_is_not_fused() -> None:
@@ -177,14 +178,15 @@ def test_what_vllm_fuses_must_have_one_scheme(method: str) -> None:
     assert (problem.rule, problem.location) == ("expert-schemes", "model.layers.1.mlp.experts")
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
-@pytest.mark.parametrize("kept", ["", "o_proj", "layers.0."])
-def test_settings_of_usual_models_need_no_other_names(method: str, kept: str) -> None:
-    names = in_layers(*ATTENTION, *MLP)
-    schemes = {name: None if kept and kept in name else INT4 for name in names} | {"lm_head": None}
-    plain, named = (written(METHODS[method], schemes, named=named) for named in (False, True))
-    assert plain.settings.values == named.settings.values
-    assert rules_of(named) == set()
+def test_settings_of_usual_models_need_no_other_names() -> None:
+    for method, kept in itertools.product(METHOD_NAMES, ("o_proj", "layers.0.", "lm_head")):
+        schemes: dict[str, QuantScheme | None] = {"lm_head": None}
+        for name in in_layers(*ATTENTION, *MLP):
+            schemes[name] = None if kept in name else INT4
+        plain = written(METHODS[method], schemes, named=False)
+        named = written(METHODS[method], schemes, named=True)
+        assert plain.settings.values == named.settings.values, (method, kept)
+        assert rules_of(named) == set(), (method, kept)
 
 
 def test_gptq_of_a_gate_and_up_in_one_tensor_is_not_found_under_its_name() -> None:
@@ -318,43 +320,45 @@ def without(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != key}
 
 
-@pytest.mark.parametrize(
-    ("settings", "rules"),
-    [
-        (GPTQ_SETTINGS, set()),
-        (without(GPTQ_SETTINGS, "desc_act"), {"vllm-settings"}),
-        (without(GPTQ_SETTINGS, "sym"), {"vllm-settings"}),
-        ({**GPTQ_SETTINGS, "desc_act": True}, {"gptq-order"}),
-        ({**GPTQ_SETTINGS, "desc_act": True, "static_groups": True}, {"gptq-order"}),
-        ({**GPTQ_SETTINGS, "desc_act": True, "group_size": -1}, set()),
-        ({**GPTQ_SETTINGS, "dynamic": {"+:.*nothing.*": {"desc_act": True}}}, {"gptq-order"}),
-        (
-            {**GPTQ_SETTINGS, "dynamic": {"-:.*nothing.*": {"desc_act": True}, "lm_head": False}},
-            set(),
-        ),
-        (AWQ_SETTINGS, set()),
-        (without(AWQ_SETTINGS, "zero_point"), {"vllm-settings"}),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True}, set()),
-        (PACKED_SETTINGS, set()),
-        ({**PACKED_SETTINGS, "sparsity_config": {}, "kv_cache_scheme": FP8_CACHE}, set()),
-        (
-            {**PACKED_SETTINGS, "sparsity_config": {"format": "dense", "targets": ["Linear"]}},
-            {"vllm-settings"},
-        ),
-        ({**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "type": "int"}}, {"vllm-settings"}),
-        (
-            {**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "strategy": "channel"}},
-            {"vllm-settings"},
-        ),
-        (
-            {**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "symmetric": False}},
-            {"vllm-settings"},
-        ),
-    ],
-)
-def test_settings_that_vllm_refuses_are_found(settings: dict[str, Any], rules: set[str]) -> None:
-    method = METHODS[settings["quant_method"]]
-    assert rules_of(Linears.of(method, settings, {}, {}, {"model_type": "llama"})) == rules
+# Settings, and the rules of the doctor that they break.
+VLLM_SETTINGS: list[tuple[dict[str, Any], set[str]]] = [
+    (GPTQ_SETTINGS, set()),
+    (without(GPTQ_SETTINGS, "desc_act"), {"vllm-settings"}),
+    (without(GPTQ_SETTINGS, "sym"), {"vllm-settings"}),
+    ({**GPTQ_SETTINGS, "desc_act": True}, {"gptq-order"}),
+    ({**GPTQ_SETTINGS, "desc_act": True, "static_groups": True}, {"gptq-order"}),
+    ({**GPTQ_SETTINGS, "desc_act": True, "group_size": -1}, set()),
+    ({**GPTQ_SETTINGS, "dynamic": {"+:.*nothing.*": {"desc_act": True}}}, {"gptq-order"}),
+    (
+        {**GPTQ_SETTINGS, "dynamic": {"-:.*nothing.*": {"desc_act": True}, "lm_head": False}},
+        set(),
+    ),
+    (AWQ_SETTINGS, set()),
+    (without(AWQ_SETTINGS, "zero_point"), {"vllm-settings"}),
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True}, set()),
+    (PACKED_SETTINGS, set()),
+    ({**PACKED_SETTINGS, "sparsity_config": {}, "kv_cache_scheme": FP8_CACHE}, set()),
+    (
+        {**PACKED_SETTINGS, "sparsity_config": {"format": "dense", "targets": ["Linear"]}},
+        {"vllm-settings"},
+    ),
+    ({**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "type": "int"}}, {"vllm-settings"}),
+    (
+        {**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "strategy": "channel"}},
+        {"vllm-settings"},
+    ),
+    (
+        {**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "symmetric": False}},
+        {"vllm-settings"},
+    ),
+]
+
+
+def test_settings_that_vllm_refuses_are_found() -> None:
+    for settings, rules in VLLM_SETTINGS:
+        method = METHODS[settings["quant_method"]]
+        linears = Linears.of(method, settings, {}, {}, {"model_type": "llama"})
+        assert rules_of(linears) == rules, settings
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from gguf import GGMLQuantizationType as Ggml
 from gguf_config_cases import CASES
 from torch import Tensor
@@ -270,22 +271,21 @@ def test_the_float_type_is_that_of_the_matrices(kind: Ggml, expected: str, tmp_p
 def test_an_embedding_in_integers_is_read_exactly(tmp_path: Path) -> None:
     types = {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q5_0, "output.weight": Ggml.Q5_0}
     _, path = _made(tmp_path, "llama", types)
-    found = _opened(path)
-    assert [note.partition(": ")[2] for note in found.notes] == [
-        "token_embd.weight is Q5_0, read as float32, which is exact",
-        "output.weight is Q5_0, read as float32, which is exact",
-    ]
+    checkpoint = _opened(path)
+    names = ("token_embd.weight", "output.weight")
+    for note, name in zip(checkpoint.notes, names, strict=True):
+        assert f" {name} is Q5_0, read as float32" in note
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name, stored in {
         "model.embed_tokens.weight": "token_embd.weight",
         "lm_head.weight": "output.weight",
     }.items():
-        assert found.info(name).dtype == "float32"
+        assert checkpoint.info(name).dtype == "float32"
         expected = torch.from_numpy(
             gguf.dequantize(reader[stored].data, reader[stored].tensor_type)
         )
-        assert torch.equal(_floats(found.load(name)), expected)
-    assert read_as_floats(found) == {}
+        assert torch.equal(_floats(checkpoint.load(name)), expected)
+    assert read_as_floats(checkpoint) == {}
     _, path = _made(tmp_path / "other", "llama", {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q4_1})
     assert read_as_floats(_opened(path)) == {"model.embed_tokens.weight": "Q4_1"}
 
@@ -346,28 +346,24 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
     source, path = _made(tmp_path, "llama")
     parts = _split(path, 3)
     for opened in (parts[0], parts[2], tmp_path):
-        found = open_checkpoint(opened)
-        assert found.path == parts[0]
-        assert [file.path for file in found.files()] == parts
+        checkpoint = open_checkpoint(opened)
+        assert checkpoint.path == parts[0]
+        assert [file.path for file in checkpoint.files()] == parts
         assert all(
-            torch.equal(_floats(found.load(name)), _floats(source.load(name)))
+            torch.equal(_floats(checkpoint.load(name)), _floats(source.load(name)))
             for name in source.names()
         )
     content = parts[1].read_bytes()
     parts[1].unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"part-00002-of-00003.gguf: the weight file is missing \(found 2 of 3",
-    ):
+    with raises(CheckpointError, path=parts[1], found="2 of 3 parts"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(CheckpointError, match="is not part 2 of 3"):
+    with raises(CheckpointError, "2 of 3", path=parts[1]):
         open_checkpoint(parts[0])
     parts[1].write_bytes(content)
     parts[2].rename(tmp_path / "last.gguf")
-    with pytest.raises(
-        CheckpointError, match="is part 3 of 3 of a model, but is not named like it"
-    ):
+    last = tmp_path / "last.gguf"
+    with raises(CheckpointError, path=last, expected="last-00003-of-00003.gguf"):
         open_checkpoint(tmp_path / "last.gguf")
 
 
@@ -379,9 +375,7 @@ def test_a_folder_of_one_model_is_that_model(tmp_path: Path) -> None:
     (folder / "mmproj-a.gguf").write_bytes(b"GGUF")
     assert open_checkpoint(folder).path == folder / "a.gguf"
     (folder / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(
-        CheckpointError, match=r"several GGUF models \(found a.gguf, b.gguf\); name the file"
-    ):
+    with raises(CheckpointError, path=folder, found="a.gguf, b.gguf"):
         open_checkpoint(folder)
     (folder / "a.gguf").rename(folder / "a.bin")
     assert open_checkpoint(folder / "a.bin").format == "gguf"  # by how it begins
@@ -398,24 +392,20 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
         kept = {name: values for name, values in {**tensors, **change}.items() if name != drop}
         return gguf_files.write(path, metadata, kept, **options)
 
-    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.weight' is missing"):
+    with raises(CheckpointError, "'blk.1.attn_k.weight'", found="29 of 30 tensors"):
         _opened(written({}, "blk.1.attn_k.weight"))
-    with pytest.raises(CheckpointError, match=r"unexpected tensor 'blk.9.attn_k.weight'"):
+    with raises(CheckpointError, "'blk.9.attn_k.weight'"):
         _opened(written({"blk.9.attn_k.weight": tensors["blk.1.attn_k.weight"]}))
-    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.weight' has the wrong shape"):
+    with raises(CheckpointError, "'blk.1.attn_k.weight'", found=[8, 64], expected=[16, 64]):
         _opened(written({"blk.1.attn_k.weight": tensors["blk.1.attn_k.weight"][:8]}))
-    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' does not match the head size"):
+    with raises(CheckpointError, "'rope_freqs.weight'", found=[1.0, 1.0, 1.0]):
         _opened(written({"rope_freqs.weight": np.ones(3, np.float32)}))
-    with pytest.raises(
-        UnsupportedError, match=r"'output_norm.weight' has an unsupported type \(found Q8_0\)"
-    ):
+    with raises(UnsupportedError, "'output_norm.weight'", found="Q8_0"):
         _opened(written({}, blocks={"output_norm.weight": (np.zeros(68, np.uint8), Ggml.Q8_0)}))
     metadata["general.quantization_version"] = 1
-    with pytest.raises(UnsupportedError, match="has unknown quantization rules"):
+    with raises(UnsupportedError, found="general.quantization_version 1", expected=2):
         _opened(written({}, types={"": Ggml.Q4_0}))
-    with pytest.raises(
-        RequestError, match="only Hugging Face folders can be read by their tensors"
-    ):
+    with raises(RequestError, path=tmp_path / "model.gguf"):
         open_checkpoint(written({}), tensors_only=True)
 
 
@@ -503,10 +493,11 @@ def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path
     tensors = gguf_files.tensors_of(model)
     tensors["output_norm.weight"][3] += 2**-20
     path = gguf_files.write(tmp_path / "a.gguf", build_metadata(source.config) | _ENDS, tensors)
-    with pytest.raises(QuantkitError, match=r"'model\.norm\.weight' differs from the source"):
+    with raises(QuantkitError, "'model.norm.weight'", path=path):
         require_exact(source, _opened(path))
     report = quantkit.verify(folder, path)
-    assert [one.name for one in report.differing if not one.within] == ["model.norm.weight"]
+    differing = [difference.name for difference in report.differing if not difference.within]
+    assert differing == ["model.norm.weight"]
     assert report.verdict is Verdict.DIFFERENT
 
 
@@ -516,7 +507,7 @@ def test_windows_that_llama_cpp_does_not_know_are_reported(tmp_path: Path) -> No
     assert _opened(gguf_files.write(tmp_path / "a.gguf", metadata, tensors)).notes == []
     del metadata["quantkit.model_type"]
     (note,) = _opened(gguf_files.write(tmp_path / "b.gguf", metadata, tensors)).notes
-    assert "windows of 7 tokens" in note
+    assert " 7 " in note
 
 
 def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
@@ -545,10 +536,10 @@ def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_i
     assert isinstance(means, QuantTensor)
     quantkit.convert(path, tmp_path / "mlx", to="mlx", source_check=False)
     for quantized in (path, tmp_path / "mlx"):
-        with pytest.raises(UnsupportedError, match="`dequantize=True` dequantizes it"):
+        with raises(UnsupportedError, path=quantized, options=["dequantize"]):
             quantkit.convert(quantized, tmp_path / "refused", to="hf", source_check=False)
-        made = tmp_path / f"from-{quantized.stem}"
-        quantkit.convert(quantized, made, to="hf", dequantize=True, source_check=False)
-        floats = open_checkpoint(made).load(f"{EMBEDDING}.weight")
+        dequantized = tmp_path / f"from-{quantized.stem}"
+        quantkit.convert(quantized, dequantized, to="hf", dequantize=True, source_check=False)
+        floats = open_checkpoint(dequantized).load(f"{EMBEDDING}.weight")
         assert isinstance(floats, Tensor)
         assert torch.equal(floats, means.dequantize())

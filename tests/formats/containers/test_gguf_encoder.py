@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from error_parts import raises
 from topology_cases import CASES, ENDS
 from torch import Tensor
 
@@ -232,16 +233,14 @@ def test_another_header_is_no_run_to_go_on_with() -> None:
     state = encoder_of(config, values).state()
 
     encoder_of(config, values).restore(state)
-    with pytest.raises(ResumeError, match="a different tokenizer"):
+    with pytest.raises(ResumeError):
         encoder_of(config, values, 20_000).restore(state)
 
 
 @pytest.mark.parametrize("scheme", [QuantScheme(4, 32, False), QuantScheme(4, 16)], ids=str)
 def test_what_blocks_do_not_hold_is_refused_before_anything_is_written(scheme: QuantScheme) -> None:
     config = config_of("llama")
-    with pytest.raises(
-        UnsupportedError, match=r"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held"
-    ):
+    with raises(UnsupportedError, "'model.layers.0.self_attn.q_proj.weight'", str(scheme)):
         encoder_of(config, values_of(config, scheme, DType.FLOAT16))
 
 
@@ -253,5 +252,5 @@ def test_a_scale_that_blocks_do_not_have_is_refused(tmp_path: Path) -> None:
     assert isinstance(value, QuantTensor)
     values[name] = QuantTensor(value.codes, value.scale.float() * math.pi, None, value.scheme)
 
-    with pytest.raises(UnsupportedError, match=f"tensor '{name}' cannot be held exactly as Q4_0"):
+    with raises(UnsupportedError, f"'{name}'", "Q4_0"):
         written(encoder_of(config, values), values, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from families import CASES, let_run, make, opened
 from hf_layout import SCHEMES, quantized_on_disk, restacked, same, turn
 from partial import partial
@@ -219,15 +220,12 @@ def _scheme_map(case: str, folder: Path, *overrides: Override) -> SchemeMap:
 
 @pytest.mark.parametrize("pattern", ["*.v_proj", "model.layers.1.self_attn.v_proj"])
 def test_parts_of_a_fused_module_have_one_scheme(pattern: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError) as caught:
+    layer = 0
+    if "layers.1" in pattern:
+        layer = 1
+    names = (f"'model.layers.{layer}.self_attn.qkv_proj'", "'*.qkv_proj'")
+    with raises(RequestError, *names, found="q_proj int8, k_proj int8, v_proj kept"):
         _scheme_map("phi3", tmp_path, Override(pattern, None))
-    layer = 1 if "layers.1" in pattern else 0
-    assert (
-        str(caught.value)
-        == f"'model.layers.{layer}.self_attn.qkv_proj' is one module on disk and cannot have"
-        " several schemes (found q_proj int8, k_proj int8, v_proj kept); use one scheme for all,"
-        " with the pattern '*.qkv_proj'"
-    )
 
 
 def test_patterns_match_the_names_on_disk(tmp_path: Path) -> None:
@@ -341,9 +339,7 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(values, folder / "model.safetensors", {"format": "pt"})  # type: ignore[arg-type]
-    with pytest.raises(
-        UnsupportedError, match=r"are one tensor on disk, 'model.layers.0.mlp.experts.gate_up_proj'"
-    ):
+    with raises(UnsupportedError, "'model.layers.0.mlp.experts.gate_up_proj'"):
         _convert(folder, tmp_path / "made")
     quantkit.convert(folder, tmp_path / "made", dtype="fp32", source_check=False)
 
@@ -451,17 +447,14 @@ def test_a_meta_folder_is_refused_or_holds_the_same_tensors(case: str, tmp_path:
         "phi3",
         "smollm3",
     ):  # three layers of SmolLM3 all have rotary positions
-        with pytest.raises(
-            UnsupportedError,
-            match=r"^Meta's format does not support [^\n]*; convert to 'hf' instead$",
-        ):
+        with raises(UnsupportedError, "'hf'"):
             quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
         assert not (tmp_path / "meta").exists()
         return
     quantkit.convert(source, tmp_path / "meta", to="meta", source_check=False)
-    made, own = open_checkpoint(tmp_path / "meta"), opened(source)
-    for name in own.names():
-        value, expected = made.load(name), own.load(name)
+    meta, original = open_checkpoint(tmp_path / "meta"), opened(source)
+    for name in original.names():
+        value, expected = meta.load(name), original.load(name)
         assert isinstance(value, Tensor)
         assert isinstance(expected, Tensor)
         assert torch.equal(value, expected), name

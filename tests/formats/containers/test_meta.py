@@ -12,6 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from error_parts import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -373,7 +374,7 @@ def test_the_embedding_is_split_by_rows_for_a_byte_level_tokenizer_json(tmp_path
         tmp_path / "hf", tmp_path / "back", to="meta", mp=2, source_check=False
     ).notes
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
-    assert any("has no tokenizer.model" in note for note in notes)
+    assert any("tokenizer.model" in note for note in notes)
 
 
 def test_the_embedding_is_split_by_columns_for_a_sentencepiece_vocabulary(
@@ -506,7 +507,7 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
     assert checkpoint.config.rope.factor == factor
     (note,) = checkpoint.notes
     assert "params.json" in note
-    assert f"rope_scaling_factor; {factor:g} is assumed" in note
+    assert f"rope_scaling_factor; {factor:g} " in note
     assert note in quantkit.convert(folder, tmp_path / "hf").notes
 
 
@@ -534,19 +535,19 @@ def test_a_rope_factor_that_params_json_leaves_out_is_assumed_and_said(
             "llama3",
         ),
         ("mistral", {"sliding_window": 7}, "sliding-window"),
-        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "layers without rotary positions"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary positions"),
         ("qwen2", {}, "biases"),
         ("qwen3", {}, "q/k norms"),
-        ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}, "partial rotary positions"),
-        ("granite", {}, "attention scale"),
-        ("ministral3", {"pad_token_id": 0}, "queries scaled by position"),
+        ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}, "partial rotary"),
+        ("granite", {}, "scale"),
+        ("ministral3", {"pad_token_id": 0}, "scaled by position"),
     ],
 )
 def test_a_model_that_metas_format_has_no_words_for_is_refused(
     kind: str, changes: dict[str, Any], lost: str, tmp_path: Path
 ) -> None:
     model = oracle.make(kind, **changes)
-    with pytest.raises(UnsupportedError, match=f"Meta's format does not support .*{lost}"):
+    with raises(UnsupportedError, lost):
         quantkit.convert(oracle.save(model, tmp_path / "hf"), tmp_path / "meta", to="meta")
     assert not (tmp_path / "meta").exists()
 
@@ -564,27 +565,27 @@ def test_the_vocabulary_is_that_of_the_embedding(
 def test_a_vocabulary_that_contradicts_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = _meta_folder(tmp_path / "meta", oracle.make("llama"), 2)
     oracle.edit_json(folder / "params.json", vocab_size=97)
-    with pytest.raises(CheckpointError, match=r"params\.json: vocab_size .*found 97, expected 96"):
+    with raises(CheckpointError, "vocab_size", path=folder / "params.json", found=97, expected=96):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "mp", "message"),
+    ("changes", "mp", "found"),
     [
-        ({}, 3, "attention heads"),
-        ({}, 16, "attention heads"),
-        ({}, 0, "0 shards"),
-        ({}, -1, "-1 shards"),
-        ({"vocab_size": 97}, 2, "vocabulary"),
-        ({"intermediate_size": 90}, 4, "feed-forward width"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}, 4, "KV heads"),
+        ({}, 3, 8),
+        ({}, 16, 8),
+        ({}, 0, 8),
+        ({}, -1, 8),
+        ({"vocab_size": 97}, 2, 97),
+        ({"intermediate_size": 90}, 4, 90),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}, 4, 6),
     ],
 )
 def test_shards_that_do_not_divide_the_model_are_refused(
-    changes: dict[str, Any], mp: int, message: str, tmp_path: Path
+    changes: dict[str, Any], mp: int, found: int, tmp_path: Path
 ) -> None:
     source = oracle.save(oracle.make("llama", **changes), tmp_path / "hf")
-    with pytest.raises(RequestError, match=message):
+    with raises(RequestError, f"{mp} ", found=found):
         quantkit.convert(source, tmp_path / "meta", to="meta", mp=mp)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
@@ -601,10 +602,8 @@ def test_shards_with_different_tensors_are_refused(change: str, tmp_path: Path) 
         if change == "renamed":
             shards[1]["layers.3.attention.wo.weight"] = value
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(
-        CheckpointError,
-        match=r"consolidated\.01\.pth: contains different tensors than consolidated\.00",
-    ):
+    path = folder / "consolidated.01.pth"
+    with raises(CheckpointError, "consolidated.00.pth", path=path):
         open_checkpoint(folder)
 
 
@@ -622,7 +621,7 @@ def test_copies_that_differ_among_shards_are_refused(name: str, tmp_path: Path) 
     shards = _shards(_meta_tensors(model), 2, 4, 1)
     shards[3][name].view(-1)[-1] += 1
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(CheckpointError, match=rf"tensor '{name}' must be the same in every shard"):
+    with raises(CheckpointError, f"'{name}'", path=folder):
         quantkit.convert(folder, tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["meta"]
 
@@ -633,9 +632,8 @@ def test_shards_of_different_float_types_are_refused(tmp_path: Path) -> None:
     name = "layers.1.attention.wq.weight"
     shards[0][name] = shards[0][name].bfloat16()
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(
-        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' .*float32.*bfloat16"
-    ):
+    path = folder / "consolidated.01.pth"
+    with raises(CheckpointError, f"'{name}'", "float32", "bfloat16", path=path):
         quantkit.convert(folder, tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["meta"]
 
@@ -657,9 +655,8 @@ def test_a_shard_with_a_smaller_tensor_is_refused(
     shards = _shards(_meta_tensors(model), 2, 2, 1)
     shards[1][name] = shards[1][name].narrow(axis, 0, 8).clone()
     folder = _write(tmp_path / "meta", shards, _params(model))
-    with pytest.raises(
-        CheckpointError, match=rf"consolidated\.01\.pth: tensor '{name}' has a different shape"
-    ):
+    path = folder / "consolidated.01.pth"
+    with raises(CheckpointError, f"'{name}'", "consolidated.00.pth", path=path):
         open_checkpoint(folder)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import Capture, run
+from error_parts import raises
 from partial import contents, interrupted, partial
 
 import quantkit
@@ -45,7 +46,8 @@ def test_a_destination_below_a_file(demo_model: Path, tmp_path: Path, capfd: Cap
 
 def test_it_is_refused_before_anything_is_opened(tmp_path: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "convert", tmp_path / "no such source", ".")
-    assert (code, "not a name for a new folder" in err) == (2, True)
+    assert code == 2, err
+    assert "no such source" not in err
 
 
 def test_an_output_is_not_built_where_its_source_is(
@@ -54,7 +56,7 @@ def test_an_output_is_not_built_where_its_source_is(
     shutil.copytree(demo_model, tmp_path / "out.partial")
     before = contents(tmp_path / "out.partial")
     code, _, err = run(capfd, "convert", tmp_path / "out.partial", tmp_path / "out", "--resume")
-    assert (code, "the same folder" in err) == (2, True)
+    assert code == 2, err
     assert contents(tmp_path / "out.partial") == before
 
 
@@ -94,7 +96,7 @@ def test_a_run_is_not_resumed_with_other_files_next_to_the_weights(
     dst = tmp_path / "out"
     interrupted(quantkit.convert, source, dst)
     name = _change(source, how)
-    with pytest.raises(ResumeError, match=f"found changed file {name}"):
+    with raises(ResumeError, path=partial(dst), found=f"changed file {name}"):
         quantkit.convert(source, dst, resume=True)
     assert partial(dst).is_dir()
 
@@ -105,7 +107,7 @@ def test_another_tokenizer_is_noticed(source: Path, tmp_path: Path) -> None:
     interrupted(lambda *a, **b: quantkit.quantize(*a, "int8", **b), hf, dst)
     tokenizer = hf / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
-    with pytest.raises(ResumeError, match=r"found changed file tokenizer\.json"):
+    with raises(ResumeError, path=partial(dst), found="changed file tokenizer.json"):
         quantkit.quantize(hf, dst, "int8", resume=True)
 
 
@@ -117,7 +119,6 @@ def test_a_file_next_to_the_weights_that_changes_meanwhile_is_noticed(
         if done == total:
             _change(source, how)
 
-    problem = "changed while it was read" if how == "changed" else "cannot be read"
-    with pytest.raises(CheckpointError, match=f"LICENSE: .*{problem}"):
+    with raises(CheckpointError, path=source / "LICENSE"):
         quantkit.convert(source, tmp_path / "out", source_check=False, progress=progress)
     assert not (tmp_path / "out").exists()
