@@ -13,7 +13,8 @@ from quantkit.cli.options import RUN
 from quantkit.cli.processes import require_models
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
-from quantkit.jobs.inference.prompts_file import STDIN, parse_request_options
+from quantkit.jobs.inference.prompts_file import STDIN
+from quantkit.prompts.options import parse_request_options
 from quantkit.runtime.request import (
     BATCH_SIZE,
     MAX_NEW_TOKENS,
@@ -148,7 +149,7 @@ class GenerateArgs:
         return {**(self.sampling_options or {}), **bias}
 
     def continuation(self) -> dict[str, Any]:
-        """Collect how prompts are continued, by the names of `prompts_file.OPTIONS`."""
+        """Collect how prompts are continued, by the names of `quantkit.prompts.options.OPTIONS`."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),

@@ -1,31 +1,20 @@
-"""``tools`` and ``tool_choice`` of OpenAI's API, and the grammars of the calls that they allow."""
+"""The tools that an answer may call, and the grammars of these calls."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.base.arguments import as_string, require_flags
-from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.grammar.lark import json_rule
 from quantkit.grammar.schema import MAX_CHARACTERS, check_schema
-
-MAX_TOOLS = 128
-"""Of one request, as in OpenAI's API."""
 
 # Characters of a grammar.
 _MAX_CHARACTERS = 2 * MAX_CHARACTERS
 # Calls of one answer in which calls are required.
 _MAX_CALLS = 16
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
-_EXPECTED = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
-_CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": "..."}}'
-# The schema of the arguments of a function without parameters.
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -79,117 +68,6 @@ class Tools:
             return {"type": "object"}
         schema = self.parameters[name]
         return check_schema({"type": "object", **schema})
-
-
-def check_tools(tools: object, choice: object, parallel: object) -> Tools | None:
-    """Check the tools of a request; None if there are none, or none may be called.
-
-    Args:
-        choice, parallel: its ``tool_choice`` and ``parallel_tool_calls``, None where it has none.
-
-    Raises:
-        RequestError: for a request that is invalid.
-    """
-    if tools is not None and not isinstance(tools, list):
-        raise RequestError(
-            "'tools' is of the wrong type",
-            found=format_value(tools),
-            expected=f"a list of {_EXPECTED}",
-        )
-    require_flags(parallel_tool_calls=True if parallel is None else parallel)
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise RequestError(
-                "'tool_choice' requires 'tools'",
-                found=format_value(choice),
-                argument="tool_choice",
-            )
-        return None
-    if len(tools) > MAX_TOOLS:
-        raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
-    parameters = dict[str, Any]()
-    strict = set[str]()
-    # The tools are checked even if `tool_choice` is none, so that an invalid one is an error.
-    for tool in tools:
-        function = _function(tool)
-        name = function["name"]
-        if name in parameters:
-            raise RequestError("two tools have the same name", found=format_value(name))
-        parameters[name] = function["parameters"]
-        if function["strict"]:
-            strict.add(name)
-    if choice == "none":
-        return None
-    required = _find_required_functions(choice, tuple(parameters))
-    # A choice of one function asks for one call.
-    allow_several = parallel is not False and not _is_function_choice(choice)
-    return Tools(
-        definitions=tools,
-        parameters=parameters,
-        strict=frozenset(strict),
-        required=required,
-        parallel=allow_several,
-    )
-
-
-def _function(tool: object) -> dict[str, Any]:
-    """Check a tool and read its function, with defaults for missing keys."""
-    if isinstance(tool, Mapping) and tool.get("type") == "function":
-        function = tool.get("function")
-    else:
-        function = None
-    if not isinstance(function, Mapping):
-        raise RequestError(
-            "a tool is of the wrong type", found=format_value(tool), expected=_EXPECTED
-        )
-    name = as_string("function.name", function.get("name"))
-    if not _NAME.fullmatch(name):
-        raise RequestError(
-            "a tool has an invalid name",
-            found=format_value(name),
-            expected="up to 64 letters, digits, _ - .",
-        )
-    parameters = function.get("parameters")
-    strict = function.get("strict") or False
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(
-            f"the parameters of {format_value(name)} are not a JSON schema",
-            found=format_value(parameters),
-        )
-    if parameters and parameters.get("type", "object") != "object":
-        problem = f"the parameters of {format_value(name)} are of the wrong type"
-        raise RequestError(problem, found=format_value(parameters["type"]), expected="object")
-    require_flags(**{"function.strict": strict})
-    return {"name": name, "parameters": parameters or _NOTHING, "strict": strict}
-
-
-def _is_function_choice(choice: object) -> bool:
-    return isinstance(choice, Mapping)
-
-
-def _find_required_functions(choice: object, names: Sequence[str]) -> tuple[str, ...]:
-    """Find the functions of which one must be called; empty if none must."""
-    if choice is None or choice == "auto":
-        return ()
-    if choice == "required":
-        return tuple(names)
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function")
-    else:
-        function = None
-    if isinstance(function, Mapping):
-        name = function.get("name")
-    else:
-        name = None
-    if not isinstance(name, str):
-        problem = "'tool_choice' is not known"
-        raise RequestError(
-            problem, found=format_value(choice), expected=_CHOICES, argument="tool_choice"
-        )
-    if name not in names:
-        problem = "'tool_choice' names a function that is not among the tools"
-        raise RequestError(problem, found=format_value(name), argument="tool_choice")
-    return (name,)
 
 
 def _hermes(

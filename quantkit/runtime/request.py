@@ -174,6 +174,29 @@ class Completion:
         return values
 
 
+@dataclass(frozen=True)
+class Delta:
+    """The part of a continuation that one step added.
+
+    Attributes:
+        sample: the number of the continuation, among those of its prompt.
+        text: new text; may be empty, because text that may begin a stop string is withheld.
+        token_ids: new tokens.
+        logprobs: of `token_ids`, if requested.
+        completion: all of it, once it has ended.
+        prompt: the number of the prompt.
+        prompt_logprobs: of the prompt's tokens, if requested, with what is delivered first.
+    """
+
+    sample: int
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    completion: Completion | None = None
+    prompt: int = 0
+    prompt_logprobs: Logprobs | None = None
+
+
 def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
     """Raise an error if an argument is not a model, but a path or the pair of `quantkit.load`."""
     require_instance(

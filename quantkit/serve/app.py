@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,25 +22,33 @@ from starlette.routing import Route
 
 from quantkit.base.arguments import as_string, require_flags
 from quantkit.base.json_values import format_value
+from quantkit.base.strict_json import parse_strict_object
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.inference.json_lines import parse_strict_object
-from quantkit.jobs.inference.prompt_lines import TokenTexts
-from quantkit.jobs.inference.prompts_file import Prompt, PromptReader
-from quantkit.runtime.request import Completion, PromptLengthError
+from quantkit.openai.chunks import ResponseStream
+from quantkit.openai.errors import error_to_json
+from quantkit.openai.fields import require_keys
+from quantkit.openai.models import build_model, build_model_list
+from quantkit.openai.parse import PARSERS, parse_request
+from quantkit.openai.request import CHAT, ApiRequest
+from quantkit.openai.responses import ResponseBuilder
+from quantkit.openai.stream_options import pop_stream_options
+from quantkit.prompts.builder import PromptBuilder
+from quantkit.prompts.prompt import Prompt
+from quantkit.runtime.request import Completion, Delta, PromptLengthError
 from quantkit.runtime.request import Request as GenerationRequest
-from quantkit.serve.answers import Answer, encode_error_event, error_to_json, now
+from quantkit.runtime.token_texts import TokenTexts
+from quantkit.serve.events import DONE, encode_event
 from quantkit.serve.guard import RETRY, Guard
 from quantkit.serve.log import CLIENT_GONE, RequestLog, record_answer
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.page.routes import FILES, page_routes
-from quantkit.serve.worker import Delta, Job, TimeLimitError, Worker
+from quantkit.serve.worker import Job, TimeLimitError, Worker
 from quantkit.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+_EXPECTED_BODY = '{"prompt": "..."} or {"messages": [...]}'
 # Characters of a body that is parsed in the event loop; longer ones are parsed in a thread.
 _SHORT = 1 << 16
 # Answers to a prompt, as in OpenAI's API.
@@ -58,7 +67,7 @@ class Served:
 
     Attributes:
         name: by which requests name it.
-        chats, texts: make prompts of requests for answers to messages and for continuations.
+        builders: encode the prompts of each API's requests, by the API's path.
         grammars: what the model's answers may have to follow.
         context, vocabulary: tokens of a sequence, and those that the model knows.
         about: what its folder states about it; see `quantkit.serve.about`.
@@ -69,8 +78,7 @@ class Served:
     name: str
     worker: Worker
     tokenizer: Tokenizer
-    chats: PromptReader
-    texts: PromptReader
+    builders: Mapping[str, PromptBuilder]
     grammars: Grammars
     context: int
     vocabulary: int
@@ -101,8 +109,6 @@ def application(
     paths = _Handlers(served, Metrics(served.worker))
     routes = [
         Route("/health", lambda request: _health(served)),
-        Route(CHAT, paths.convert_errors(paths.generate), methods=["POST"]),
-        Route(COMPLETIONS, paths.convert_errors(paths.generate), methods=["POST"]),
         Route("/v1/models", paths.convert_errors(paths.models)),
         Route("/v1/models/{name:path}", paths.convert_errors(paths.model)),
         Route("/tokenize", paths.convert_errors(paths.tokenize), methods=["POST"]),
@@ -110,6 +116,8 @@ def application(
         Route("/metrics", paths.metrics),
         *page_routes(),
     ]
+    for url in PARSERS:
+        routes.append(Route(url, paths.convert_errors(paths.generate), methods=["POST"]))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -138,7 +146,7 @@ class _Handlers:
         self._served = served
         self._metrics = metrics
         self._texts = TokenTexts(served.tokenizer)
-        self._created = now()
+        self._created = int(time.time())
         # One thread of its own compiles formats, so that other requests do not wait for that.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
@@ -176,28 +184,16 @@ class _Handlers:
     async def generate(self, request: Request) -> Response:
         """Answer messages, or continue a text."""
         body = await self._body(request)
-        stream = body.pop("stream", None)
-        options = body.pop("stream_options", None)
-        # Null means the default in OpenAI's API.
-        stream = False if stream is None else stream
-        options = {} if options is None else options
-        require_flags(stream=stream)
-        usage = _usage_requested(options, stream)
+        stream_options = pop_stream_options(body)
         self._require_model(body)
-        if request.url.path == CHAT and self._served.no_chat is not None:
+        url = request.url.path
+        if url == CHAT and self._served.no_chat is not None:
             raise self._served.no_chat
-        number = secrets.token_hex(12)
-        if request.url.path == CHAT:
-            reader = self._served.chats
-        else:
-            reader = self._served.texts
         loop = asyncio.get_running_loop()
         has_format = body.get("response_format") is not None or body.get("tools") is not None
         # Templates and tokenizers take time, so they do not run in the event loop.
         threads = self._compiling if has_format else None
-        prompts = await loop.run_in_executor(
-            threads, reader.read_request, request.url.path, number, body
-        )
+        api_request, prompts = await loop.run_in_executor(threads, self._build_prompts, url, body)
         _require_few(prompts)
         requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
@@ -215,37 +211,38 @@ class _Handlers:
                 code="rate_limit_exceeded",
             )
             return _error(429, busy, RETRY)
-        answer = Answer(
-            prompts,
+        responses = ResponseBuilder(
+            request=api_request,
+            prompts=prompts,
             texts=self._texts,
-            number=number,
+            request_id=secrets.token_hex(12),
             model=self._served.name,
-            usage=usage,
-            created=now(),
+            created=int(time.time()),
         )
         count_delta = self._metrics.count_requests(requests)
         counted = record_answer(request.scope, requests, body, count_delta)
-        if stream:
-            pieces = self._pieces(answer, job, events, counted)
+        if stream_options is not None:
+            stream = ResponseStream(responses, with_usage=stream_options.include_usage)
+            pieces = self._stream(stream, job, events, counted)
             # The second header keeps nginx from buffering the stream.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        return await self._respond_complete(request, answer, job, events, counted)
+        return await self._respond_complete(request, responses, job, events, counted)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse(build_model_list([self._describe_model()]))
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
         name = request.path_params["name"]
         self._require_model({"model": name})
-        return JSONResponse(self._model())
+        return JSONResponse(self._describe_model())
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text, and return its tokens."""
         body = await self._body(request)
-        _require_keys(body, {"model", "prompt", "add_special_tokens"})
+        require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
         text = as_string("prompt", body.get("prompt"))
         specials = body.get("add_special_tokens", True)
@@ -258,7 +255,7 @@ class _Handlers:
     async def detokenize(self, request: Request) -> Response:
         """Decode tokens, and return their text."""
         body = await self._body(request)
-        _require_keys(body, {"model", "tokens"})
+        require_keys(body, {"model", "tokens"})
         self._require_model(body)
         tokens = body.get("tokens")
         if not _is_token_list(tokens):
@@ -283,27 +280,37 @@ class _Handlers:
         content, kind = self._metrics.export_text()
         return Response(content, headers={"Content-Type": kind})
 
-    async def _pieces(
-        self, answer: Answer, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
+    def _build_prompts(self, url: str, body: Mapping[str, Any]) -> tuple[ApiRequest, list[Prompt]]:
+        """Parse the body of a request to the API with a path, and encode its prompts."""
+        api_request = parse_request(url, body)
+        return api_request, api_request.build_prompts(self._served.builders[url])
+
+    async def _stream(
+        self,
+        stream: ResponseStream,
+        job: Job,
+        events: asyncio.Queue[Delta | QuantkitError],
+        counted: Any,
     ) -> AsyncIterator[bytes]:
-        """Yield an answer in pieces; if the client disconnects, cancel the request."""
+        """Yield the events of an answer; if the client disconnects, cancel the request."""
         completions: list[Completion] = []
         try:
-            for piece in answer.begin():
-                yield piece
-            while len(completions) < answer.num_choices:
+            for chunk in stream.begin():
+                yield encode_event(chunk)
+            while len(completions) < stream.num_choices:
                 event = await events.get()
                 # The status 200 has been sent, so the error is the last event of the stream.
                 if isinstance(event, QuantkitError):
-                    yield encode_error_event(event)
+                    yield encode_event(error_to_json(event, kind="server_error"))
                     return
                 counted(event)
-                for piece in answer.piece(event):
-                    yield piece
+                for chunk in stream.add(event):
+                    yield encode_event(chunk)
                 if event.completion is not None:
                     completions.append(event.completion)
-            for piece in answer.end(completions):
-                yield piece
+            for chunk in stream.end(completions):
+                yield encode_event(chunk)
+            yield DONE
         # starlette ends the generator early if the client disconnects.
         finally:
             self._served.worker.cancel(job)
@@ -311,7 +318,7 @@ class _Handlers:
     async def _respond_complete(
         self,
         request: Request,
-        answer: Answer,
+        responses: ResponseBuilder,
         job: Job,
         events: asyncio.Queue[Delta | QuantkitError],
         counted: Any,
@@ -321,7 +328,7 @@ class _Handlers:
         # While nothing is sent, only reading from the connection tells that the client is gone.
         disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            while len(completions) < answer.num_choices:
+            while len(completions) < responses.num_choices:
                 next_event = asyncio.ensure_future(events.get())
                 await asyncio.wait((next_event, disconnect), return_when=asyncio.FIRST_COMPLETED)
                 if not next_event.done():
@@ -336,7 +343,7 @@ class _Handlers:
         finally:
             disconnect.cancel()
             self._served.worker.cancel(job)
-        return JSONResponse(answer.build_complete(completions))
+        return JSONResponse(responses.build(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read the JSON object in the body of a request.
@@ -372,20 +379,15 @@ class _Handlers:
             raise RequestError("the body is empty", expected="a JSON object")
         # Other requests continue while a thread parses a long body.
         if len(text) > _SHORT:
-            return await asyncio.to_thread(parse_strict_object, text, None)
-        return parse_strict_object(text, None)
+            return await asyncio.to_thread(parse_strict_object, text, _EXPECTED_BODY)
+        return parse_strict_object(text, _EXPECTED_BODY)
 
-    def _model(self) -> dict[str, Any]:
-        """Describe the model as OpenAI's API does, with keys of vLLM and quantkit."""
+    def _describe_model(self) -> dict[str, Any]:
+        """Describe the model in the form of OpenAI's API."""
         served = self._served
-        return {
-            "id": served.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quantkit",
-            "max_model_len": served.context,
-            "quantkit": served.about,
-        }
+        return build_model(
+            served.name, created=self._created, context=served.context, about=served.about
+        )
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
         """Raise an error if a request names another model, or something that is no name."""
@@ -436,39 +438,6 @@ def _is_token_list(value: object) -> TypeGuard[list[int]]:
         return False
     # The exact type: a bool is an int in Python.
     return all(type(token) is int and token >= 0 for token in value)
-
-
-def _usage_requested(options: object, stream: bool) -> bool:
-    """Check `stream_options`, and tell whether the stream's last piece counts tokens."""
-    if not isinstance(options, Mapping):
-        raise RequestError(
-            "'stream_options' is of the wrong type",
-            found=format_value(options),
-            expected="an object",
-            argument="stream_options",
-        )
-    if options and not stream:
-        raise RequestError("'stream_options' requires 'stream'", argument="stream_options")
-    # OpenAI's obfuscation pads pieces; the option has no effect here.
-    _require_keys(options, {"include_usage", "include_obfuscation", "continuous_usage_stats"})
-    flags = {key: value for key, value in options.items() if value is not None}
-    require_flags(**flags)
-    if flags.get("continuous_usage_stats", False):
-        problem = "'continuous_usage_stats' is not supported"
-        raise RequestError(problem, hint="leave it out", argument="stream_options")
-    return bool(flags.get("include_usage", False))
-
-
-def _require_keys(values: Mapping[str, Any], allowed_keys: set[str]) -> None:
-    """Raise a `RequestError` that names the first unknown key, in alphabetical order."""
-    unknown = values.keys() - allowed_keys
-    if unknown:
-        name = min(unknown)
-        raise RequestError(
-            f"unknown key {format_value(name)}",
-            expected=", ".join(sorted(allowed_keys)),
-            argument=name,
-        )
 
 
 async def _wait_for_disconnect(request: Request) -> None:

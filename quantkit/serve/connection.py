@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quantkit.serve.answers import error_to_json
+from quantkit.openai.errors import error_to_json
 
 DELIVERED = "quantkit.delivered"
 """In the state of a request's scope: a function that waits until the client has taken the whole

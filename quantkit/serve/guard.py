@@ -9,8 +9,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
+from quantkit.openai.errors import error_to_json
 from quantkit.serve import without_port
-from quantkit.serve.answers import error_to_json
 from quantkit.serve.connection import MAKE_ROOM, MakeRoom
 
 Scope = MutableMapping[str, Any]

@@ -13,10 +13,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Delta, Request
 from quantkit.serve.connection import DELIVERED, Delivered
 from quantkit.serve.guard import Receive, Scope, Send
-from quantkit.serve.worker import Delta
 
 HEADER = "x-request-id"
 CLIENT_GONE = 499

@@ -14,8 +14,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from quantkit.runtime.request import Request
-from quantkit.serve.worker import Delta, Worker
+from quantkit.runtime.request import Delta, Request
+from quantkit.serve.worker import Worker
 
 # Buckets for the first token, which waits for a prompt, and for the next ones.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)

@@ -21,10 +21,11 @@ from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.grammar.grammars import Grammars
 from quantkit.jobs.inference.load import Placement, load, load_draft
-from quantkit.jobs.inference.prompts_file import PromptReader
 from quantkit.kernels import BackendName
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import free_bytes
+from quantkit.openai.request import CHAT, COMPLETIONS
+from quantkit.prompts.builder import PromptBuilder
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
 from quantkit.serve import (
@@ -211,8 +212,8 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         draft_tokens=options.draft_tokens,
     )
     grammars = Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-    create_reader = functools.partial(
-        PromptReader,
+    create_builder = functools.partial(
+        PromptBuilder,
         path,
         model.config,
         tokenizer,
@@ -221,8 +222,10 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         grammars=grammars,
     )
     # Answers to messages may use the rest of the context by default.
-    chats = create_reader({})
-    texts = create_reader({"max_new_tokens": _TEXT_TOKENS})
+    builders = {
+        CHAT: create_builder({}),
+        COMPLETIONS: create_builder({"max_new_tokens": _TEXT_TOKENS}),
+    }
     worker = Worker(
         engine,
         tokenizer,
@@ -238,8 +241,7 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         name=name,
         worker=worker,
         tokenizer=tokenizer,
-        chats=chats,
-        texts=texts,
+        builders=builders,
         grammars=grammars,
         context=engine.length,
         vocabulary=model.config.vocab_size,

@@ -14,34 +14,11 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Share
 from quantkit.runtime.reader import Reader
-from quantkit.runtime.request import Completion, Logprobs, Request
+from quantkit.runtime.request import Delta, Request
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The part of a continuation that one step added.
-
-    Attributes:
-        sample: the number of the continuation, among those of its prompt.
-        text: new text; may be empty, because text that may begin a stop string is withheld.
-        token_ids: new tokens.
-        logprobs: of `token_ids`, if requested.
-        completion: all of it, once it has ended.
-        prompt: the number of the prompt.
-        prompt_logprobs: of the prompt's tokens, if requested, with what is delivered first.
-    """
-
-    sample: int
-    text: str
-    token_ids: list[int]
-    logprobs: Logprobs | None = None
-    completion: Completion | None = None
-    prompt: int = 0
-    prompt_logprobs: Logprobs | None = None
 
 
 Deliver = Callable[["Delta | QuantkitError"], None]

@@ -120,6 +120,8 @@ ROOMS = (
     ),
     (Room("grammar", "compiles JSON schemas to grammars and token masks."),),
     (Room("answers", "splits an answer into reasoning, content and tool calls."),),
+    (Room("prompts", "encodes prompts of any protocol and checks them against a model."),),
+    (Room("openai", "parses requests of OpenAI's API, and formats responses, as JSON."),),
     (
         Room(
             "xla",

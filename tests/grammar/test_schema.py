@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quantkit.errors import RequestError
-from quantkit.grammar.response_format import response_grammar
 from quantkit.grammar.schema import MAX_PROPERTIES, MAX_SCHEMAS, check_schema
 
 
@@ -109,42 +108,3 @@ def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
     assert list(check_schema({"oneOf": [{"enum": ["a", None]}, {"const": True}]})) == ["anyOf"]
     assert list(check_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]})) == ["oneOf"]
     assert list(check_schema({"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]})) == ["oneOf"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("json", "'response_format' is not known"),
-        ({"type": "grammar"}, "expected an object with the type text, json_object or json_schema"),
-        ({"type": "json_object", "schema": {}}, "unknown key 'schema' in 'response_format'"),
-        ({"type": "json_schema"}, "'json_schema' is of the wrong type"),
-        ({"type": "json_schema", "json_schema": {"name": "a"}}, "'schema' is missing"),
-        ({"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema.name"),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
-            "'json_schema.name' is invalid",
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": 1}},
-            "json_schema.strict",
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "mode": 1}},
-            "unknown key 'mode'",
-        ),
-    ],
-)
-def test_a_response_format_is_checked(given: Any, message: str) -> None:
-    with pytest.raises(RequestError) as error:
-        response_grammar(given)
-    assert message in str(error.value)
-
-
-def test_text_has_no_grammar() -> None:
-    assert response_grammar({"type": "text"}) is None
-    assert response_grammar({"type": "json_object"}) == response_grammar(
-        {
-            "type": "json_schema",
-            "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
-        }
-    )

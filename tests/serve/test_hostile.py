@@ -22,6 +22,7 @@ import pytest
 from served import started
 
 from quantkit.errors import RequestError
+from quantkit.prompts.prompt import Prompt, PromptFields
 from quantkit.serve.app import application
 
 CHAT = "/v1/chat/completions"
@@ -194,13 +195,12 @@ def test_formats_that_are_compiled_keep_no_other_request_waiting() -> None:
     """More of them than there are threads; the other request ends while all of them wait."""
     released = threading.Event()
 
-    def answered(path: str, number: str, body: Any) -> Any:
-        if "response_format" in body:
+    def build(fields: PromptFields) -> Prompt:
+        if fields.grammar is not None:
             assert released.wait(60)
         raise RequestError("answered")
 
-    reader = SimpleNamespace(read_request=answered)
-    app = _application(reader)
+    app = _application(SimpleNamespace(build=build))
 
     async def all_of_them() -> list[int]:
         formatted = {"response_format": {"type": "json_object"}}
@@ -219,7 +219,7 @@ def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
     """Some take seconds, in which streams go on."""
     threads: list[bool] = []
 
-    def read(text: str, place: None) -> Any:
+    def read(text: str, expected: str) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         raise RequestError("read")
 
@@ -299,8 +299,8 @@ def _connected(address: str, given: Any) -> http.client.HTTPConnection:
     return connection
 
 
-def _application(reader: Any, api_key: str | None = None) -> Any:
-    """The application, with prompts from this reader, and a worker without work."""
+def _application(builder: Any, api_key: str | None = None) -> Any:
+    """The application, with prompts of this builder, and a worker without work."""
     worker = SimpleNamespace(
         alive=True, jobs=0, num_reused_tokens=0, num_proposed_tokens=0, num_accepted_tokens=0
     )
@@ -308,8 +308,7 @@ def _application(reader: Any, api_key: str | None = None) -> Any:
         name="demo",
         worker=worker,
         tokenizer=SimpleNamespace(special_tokens=None),
-        chats=reader,
-        texts=reader,
+        builders={"/v1/completions": builder},
         grammars=None,
         body_bytes=1 << 20,
         body_seconds=60.0,

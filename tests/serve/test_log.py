@@ -24,9 +24,8 @@ import pytest
 from openai import OpenAI
 from served import KEY, started
 
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Delta, Request
 from quantkit.serve.log import RequestLog, record_answer
-from quantkit.serve.worker import Delta
 
 ENDLESS: dict[str, Any] = {
     "model": "demo",

@@ -18,7 +18,8 @@ from served import started
 from tool_models import TEMPLATES, write_tool_model
 
 from quantkit.errors import RequestError
-from quantkit.jobs.inference.prompts_file import PromptReader
+from quantkit.openai.chat import parse_chat
+from quantkit.prompts.builder import PromptBuilder
 from quantkit.text.tokenizer import load_tokenizer
 
 DAY = {"type": "string", "enum": ["today", "tomorrow"]}
@@ -226,9 +227,8 @@ def test_calls_and_results_are_printed_by_the_template(
     ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for family in FAMILIES:
-        prompt = _reader(folder, templates[family]).read_request(
-            _CHAT, "1", {"messages": talk, "tools": TOOLS}
-        )[0]
+        request = parse_chat({"messages": talk, "tools": TOOLS})
+        prompt = request.build_prompts(_builder(folder, templates[family]))[0]
         as_objects = [{**one} for one in talk]
         as_objects[1]["tool_calls"] = [
             {**call, "function": {"name": "get_weather", "arguments": {"day": "today"}}}
@@ -237,9 +237,6 @@ def test_calls_and_results_are_printed_by_the_template(
             as_objects, tools=TOOLS, chat_template=TEMPLATES[family], add_generation_prompt=True
         )["input_ids"]
         assert prompt.request.prompt == list(expected)
-
-
-_CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
@@ -322,10 +319,9 @@ _CHAT = "/v1/chat/completions"
 def test_what_makes_no_sense_is_refused(
     template: str, body: Any, message: str, folder: Path, templates: dict[str, Path]
 ) -> None:
+    builder = _builder(folder, templates[template])
     with pytest.raises(RequestError) as error:
-        _reader(folder, templates[template]).read_request(
-            _CHAT, "1", {"messages": MESSAGES, **body}
-        )
+        parse_chat({"messages": MESSAGES, **body}).build_prompts(builder)
     assert message in str(error.value)
 
 
@@ -376,13 +372,13 @@ def test_errors_reach_the_client(clients: dict[str, OpenAI]) -> None:
         clients["plain"].chat.completions.create(**GIVEN, tools=TOOLS)
 
 
-def _reader(folder: Path, template: Path) -> PromptReader:
+def _builder(folder: Path, template: Path) -> PromptBuilder:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.grammar.grammars import Grammars
 
     config, tokenizer = open_checkpoint(folder).config, load_tokenizer(folder)
     grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-    return PromptReader(
+    return PromptBuilder(
         folder, config, tokenizer, {}, max_tokens=2048, template=str(template), grammars=grammars
     )
 

@@ -11,10 +11,10 @@ import pytest
 import quantkit
 from quantkit.errors import NonFiniteError, QuantkitError
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Delta, Request
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.runtime.scheduler import Scheduler
-from quantkit.serve.worker import Delta, TimeLimitError, Worker
+from quantkit.serve.worker import TimeLimitError, Worker
 
 WITHOUT_END = SamplingParams(logit_bias={2: -100.0})
 

@@ -22,7 +22,7 @@ with
                        most likely tokens with the same three keys
 
 A request in OpenAI's batch format is answered by one line in OpenAI's
-(`quantkit.jobs.inference.openai_batch`).
+(`quantkit.openai.batch`).
 
 The file appears when all prompts are done, with lines in the order of the prompts. Until then
 ``OUT.partial`` is a folder: its ``lines.jsonl`` has the lines in the order in which prompts end,
@@ -38,7 +38,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -52,16 +52,16 @@ from quantkit.formats.folder import load_checked_tokenizer, tokenizer_files
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import name_partial_folder, require_room_to_build
-from quantkit.jobs.inference.openai_batch import build_batch_answer, line_number
-from quantkit.jobs.inference.prompt_lines import TokenTexts, build_line
-from quantkit.jobs.inference.prompts_file import (
-    Prompt,
-    PromptReader,
-    parse_request_options,
-    read_input,
-)
+from quantkit.jobs.inference.prompt_lines import build_line
+from quantkit.jobs.inference.prompts_file import PromptLine, read_input, read_prompts
+from quantkit.openai.batch import build_batch_line, is_batch_response, read_batch_number
+from quantkit.openai.responses import ResponseBuilder
+from quantkit.prompts.builder import PromptBuilder
+from quantkit.prompts.options import parse_request_options
+from quantkit.prompts.prompt import Prompt
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, create_prompt_logprobs_error
 from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.token_texts import TokenTexts
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.version import __version__
 
@@ -211,7 +211,8 @@ class FileJob:
         prompts: a file, or ``-`` for stdin.
         output: a file, or a function that gets every line as soon as its prompt is done; such a run
             cannot be resumed.
-        continuation: how prompts are continued, with keys of `prompts_file.OPTIONS`.
+        continuation: how prompts are continued, with the keys of
+            `quantkit.prompts.options.OPTIONS`.
         device, dtype, backend, allow_slow, weights: see `quantkit.load`; ``xla`` takes neither a
             device nor the last three.
         devices: for ``xla``, number of devices that share the model; None is all.
@@ -237,7 +238,7 @@ class FileJob:
     int8_cache: bool = False
     compiled: bool | None = None
     warm_up: bool = False
-    _read: list[list[Prompt]] = field(default_factory=list, init=False)
+    _read: list[PromptLine] = field(default_factory=list, init=False)
     _fingerprint: dict[str, object] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -276,7 +277,7 @@ class FileJob:
         else:
             max_tokens = config.max_positions
             grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-        reader = PromptReader(
+        builder = PromptBuilder(
             self.path,
             config,
             tokenizer,
@@ -287,7 +288,7 @@ class FileJob:
             prompt_logprobs=not xla,
             grammars=grammars,
         )
-        self._read = reader.read(content, str(self.prompts))
+        self._read = read_prompts(content, str(self.prompts), builder, self.path.name)
         # A resumed run must have these in common with the interrupted one.
         self._fingerprint = {
             "job": "generate",
@@ -332,20 +333,22 @@ class FileJob:
             resumed = group.broadcast_from_rank0(len(out.done))
             done = resumed
             total = group.broadcast_from_rank0(len(self._read))
-            missing: list[tuple[int, list[Prompt]]] = []
-            for number, prompts in enumerate(self._read):
+            missing: list[tuple[int, PromptLine]] = []
+            for number, line in enumerate(self._read):
                 if number not in out.done:
-                    missing.append((number, prompts))
+                    missing.append((number, line))
             todo = group.broadcast_from_rank0(missing)
             if todo:
                 requests: list[Request] = []
-                for _, prompts in todo:
-                    for prompt in prompts:
+                for _, line in todo:
+                    for prompt in line.prompts:
                         requests.append(prompt.request)
                 engine, tokenizer = self._load_engine(requests, group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
-                for number, lines in _continue_lines(engine, tokenizer, todo, count):
+                for number, lines in _continue_lines(
+                    engine, tokenizer, todo, self.path.name, count
+                ):
                     out.add(number, lines)
                     done += 1
                     progress("generate", done, total, "prompts")
@@ -375,13 +378,13 @@ class FileJob:
         # A request in OpenAI's format is answered by one line with all its choices.
         sizes: list[int] = []
         likely = 0
-        for prompts in self._read:
-            sizes.append(1 if prompts[0].batch else prompts[0].request.samples)
-            for prompt in prompts:
+        for line in self._read:
+            sizes.append(1 if line.batch else line.prompts[0].request.samples)
+            for prompt in line.prompts:
                 likely += _likely_bytes(prompt)
         fingerprint = {**self._fingerprint, **computed_by}
         return ResumableLines(
-            self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume
+            self.output, fingerprint, sizes, _read_number, likely_bytes=likely, resume=self.resume
         )
 
     def _load_engine(
@@ -475,7 +478,8 @@ def _pluralize(count: int, noun: str) -> str:
 def _continue_lines(
     engine: Engine | Runner[Any],
     tokenizer: Tokenizer,
-    todo: Sequence[tuple[int, list[Prompt]]],
+    todo: Sequence[tuple[int, PromptLine]],
+    model_name: str,
     counted: Callable[[int], None],
 ) -> Iterator[tuple[int, list[Line]]]:
     """Continue the prompts of lines, and yield the answer to each line, with its number, once all
@@ -490,8 +494,11 @@ def _continue_lines(
     requests: list[Request] = []
     stops: list[list[str]] = []
     line_places: list[int] = []
-    for place, (_, line_prompts) in enumerate(todo):
-        for prompt in line_prompts:
+    # The number of each line's first prompt among all prompts.
+    first_numbers: list[int] = []
+    for place, (_, line) in enumerate(todo):
+        first_numbers.append(len(prompts))
+        for prompt in line.prompts:
             prompts.append(prompt)
             requests.append(prompt.request)
             stops.append(prompt.stop)
@@ -505,19 +512,45 @@ def _continue_lines(
     ended: dict[int, list[Completion]] = {}
     for completion in completions(engine, requests, tokenizer, stops, counted):
         place = line_places[completion.prompt]
-        number, line_prompts = todo[place]
-        group = ended.setdefault(place, [])
-        group.append(completion)
-        if len(group) < sum(prompt.request.samples for prompt in line_prompts):
+        number, line = todo[place]
+        # The engine numbers the prompts of all lines, a response those of its line.
+        line_completions = ended.setdefault(place, [])
+        prompt_number = completion.prompt - first_numbers[place]
+        line_completions.append(replace(completion, prompt=prompt_number))
+        if len(line_completions) < sum(prompt.request.samples for prompt in line.prompts):
             continue
         del ended[place]
-        # Completions end in any order; lines are written in that of prompts and samples.
-        group.sort(key=lambda completion: (completion.prompt, completion.sample))
-        lines: list[Line] = []
-        for member in group:
-            lines.append(build_line(number, prompts[member.prompt], member, texts))
-        batch = line_prompts[0].batch
-        if batch:
-            yield number, [build_batch_answer(number, batch, lines)]
-        else:
-            yield number, lines
+        yield number, _build_lines(number, line, line_completions, texts, model_name)
+
+
+def _build_lines(
+    number: int,
+    line: PromptLine,
+    completions: Sequence[Completion],
+    texts: TokenTexts,
+    model_name: str,
+) -> list[Line]:
+    """Build the answer to a line: a line per sample, or the response to a batch request."""
+    if line.batch is not None:
+        # Identifiers and the time are fixed, so that the same inputs give the same bytes.
+        responses = ResponseBuilder(
+            request=line.batch.request,
+            prompts=line.prompts,
+            texts=texts,
+            request_id=str(number),
+            model=model_name,
+        )
+        return [build_batch_line(number, line.batch.custom_id, responses.build(completions))]
+    lines: list[Line] = []
+    # Completions end in any order; lines are written in that of the samples.
+    for completion in sorted(completions, key=lambda completion: completion.sample):
+        prompt = line.prompts[completion.prompt]
+        lines.append(build_line(number, line.known_by, prompt, completion, texts))
+    return lines
+
+
+def _read_number(line: Line) -> Any:
+    """Read from a line of results which prompt it answers."""
+    if is_batch_response(line):
+        return read_batch_number(line)
+    return line["index"]

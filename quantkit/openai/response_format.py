@@ -17,8 +17,8 @@ _KEYS = {"name", "schema", "strict", "description"}
 _EXPECTED = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
 
 
-def response_grammar(response_format: object) -> str | None:
-    """Check a ``response_format`` and write the grammar of the answers that it allows, for
+def parse_response_format(response_format: object) -> str | None:
+    """Parse a ``response_format``, and write the grammar of the answers that it allows, for
     `Grammars`; None if that is any text. Raises `RequestError` for one that is invalid or not
     supported.
     """
@@ -45,10 +45,10 @@ def response_grammar(response_format: object) -> str | None:
         return None
     if kind == "json_object":
         return json_grammar({"type": "object"})
-    return json_grammar(check_schema(_schema(response_format.get("json_schema"))))
+    return json_grammar(check_schema(_parse_schema(response_format.get("json_schema"))))
 
 
-def _schema(described: Any) -> Any:
+def _parse_schema(described: Any) -> Any:
     if not isinstance(described, Mapping):
         raise RequestError(
             "'json_schema' is of the wrong type", found=format_value(described), expected=_EXPECTED
