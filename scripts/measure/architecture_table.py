@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ import transformers
 
 import quantkit.errors
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.ratios import median_ratio
+from shared.tables import DOCS, Section, format_names, format_row, format_table
+
+PAGE = DOCS / "models.md"
+SECTION = Section("scripts/measure/measure_architectures.py")
 TEXT = tuple(tiny_architectures.ARCHITECTURES)
 IMAGE_TEXT = tuple(
     name for name in tiny_image_text.ARCHITECTURES if name not in tiny_image_text.NEEDS_IMAGE
@@ -39,8 +44,6 @@ _LOADED = {
     ),
     "": "`convert --dequantize` and `from_pretrained(DST)`",
 }
-_BEGIN, _END = "<!-- made by scripts/measure/measure_architectures.py -->\n", "<!-- end -->\n"
-_SECTION = re.compile(f"(?<={_BEGIN}).*?(?={_END})", re.DOTALL)
 # After a semicolon outside parentheses.
 _NEXT_STEPS = re.compile(r"^((?:[^;()]|\((?:[^()]|\([^()]*\))*\))*);.*")
 _NAME = re.compile(r"(?<=[ |])`([a-z][\w.-]*)`(?=[ ,])")
@@ -88,7 +91,8 @@ def counts(found: Results) -> str:
             f"{one.count(-1)} of {len(one) - one.count(0)}" for one in orders
         ],
     }
-    return _table("|  | text | images and text |", (_row(name, *row) for name, row in rows.items()))
+    titles = ("", "text", "images and text")
+    return format_table(titles, (format_row(name, *row) for name, row in rows.items()))
 
 
 def section(found: Results) -> str:
@@ -98,57 +102,50 @@ def section(found: Results) -> str:
     reasons = {name: failure(found[name]) for name in (*TEXT, *IMAGE_TEXT)}
     tables = [f"With transformers {transformers.__version__}:\n", counts(found)]
     for names, kind in ((TEXT, "text"), (IMAGE_TEXT, "images and text")):
-        working = _grouped(
-            {name: _LOADED[_loaded(found[name])] for name in names if reasons[name] is None}
+        working = _group_by_value(
+            {name: _LOADED[_find_loader(found[name])] for name in names if reasons[name] is None}
         )
         rows = (
-            _row(f"{how} ({len(working[how])})", _names(working[how]))
+            format_row(f"{how} ({len(working[how])})", format_names(working[how]))
             for how in _LOADED.values()
             if how in working
         )
-        tables.append(_table(f"| {kind}: works, and is loaded by | architectures |", rows))
+        titles = (f"{kind}: works, and is loaded by", "architectures")
+        tables.append(format_table(titles, rows))
     failing = {name: reason for name, reason in reasons.items() if reason is not None}
     for title, groups in {"does not work": failing, **NOT_RUN}.items():
         rows = (
-            _row(_names(names), reason.replace("|", "\\|"))
-            for reason, names in _grouped(groups).items()
+            format_row(format_names(names), reason.replace("|", "\\|"))
+            for reason, names in _group_by_value(groups).items()
         )
-        tables.append(_table(f"| {title} | reason |", rows))
+        tables.append(format_table((title, "reason"), rows))
     return "\n".join(tables)
 
 
 def update(found: Results) -> None:
     """Write the section of docs/models.md anew."""
-    made = section(found)
-    PAGE.write_text(
-        _SECTION.sub(lambda _: made, PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    SECTION.write(PAGE, section(found))
 
 
-def names_in(page: str) -> list[str]:
-    """The architectures that the section of a page lists, in its order."""
-    found = _SECTION.search(page)
-    return _NAME.findall(found[0]) if found else []
+def list_names(page: str) -> list[str]:
+    """Return the architectures that the section of a page lists, in its order."""
+    return _NAME.findall(SECTION.find(page) or "")
 
 
-def _loaded(found: Mapping[str, Any]) -> str:
-    """How transformers loads the results of both methods; a key of `_LOADED`."""
-    how = {found[method]["loaded"] for method in _METHODS}
-    return (
-        how.pop()
-        if how == {"as it is"}
-        else "dequantized"
-        if how <= {"as it is", "dequantized"}
-        else ""
-    )
+def _find_loader(found: Mapping[str, Any]) -> str:
+    """Return how transformers loads the results of both methods; a key of `_LOADED`."""
+    ways = {found[method]["loaded"] for method in _METHODS}
+    if ways == {"as it is"}:
+        return "as it is"
+    return "dequantized" if ways <= {"as it is", "dequantized"} else ""
 
 
-def _grouped(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys that have each value, both sorted."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+def _group_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the keys that have each value, both sorted."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in sorted(values.items()):
-        found[value].append(name)
-    return found
+        groups[value].append(name)
+    return groups
 
 
 def _order(found: Mapping[str, Any]) -> int:
@@ -162,25 +159,12 @@ def _order(found: Mapping[str, Any]) -> int:
 
 
 def _ratio(found: list[Mapping[str, Any]]) -> str:
-    return (
-        f"{statistics.median(one['gptq']['kl'] / one['rtn']['kl'] for one in found):.2f}"
-        if found
-        else "-"
-    )
+    """Return the median ratio of the KL of GPTQ to that of rounding, as text."""
+    if not found:
+        return "-"
+    gptq, rounding = ([result[method]["kl"] for result in found] for method in _METHODS)
+    return f"{median_ratio(gptq, rounding):.2f}"
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part} ({100 * part / whole:.0f} %)" if whole else "0"
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _table(head: str, rows: Iterable[str]) -> str:
-    """A table in Markdown, with a line break at its end."""
-    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows, ""])

@@ -49,13 +49,13 @@ def decode_seconds(engine: Engine, kind: str, context: int) -> float:
         for position in positions:
             token = engine.step(token, [0], [position], [0]).argmax(-1)
 
-    def captured() -> None:
+    def run_captured() -> None:
         pending = deque(engine.decode([0], [position]) for position in positions[:BEHIND])
         for position in positions[BEHIND:]:
             pending.append(engine.decode([0], [position]))
             pending.popleft().read()
 
-    return gpu.wall_seconds(steps if kind == "steps" else captured, 1 if gpu.DRY else 3) / STEPS
+    return gpu.wall_seconds(steps if kind == "steps" else run_captured, 1 if gpu.DRY else 3) / STEPS
 
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:

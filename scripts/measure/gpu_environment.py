@@ -9,15 +9,19 @@ kernels, bfloat16 products of one token with and without inductor's coordinate d
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import platform
 import shutil
 import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import gpu_setup as gpu
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import find_versions
 
 PACKAGES = (
     "torch",
@@ -32,17 +36,10 @@ PACKAGES = (
 )
 
 
-def version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "missing"
-
-
 def main() -> None:
     given = gpu.options(__doc__.splitlines()[0])
     results = gpu.Results(given.out)
-    results.add(python=platform.python_version(), **{name: version(name) for name in PACKAGES})
+    results.add(python=platform.python_version(), **find_versions(PACKAGES))
     if shutil.which("nvidia-smi"):
         query = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.draw"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -72,7 +69,7 @@ def main() -> None:
     if gpu.DEVICE.type == "cuda":
         results.attempt(
             "empty kernels",
-            lambda: results.add(us_between_empty_kernels=1e6 * empty_kernel_seconds()),
+            lambda: results.add(us_between_empty_kernels=1e6 * measure_empty_kernels()),
         )
     rows, columns = (64, 64) if gpu.DRY else (12288, 4096)
     weights = [
@@ -97,21 +94,23 @@ def main() -> None:
         for descent in (False, True):
             results.attempt(
                 f"coordinate descent {descent}",
-                lambda descent=descent: compiled(results, descent, weights),
+                lambda descent=descent: time_compiled(results, descent, weights),
             )
     gpu.end(results)
 
 
-def empty_kernel_seconds(count: int = 200) -> float:
-    """From one kernel that does next to nothing to the next one, in a CUDA graph."""
+def measure_empty_kernels(count: int = 200) -> float:
+    """Return the seconds from one kernel that does next to nothing to the next one, in a CUDA
+    graph.
+    """
     from quantkit.kernels.triton_tune import seconds_each
 
-    one = torch.zeros(1, device="cuda")
-    return seconds_each([lambda: one.add_(1)] * count)
+    value = torch.zeros(1, device="cuda")
+    return seconds_each([lambda: value.add_(1)] * count)
 
 
-def compiled(results: gpu.Results, descent: bool, weights: list[torch.Tensor]) -> None:
-    """bfloat16 at one token, as inductor multiplies it."""
+def time_compiled(results: gpu.Results, descent: bool, weights: list[torch.Tensor]) -> None:
+    """Time bfloat16 at one token, as inductor multiplies it."""
     from quantkit.kernels.triton_tune import seconds_each
 
     torch._dynamo.reset()

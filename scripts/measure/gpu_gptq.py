@@ -9,18 +9,15 @@ and memory. Then quantizes TinyLlama-1.1B's shape, a few layers on both, and all
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import gpu_setup as gpu
 import torch
-from synthetic_checkpoint import shard
+from synthetic_checkpoint import write
 
 import quantkit
-from quantkit.data.files import DEMO_MODEL
 from quantkit.model.column_kernels import make_gpu_kernels, select_column_kernels
 from quantkit.solver import gptq
 from quantkit.solver.columns import TORCH
@@ -73,18 +70,12 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: gpu.Results) ->
 def quantize(layers: int, device: str, results: gpu.Results) -> None:
     """TinyLlama's shape through the whole job."""
     with tempfile.TemporaryDirectory() as folder:
-        src, dst, text = Path(folder) / "src", Path(folder) / "dst", Path(folder) / "text.txt"
-        src.mkdir()
+        src = Path(folder) / "src"
+        dst = Path(folder) / "dst"
+        text = Path(folder) / "text.txt"
         text.write_text(TEXT)
         dim, hidden, scheme = (64, 64, "int4-g32") if gpu.DRY else (2048, 5632, "int4-g128")
-        params = {"dim": dim, "n_layers": layers, "n_heads": max(1, dim // 128), "norm_eps": 1e-5}
-        sizes = {
-            "multiple_of": 64 if gpu.DRY else 256,
-            "ffn_dim_multiplier": hidden / (8 * dim // 3),
-        }
-        (src / "params.json").write_text(json.dumps({**params, "vocab_size": -1, **sizes}))
-        shutil.copy(DEMO_MODEL / "tokenizer.model", src)
-        torch.save(shard(dim, hidden, layers, 1, 0), src / "consolidated.00.pth")
+        write(src, dim=dim, hidden=hidden, layers=layers, shards=1)
         gpu.reset_memory()
         started = time.perf_counter()
         quantkit.quantize(

@@ -14,11 +14,13 @@ and bytes a second as a share of a copy's, and at the end the fastest of each ki
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gpu_setup as gpu
@@ -31,8 +33,10 @@ from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import TileConfig, count_staged_bytes, gemm_warps, max_split
 from quantkit.kernels.triton_tune import copies_beyond_cache, multiply, seconds_each
 from quantkit.model.cache import KVCache
-from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.models import make_random_weight
 
 SHAPES = ((48, 256),) if gpu.DRY else ((12288, 4096), (22016, 4096), (4096, 11008))
 SCHEMES = ("int4-g128", "int8")
@@ -128,11 +132,7 @@ class Products:
     ) -> None:
         scheme = QuantScheme.parse(text)
         group = scheme.group_size
-        codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8, device=gpu.DEVICE)
-        scale = torch.full(
-            (rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=gpu.DEVICE
-        )
-        weight = QuantTensor(codes, scale, None, scheme)
+        weight = make_random_weight(scheme, rows, columns, gpu.DEVICE)
         prepared = TritonBackend().prepare(weight)
         size = prepared["words"].nbytes + prepared["scale"].nbytes
         count = copies_beyond_cache(size, gpu.DEVICE)
@@ -161,7 +161,7 @@ class Products:
                 self.results.add(left_out=f"{what} {text} {rows}x{columns}: time is up")
                 return
             calls = [partial(multiply, x[tokens], one, group, config) for one in copies]
-            self._time(what, text, rows, columns, tokens, _named(config), calls, size)
+            self._time(what, text, rows, columns, tokens, _describe(config), calls, size)
 
     def _once(
         self, x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig
@@ -180,7 +180,7 @@ class Products:
         calls: list[Any],
         size: int,
     ) -> None:
-        def timed() -> None:
+        def measure() -> None:
             seconds = seconds_each(calls, repeats=3)
             self.results.add(
                 what=what,
@@ -194,7 +194,7 @@ class Products:
             key = what, text, f"{rows}x{columns}", tokens, kind.split()[0]
             self.best[key] = min(self.best.get(key, (float("inf"), "")), (seconds, kind))
 
-        self.results.attempt(f"{what} {text} {rows}x{columns} {tokens} {kind}", timed)
+        self.results.attempt(f"{what} {text} {rows}x{columns} {tokens} {kind}", measure)
 
     def summary(self) -> None:
         """The fastest of each path, side by side."""
@@ -205,7 +205,8 @@ class Products:
             print(*shape, "|", "; ".join(figures), flush=True)
 
 
-def _named(config: TileConfig) -> str:
+def _describe(config: TileConfig) -> str:
+    """Return what a tile config says, for the results."""
     return (
         f"{config.path} {config.block_m}x{config.block_n} units {config.units} split {config.split}"
         f" warps {config.warps} stages {config.stages}"
@@ -235,12 +236,12 @@ def attention(results: gpu.Results, copied: float) -> None:
                 for _ in range(count)
             ]
             calls = [partial(attend, queries, *cache, at, None, None) for cache in caches]
-            _attended(results, copied, f"triton {dtype}", kv_heads, length, calls, held)
+            _time_attention(results, copied, f"triton {dtype}", kv_heads, length, calls, held)
             if dtype == torch.bfloat16:
                 shape = 1, kv_heads, length, size
                 rows = [torch.zeros(shape, device=gpu.DEVICE, dtype=dtype) for _ in range(count)]
                 own = partial(F.scaled_dot_product_attention, enable_gqa=True)
-                _attended(
+                _time_attention(
                     results,
                     copied,
                     "torch",
@@ -251,7 +252,7 @@ def attention(results: gpu.Results, copied: float) -> None:
                 )
 
 
-def _attended(
+def _time_attention(
     results: gpu.Results,
     copied: float,
     kind: str,
@@ -260,7 +261,7 @@ def _attended(
     calls: list[Any],
     held: int,
 ) -> None:
-    def timed() -> None:
+    def measure() -> None:
         seconds = seconds_each(calls, repeats=3)
         results.add(
             what="attention",
@@ -271,7 +272,7 @@ def _attended(
             of_copy=held / seconds / copied,
         )
 
-    results.attempt(f"attention {kind} {kv_heads} {length}", timed)
+    results.attempt(f"attention {kind} {kv_heads} {length}", measure)
 
 
 def main() -> None:

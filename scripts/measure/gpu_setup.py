@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from quantkit.base.memory import malloc_trim, peak_bytes
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.models import make_random_weight
 
 DRY = os.environ.get("GPU_DAY_DRY_RUN") == "1"
 """Everything runs once, on a CPU and in tiny sizes; times mean nothing."""
@@ -45,18 +49,13 @@ class GpuCheckpoint(SyntheticCheckpoint):
             whole = torch.empty(parameter.shape, dtype=torch.bfloat16, device=DEVICE)
             whole.normal_(0, 0.02, generator=generator)
         else:
-            rows, columns = parameter.shape
-            codes = torch.randint(
-                scheme.levels,
-                (rows, columns),
-                dtype=torch.uint8,
-                device=DEVICE,
+            whole = make_random_weight(
+                scheme,
+                *parameter.shape,
+                DEVICE,
+                scale=0.08 / scheme.levels,
                 generator=generator,
             )
-            scale = torch.full(
-                (rows, scheme.groups(columns)), 0.08 / scheme.levels, dtype=torch.bfloat16
-            )
-            whole = QuantTensor(codes, scale.to(DEVICE), None, scheme)
         return whole if part is None else part.of_weight(whole)
 
 

@@ -169,7 +169,7 @@ async def closed_loop(
     begin, used = time.perf_counter(), cpu()
     await asyncio.sleep(seconds)
     window = Window(begin, time.perf_counter(), cpu() - used)
-    await _cancelled(running)
+    await _cancel(running)
     return found, window
 
 
@@ -186,11 +186,11 @@ async def open_loop(
         running.append(asyncio.create_task(send(target, request, found[-1])))
     if running:
         await asyncio.wait(running, timeout=DRAIN_SECONDS)
-    await _cancelled(running)
+    await _cancel(running)
     return found
 
 
-async def _cancelled(running: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(running: Sequence[asyncio.Task[None]]) -> None:
     for task in running:
         task.cancel()
     with suppress(asyncio.CancelledError):

@@ -18,68 +18,64 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 import quantkit
-from quantkit.calibration.data import load_calibration
 from quantkit.calibration.quantizers import GptqQuantizer
-from quantkit.formats.detect import open_checkpoint
-from quantkit.model.layerwise import Batch
-from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
-WINDOW, WINDOWS, SAMPLES = 256, 60, 128
-PEER = Path(__file__).resolve().parents[1] / "peers" / "peer_llmcompressor.py"
-AUTOROUND = Path(__file__).resolve().parents[1] / "peers" / "peer_autoround.py"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import run_peer
+from shared.tables import print_header, print_row
+from shared.texts import (
+    SAMPLES,
+    WINDOW,
+    add_text_arguments,
+    cut_batches,
+    format_kls,
+    format_titles,
+    measure_kls,
+    save_samples,
+)
 
-
-def windows(model: Path, text: Path) -> Tensor:
-    """The first windows of the text."""
-    tokenizer = load_tokenizer(model)
-    return text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW)[
-        :WINDOWS
-    ]
+Method = Callable[[str, int], tuple[Path, str]]
+"""Quantizes to a scheme with a seed; gives the folder and what to print of its time."""
 
 
 class Runs:
-    """The ways to quantize one model, each giving a folder and what to print of its time."""
+    """The ways to quantize one model, each a `Method`."""
 
-    def __init__(
-        self, source: Path, calibration: Path, folder: Path, peer: str | None, samples: int
-    ) -> None:
+    def __init__(self, source: Path, calibration: Path, folder: Path, samples: int) -> None:
         self.source = source
         self.calibration = calibration
         self.folder = folder
-        self.peer = peer
         self.samples = samples
 
-    def rtn(self, scheme: str, seed: int) -> tuple[Path, str]:
+    def round(self, scheme: str, seed: int) -> tuple[Path, str]:
+        """Round to nearest."""
         started = time.monotonic()
         dst = self._dst("rtn", scheme, seed)
         quantkit.quantize(self.source, dst, scheme, method="rtn", accept_quality_loss=True)
         return dst, f"{time.monotonic() - started:.1f}"
 
-    def gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:
-        inside = 0.0
+    def run_gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:
+        """Run GPTQ; the time has that of the solver in parentheses."""
+        solver_seconds = 0.0
         solve = GptqQuantizer.solve
 
-        def timed(*arguments, **options):  # type: ignore[no-untyped-def]
-            nonlocal inside
+        def solve_and_time(*arguments, **options):  # type: ignore[no-untyped-def]
+            nonlocal solver_seconds
             before = time.monotonic()
             result = solve(*arguments, **options)
-            inside += time.monotonic() - before
+            solver_seconds += time.monotonic() - before
             return result
 
-        GptqQuantizer.solve = timed  # type: ignore[method-assign]
+        GptqQuantizer.solve = solve_and_time  # type: ignore[method-assign]
         started = time.monotonic()
         dst = self._dst(f"gptq{thorough}", scheme, seed)
         try:
@@ -96,17 +92,13 @@ class Runs:
             )
         finally:
             GptqQuantizer.solve = solve  # type: ignore[method-assign]
-        return dst, f"{time.monotonic() - started:.1f} ({inside:.1f})"
+        return dst, f"{time.monotonic() - started:.1f} ({solver_seconds:.1f})"
 
-    def thorough(self, scheme: str, seed: int) -> tuple[Path, str]:
-        return self.gptq(scheme, seed, thorough=True)
-
-    def refined(self, start: str, scheme: str, seed: int, *, codes: bool) -> tuple[Path, str]:
-        """The result of `gptq` or `thorough`, which has been made, refined."""
+    def refine(self, start: str, scheme: str, seed: int, *, codes: bool) -> tuple[Path, str]:
+        """Refine a result of GPTQ that is there, of `start`, which is gptq or thorough."""
         dst = self._dst(f"{start}-refined{codes}", scheme, seed)
-        before = self._dst("gptq" + str(start == "thorough"), scheme, seed)
-        made = quantkit.refine(
-            before,
+        result = quantkit.refine(
+            self._dst("gptq" + str(start == "thorough"), scheme, seed),
             dst,
             against=self.source,
             calibration=self.calibration,
@@ -116,78 +108,45 @@ class Runs:
             train_norms=True,
             train_codes=codes,
         )
-        return dst, f"+ {made.seconds:.1f}"
+        return dst, f"+ {result.seconds:.1f}"
 
-    def peer_default(self, scheme: str, seed: int) -> tuple[Path, str]:
-        return self._peer(scheme, seed, "default")
-
-    def peer_imatrix_mse(self, scheme: str, seed: int) -> tuple[Path, str]:
-        return self._peer(scheme, seed, "imatrix_mse")
-
-    def _peer(self, scheme: str, seed: int, recipe: str) -> tuple[Path, str]:
+    def run_llmcompressor(
+        self, python: str, recipe: str, scheme: str, seed: int
+    ) -> tuple[Path, str]:
+        """Run llm-compressor's GPTQ by a recipe, on the samples that quantkit draws."""
         dst = self._dst(recipe, scheme, seed)
-        command = [
-            self.peer,
-            PEER,
-            self.source,
-            self._tokens(seed),
-            dst,
-            "--scheme",
-            scheme,
-            "--recipe",
-            recipe,
-        ]
-        return dst, _reported_seconds(command)
+        arguments = [self.source, self._save_samples(seed), dst, "--scheme", scheme]
+        answer = run_peer(python, "peer_llmcompressor.py", *arguments, "--recipe", recipe)
+        return dst, _read_seconds(answer)
 
-    def autoround(self, python: str, iterations: int, scheme: str, seed: int) -> tuple[Path, str]:
-        dst, size = (
-            self._dst(f"autoround{iterations}", scheme, seed),
-            QuantScheme.parse(scheme).group_size,
-        )
-        command = [
-            python,
-            AUTOROUND,
-            "tune",
-            self.source,
-            dst,
-            self._tokens(seed),
-            "--iterations",
-            iterations,
-        ]
-        return dst, _reported_seconds([*command, "--group-size", size])
+    def run_autoround(
+        self, python: str, iterations: int, scheme: str, seed: int
+    ) -> tuple[Path, str]:
+        """Run AutoRound on the same samples."""
+        dst = self._dst(f"autoround{iterations}", scheme, seed)
+        group_size = QuantScheme.parse(scheme).group_size
+        arguments = ["tune", self.source, dst, self._save_samples(seed)]
+        options = ["--iterations", iterations, "--group-size", group_size]
+        return dst, _read_seconds(run_peer(python, "peer_autoround.py", *arguments, *options))
 
-    def _tokens(self, seed: int) -> Path:
-        """A file of the samples that quantkit draws."""
-        tokens = self.folder / f"tokens-{seed}.safetensors"
-        if not tokens.exists():
-            drawn = load_calibration(
-                self.calibration,
-                load_tokenizer(self.source),
-                samples=self.samples,
-                length=WINDOW,
-                seed=seed,
-            )
-            save_file({"tokens": drawn.tokens}, tokens)
-        return tokens
+    def _save_samples(self, seed: int) -> Path:
+        path = self.folder / f"tokens-{seed}.safetensors"
+        if path.exists():
+            return path
+        return save_samples(path, self.source, self.calibration, seed=seed, samples=self.samples)
 
     def _dst(self, name: str, scheme: str, seed: int) -> Path:
         return self.folder / f"{scheme}-{name}-{seed}"
 
 
-def _reported_seconds(command: list[object]) -> str:
-    """The seconds in the last line of a peer's script."""
-    done = subprocess.run(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
-    )
-    return f"{json.loads(done.stdout.splitlines()[-1])['seconds']:.1f}"
+def _read_seconds(answer: str) -> str:
+    """Return the seconds in the last line of a peer's answer."""
+    return f"{json.loads(answer.splitlines()[-1])['seconds']:.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("calibration", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
-    parser.add_argument("--seeds", type=int, default=3)
+    add_text_arguments(parser)
     parser.add_argument("--schemes", default="int4-g128,int4-g64,int4-g32")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--refine", action="store_true")
@@ -198,42 +157,40 @@ def main() -> None:
         "--methods", nargs="+", metavar="METHOD", help="names in the table; default: all"
     )
     options = parser.parse_args()
-    print(
-        "| scheme | method | seed | s |",
-        " | ".join(f"KL {text.stem}" for text in options.texts),
-        "|",
-    )
-    print("|---" * (4 + len(options.texts)) + "|")
+    print_header("scheme", "method", "seed", "s", *format_titles(options.texts))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         quantkit.convert(options.model, source, dtype="fp32")
-        batches = [Batch.from_start(windows(source, text)) for text in options.texts]
-        runs = Runs(source, options.calibration, Path(folder), options.peer, options.samples)
-        methods: dict[str, Callable[[str, int], tuple[Path, str]]] = {
-            "gptq": runs.gptq,
-            "gptq, thorough": runs.thorough,
-        }
-        for start in ("gptq", "thorough") if options.refine else ():
-            methods[f"{start}, refined"] = partial(runs.refined, start, codes=False)
-            methods[f"{start}, refined with codes"] = partial(runs.refined, start, codes=True)
-        if options.peer is not None:
-            methods["llm-compressor, imatrix_mse"] = runs.peer_imatrix_mse
-            methods["llm-compressor, default"] = runs.peer_default
-        once: dict[str, Callable[[str, int], tuple[Path, str]]] = {"rtn": runs.rtn}
-        if options.autoround is not None:
-            for count in map(int, options.iterations.split(",")):
-                once[f"AutoRound, {count} iterations"] = partial(
-                    runs.autoround, options.autoround, count
-                )
+        batches = cut_batches(source, options.texts)
+        runs = Runs(source, options.calibration, Path(folder), options.samples)
         for scheme in options.schemes.split(","):
             for seed in range(options.seeds):
-                for name, run in {**({} if seed else once), **methods}.items():
-                    if options.methods is not None and name not in options.methods:
-                        continue
+                for name, run in select_methods(runs, seed, options).items():
                     dst, seconds = run(scheme, seed)
-                    found = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
-                    values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)
-                    print(f"| {scheme} | {name} | {seed} | {seconds} | {values} |", flush=True)
+                    kls = measure_kls(source, dst, batches)
+                    print_row(scheme, name, seed, seconds, *format_kls(kls))
+
+
+def select_methods(runs: Runs, seed: int, options: argparse.Namespace) -> dict[str, Method]:
+    """Return the methods to run with a seed, by their names in the table, in order."""
+    methods: dict[str, Method] = {}
+    if seed == 0:
+        methods["rtn"] = runs.round
+    if seed == 0 and options.autoround is not None:
+        for count in map(int, options.iterations.split(",")):
+            methods[f"AutoRound, {count} iterations"] = partial(
+                runs.run_autoround, options.autoround, count
+            )
+    methods["gptq"] = runs.run_gptq
+    methods["gptq, thorough"] = partial(runs.run_gptq, thorough=True)
+    for start in ("gptq", "thorough") if options.refine else ():
+        methods[f"{start}, refined"] = partial(runs.refine, start, codes=False)
+        methods[f"{start}, refined with codes"] = partial(runs.refine, start, codes=True)
+    for recipe in ("imatrix_mse", "default") if options.peer is not None else ():
+        methods[f"llm-compressor, {recipe}"] = partial(runs.run_llmcompressor, options.peer, recipe)
+    if options.methods is None:
+        return methods
+    return {name: run for name, run in methods.items() if name in options.methods}
 
 
 if __name__ == "__main__":

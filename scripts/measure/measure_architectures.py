@@ -14,8 +14,8 @@ continues: what FILE has is not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import sys
 import tempfile
 import traceback
 from collections import Counter
@@ -36,6 +36,9 @@ from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.quality.figures import mean_estimate
 from quantkit.text.tokenizer import load_tokenizer
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.results import add_docs_options, load_results, parse_docs_options, save_results
+
 _LENGTH = 128
 _METHODS: dict[str, dict[str, Any]] = {"gptq": {}, "rtn": {"accept_quality_loss": True}}
 _SAME = 1e-3  # of logarithms of probabilities, which a different order of sums changes
@@ -43,34 +46,28 @@ _SAME = 1e-3  # of logarithms of probabilities, which a different order of sums 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="architectures; default: all")
     parser.add_argument("--scheme", default="int4-g32")
     parser.add_argument("--samples", type=int, default=32, help="of GPTQ")
-    parser.add_argument("--json", type=Path, help="where to write the results, or to continue")
-    parser.add_argument(
-        "--update-docs", action="store_true", help="write the table of docs/models.md"
-    )
-    options = parser.parse_args()
-    if options.names and options.update_docs:
-        parser.error("the table is of all architectures")
+    add_docs_options(parser)
+    options = parse_docs_options(parser)
     ids = load_tokenizer(DEMO_MODEL).encode(excerpt())
     texts = torch.tensor(ids[: len(ids) // _LENGTH * _LENGTH]).view(-1, _LENGTH)[:16]
-    found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results = load_results(options.json)
     for name in options.names or [*architecture_table.TEXT, *architecture_table.IMAGE_TEXT]:
-        if name not in found:
+        if name not in results:
             with tempfile.TemporaryDirectory() as folder:
-                found[name] = _measured(name, Path(folder), texts, options)
-        print(name, found[name], flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
-    print(architecture_table.counts(found))
+                results[name] = _try_to_measure(name, Path(folder), texts, options)
+        print(name, results[name], flush=True)
+        save_results(options.json, results)
+    print(architecture_table.counts(results))
     if options.update_docs:
-        architecture_table.update(found)
+        architecture_table.update(results)
 
 
-def _measured(
+def _try_to_measure(
     name: str, folder: Path, texts: Tensor, options: argparse.Namespace
 ) -> dict[str, Any]:
+    """Return what `measure` finds, or the error that it raises and where."""
     try:
         return measure(name, folder, texts, options.scheme, options.samples)
     except Exception as error:  # of any architecture; it is reported
@@ -97,7 +94,7 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
     (tiny_image_text if has_images else tiny_architectures).make(name, source)
     kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     before = load(source, kind)
-    reached = _reached(before, texts)
+    reached = _find_reached(before, texts)
     reference = log_probs(before, texts)
     found = {}
     for method, given in _METHODS.items():
@@ -131,10 +128,12 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
             "kl_error": kl.error,
             "finite": bool(own.isfinite().all()),
             "linears": sum(made.schemes.values()),
-            "kept": _counted(linears - different),
+            "kept": _count_names(linears - different),
             "changed": changed_tensors(source, made.path),
-            "outside": _counted(one for one in different if one.rpartition(".")[0] not in reached),
-            "loaded": _loaded(made.path, kind, texts, own),
+            "outside": _count_names(
+                one for one in different if one.rpartition(".")[0] not in reached
+            ),
+            "loaded": _find_loader(made.path, kind, texts, own),
             "noted": any("does not load the packed weights" in note for note in made.notes),
         }
     return found
@@ -155,9 +154,9 @@ def load(folder: Path, kind: Any = AutoModelForCausalLM, *, dequantize: bool = F
     Raises:
         NotLoadedError: if it does not find all tensors; it fills those with random numbers.
     """
-    settings = (
-        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
-    )
+    settings = {}
+    if dequantize:
+        settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     model, info = kind.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, **settings
     )
@@ -195,7 +194,7 @@ def changed_tensors(source: Path, result: Path) -> list[str]:
     ]
 
 
-def _loaded(folder: Path, kind: Any, texts: Tensor, expected: Tensor) -> str:
+def _find_loader(folder: Path, kind: Any, texts: Tensor, expected: Tensor) -> str:
     """How transformers loads the packed weights so that they have the expected logits: `as it is`,
     `dequantized` as they are read, or the reason why it does not.
     """
@@ -214,7 +213,7 @@ def _loaded(folder: Path, kind: Any, texts: Tensor, expected: Tensor) -> str:
     return reason
 
 
-def _reached(model: nn.Module, texts: Tensor) -> set[str]:
+def _find_reached(model: nn.Module, texts: Tensor) -> set[str]:
     """The names of the modules that tokens pass."""
     found: set[str] = set()
     handles = [
@@ -227,7 +226,7 @@ def _reached(model: nn.Module, texts: Tensor) -> set[str]:
     return found
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
+def _count_names(names: Iterable[str]) -> dict[str, int]:
     """How many names there are, those that differ only in their numbers as one."""
     return dict(Counter(re.sub(r"\d+", "*", one) for one in sorted(names)))
 

@@ -24,47 +24,20 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from measure_cpu import Candidate, row
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.candidates import LLAMA_TYPES, Candidate
+from shared.models import make_tinyllama
+from shared.processes import PEERS
+from shared.ratios import median_ratio
+from shared.tables import format_header, format_row
 
 MODES = ("exact", "fast")
-PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 TOGETHER = 8  # tokens of a step that is compared with a step of one
 ROWS = "rows"  # the measurement of tokens that are of one sequence, as drafts are verified
 
 
-def make(models: Path, scheme: str, head: str | None) -> Path:
-    """A quantized folder, as `quantkit quantize` writes it."""
-    from safetensors.torch import save_file
-
-    import quantkit
-    from quantkit.evals.synthetic import synthetic
-    from quantkit.formats.container import Output
-    from quantkit.formats.registry import HF
-
-    made, source = models / (scheme if head is None else f"{scheme}-head-{head}"), models / "floats"
-    if not source.exists():
-        checkpoint = synthetic("tinyllama-1.1b", None)
-        names = checkpoint.names()
-        planned = Output(
-            checkpoint, checkpoint.config, [checkpoint.info(name) for name in names], 1 << 40
-        )
-        source.mkdir(parents=True)
-        for name, content in HF.side_files(planned).items():
-            assert isinstance(content, bytes)
-            (source / name).write_bytes(content)
-        save_file({name: checkpoint.load(name) for name in names}, source / "model.safetensors")  # type: ignore[misc]
-    if not made.exists():
-        parse = quantkit.QuantScheme.parse
-        overrides = () if head is None else (quantkit.Override("lm_head", parse(head)),)
-        recipe = quantkit.Recipe(parse(scheme), overrides)
-        quantkit.quantize(
-            source, made, recipe, method="rtn", accept_quality_loss=True, source_check=False
-        )
-    return made
-
-
 def serve(folder: str, mode: str) -> None:
-    """Be such a process, for one of ours."""
+    """Answer as a candidate, for one of ours."""
     import torch
 
     from quantkit.evals.timing import weight_bytes
@@ -75,23 +48,26 @@ def serve(folder: str, mode: str) -> None:
     from quantkit.runtime.request import create_request
     from quantkit.runtime.scheduler import Scheduler
 
-    def together(model: Decoder, prompts: list[list[int]], new: int) -> float:
+    def decode_together(model: Decoder, prompts: list[list[int]], new: int) -> float:
         length = max(len(prompt) for prompt in prompts) + new
         scheduler = Scheduler(Engine(model, length, slots=len(prompts)))
         running = [
             scheduler.add(create_request(model.config, prompt, new, {}))[0] for prompt in prompts
         ]
-        while not all(one.tokens for one in running):
+        while not all(request.tokens for request in running):
             scheduler.step()
-        there, started = sum(len(one.tokens) for one in running), time.perf_counter()
+        first_tokens = sum(len(request.tokens) for request in running)
+        started = time.perf_counter()
         while scheduler.busy:
             scheduler.step()
-        return (sum(len(one.tokens) for one in running) - there) / (time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return (sum(len(request.tokens) for request in running) - first_tokens) / seconds
 
-    def of_one(model: Decoder, prompt: list[int], steps: int) -> float:
+    def decode_rows(model: Decoder, prompt: list[int], steps: int) -> float:
         engine = Engine(model, len(prompt) + TOGETHER)
         engine.step(torch.tensor(prompt), [0] * len(prompt), range(len(prompt)), [len(prompt) - 1])
-        positions, started = range(len(prompt), len(prompt) + TOGETHER), time.perf_counter()
+        positions = range(len(prompt), len(prompt) + TOGETHER)
+        started = time.perf_counter()
         for _ in range(steps):
             logits = engine.step(
                 torch.tensor(prompt[:TOGETHER]), [0] * TOGETHER, positions, range(TOGETHER)
@@ -104,79 +80,70 @@ def serve(folder: str, mode: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if ROWS in request:
-            print(of_one(model, request["prompts"][0], request[ROWS]), flush=True)
+            print(decode_rows(model, request["prompts"][0], request[ROWS]), flush=True)
         else:
-            print(together(model, request["prompts"], request["new"]), flush=True)
+            print(decode_together(model, request["prompts"], request["new"]), flush=True)
 
 
-def request(sequences: int, prompt: int, new: int) -> str:
-    """A request to a candidate: prompts of random tokens, the same for all."""
-    prompts = [
-        [1, *((67 * place + 1009 * number) % 31000 + 900 for place in range(1, prompt))]
-        for number in range(sequences)
-    ]
-    return json.dumps({"prompts": prompts, "new": new})
+def make_request(sequences: int, prompt: int, new: int, **fields: int) -> str:
+    """Return a request to a candidate: prompts of random tokens, the same for all."""
+    prompts = []
+    for number in range(sequences):
+        tokens = [(67 * place + 1009 * number) % 31000 + 900 for place in range(1, prompt)]
+        prompts.append([1, *tokens])
+    return json.dumps({"prompts": prompts, "new": new, **fields})
+
+
+def start_peers(options: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Candidate]:
+    """Start the peers that are measured next to a scheme, and return them by name."""
+    length = options.prompt + options.new
+    sequences = max(options.sequences)
+    peers = {}
+    if options.peer:
+        kind = LLAMA_TYPES[scheme]
+        command = [options.peer, PEERS / "peer_llamacpp.py", options.models, "--serve", kind]
+        command += ["--context", sequences * length, "--sequences", sequences]
+        peers[f"llama.cpp {kind}"] = Candidate(command)
+    if options.vllm and scheme != "int8":
+        command = [options.vllm, PEERS / "peer_vllm.py", folder, "--length", length]
+        if options.vllm_eager:
+            command.append("--eager")
+        peers["vLLM"] = Candidate([*command, "--sequences", sequences])
+    return peers
 
 
 def measure(
     options: argparse.Namespace, scheme: str
 ) -> tuple[list[str], dict[str, dict[str, list[float]]]]:
-    """The peers by name; and what each candidate did in each round, by the number of sequences."""
-    folder, length = make(options.models, scheme, options.head), options.prompt + options.new
-    peers = Path(__file__).resolve().parents[1] / "peers"
-    context = str(max(options.sequences) * length)
-    candidates: dict[str, Candidate] = {}
-    if options.peer:
-        kind = PEERS[scheme]
-        command = (
-            str(peers / "peer_llamacpp.py"),
-            str(options.models),
-            "--serve",
-            kind,
-            "--context",
-            context,
-        )
-        candidates[f"llama.cpp {kind}"] = Candidate(
-            options.peer, *command, "--sequences", str(max(options.sequences))
-        )
-    if options.vllm and scheme != "int8":
-        command = (
-            str(peers / "peer_vllm.py"),
-            str(folder),
-            "--length",
-            str(length),
-            *["--eager"] * options.vllm_eager,
-        )
-        candidates["vLLM"] = Candidate(
-            options.vllm, *command, "--sequences", str(max(options.sequences))
-        )
+    """Return the names of the peers, and what each candidate did in each round, by the number of
+    sequences.
+    """
+    folder = make_tinyllama(options.models, scheme, options.head)
+    candidates = start_peers(options, scheme, folder)
     peers = list(candidates)
     for mode in MODES:
         candidates[f"{scheme}, {mode}"] = Candidate(
-            sys.executable, __file__, "--serve", str(folder), mode
+            [sys.executable, __file__, "--serve", folder, mode]
         )
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for number in range(options.rounds + 1):  # the first warms up
+    rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    # The first round warms up.
+    for number in range(options.rounds + 1):
         for count in options.sequences:
+            request = make_request(count, options.prompt, options.new)
             for label, candidate in candidates.items():
-                rate = candidate(request(count, options.prompt, options.new))
+                rate = candidate.measure(request)
                 if number:
-                    found[label][str(count)].append(rate)
-        for label in candidates:
+                    rates[label][str(count)].append(rate)
+        request = make_request(1, options.prompt, options.new, **{ROWS: options.new})
+        for label, candidate in candidates.items():
             if label not in peers:
-                line = json.loads(request(1, options.prompt, options.new)) | {ROWS: options.new}
-                rate = candidates[label](json.dumps(line))
+                rate = candidate.measure(request)
                 if number:
-                    found[label][ROWS].append(rate)
+                    rates[label][ROWS].append(rate)
         print(f"{scheme}: round {number} of {options.rounds}", file=sys.stderr, flush=True)
     for candidate in candidates.values():
         candidate.end()
-    return peers, found
-
-
-def ratio(over: list[float], under: list[float]) -> float:
-    """The median of the ratios of what was measured in turn."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return peers, rates
 
 
 def main() -> None:
@@ -187,7 +154,7 @@ def main() -> None:
     parser.add_argument("--vllm")
     parser.add_argument("--vllm-eager", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--schemes", nargs="*", default=["int8", "int4-g128"], choices=PEERS)
+    parser.add_argument("--schemes", nargs="*", default=["int8", "int4-g128"], choices=LLAMA_TYPES)
     parser.add_argument("--head")
     parser.add_argument("--sequences", nargs="*", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=16)
@@ -197,34 +164,32 @@ def main() -> None:
         return serve(*options.serve)
     if options.models is None:
         parser.error("--models is needed")
-    counts, steps = [str(count) for count in options.sequences], []
-    lines = [row("tok/s together", counts), "|---" * (len(counts) + 1) + "|"]
+    counts = [str(count) for count in options.sequences]
+    steps = []
+    lines = [format_header("tok/s together", *counts)]
     for scheme in options.schemes:
-        peers, found = measure(options, scheme)
-        for label, by in found.items():
+        peers, rates = measure(options, scheme)
+        for label, by_count in rates.items():
+            compared = [] if label in peers else peers
             cells = []
             for count in counts:
-                ratios = (
-                    []
-                    if label in peers
-                    else [f"{ratio(by[count], found[peer][count]):.2f}" for peer in peers]
-                )
-                cells.append(
-                    f"{statistics.median(by[count]):.1f}"
-                    + (f" ({', '.join(ratios)} x)" if ratios else "")
-                )
-            lines.append(row(label, cells))
+                cell = f"{statistics.median(by_count[count]):.1f}"
+                if compared:
+                    ratios = [median_ratio(by_count[count], rates[peer][count]) for peer in peers]
+                    cell += f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)} x)"
+                cells.append(cell)
+            lines.append(format_row(label, *cells))
             if label not in peers and {"1", str(TOGETHER)} <= set(counts):
-                costs = [TOGETHER * ratio(by["1"], by[kind]) for kind in (str(TOGETHER), ROWS)]
-                steps.append(row(label, [f"{cost:.2f}" for cost in costs]))
+                costs = []
+                for kind in (str(TOGETHER), ROWS):
+                    costs.append(TOGETHER * median_ratio(by_count["1"], by_count[kind]))
+                steps.append(format_row(label, *(f"{cost:.2f}" for cost in costs)))
     print("\n".join(lines))
     if steps:
         title = f"a step of {TOGETHER} tokens over a step of one"
-        print(
-            "\n".join(
-                ["", row(title, [f"of {TOGETHER} sequences", "of one"]), "|---" * 3 + "|", *steps]
-            )
-        )
+        print()
+        print(format_header(title, f"of {TOGETHER} sequences", "of one"))
+        print("\n".join(steps))
     return None
 
 

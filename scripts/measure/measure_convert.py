@@ -13,33 +13,34 @@ import argparse
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import QUANTKIT, run_and_measure
+from shared.tables import print_header, print_row
 
 _REFUSED = 3  # quantkit's exit code for a source that makes no sense
 
 
-def timed(command: list[str], code: int = 0) -> tuple[float, float]:
-    """Seconds of wall time and peak memory in MB of one command that exits with a code, synced
-    to disk.
+def run_and_sync(command: Sequence[object], *, code: int = 0) -> tuple[float, float]:
+    """Run a command that exits with a code, and return the seconds of the clock until all is on
+    disk, and the peak of memory in MB.
     """
+    cost = run_and_measure(command, code=code)
     started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status) != code:
-        sys.exit(f"failed: {' '.join(command)}")
     os.sync()
-    return time.monotonic() - started, usage.ru_maxrss * 1024 / 1e6
+    return cost.seconds + time.monotonic() - started, cost.memory / 1e6
 
 
-def fresh(path: Path) -> str:
-    """The path, with nothing there and nothing left to write."""
+def clear(path: Path) -> Path:
+    """Return the path, with nothing there and nothing left to write."""
     shutil.rmtree(path, ignore_errors=True)
     os.sync()
     time.sleep(1)
-    return str(path)
+    return path
 
 
 def main() -> None:
@@ -47,39 +48,29 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
-    out = options.source.with_name("measured-output")
-    quantkit = [sys.executable, "-m", "quantkit.cli"]
-    unchecked = "--no-source-check"
-    ratios, peaks = [], {"convert": 0.0, "quantize": 0.0}
-    print("| pair | cp -r, sync | convert | ratio |\n|---|---|---|---|")
+    source = options.source
+    out = source.with_name("measured-output")
+    ratios = []
+    peaks = {"convert": 0.0, "quantize": 0.0}
+    print_header("pair", "cp -r, sync", "convert", "ratio")
     for pair in range(options.pairs):
-        copied, _ = timed(["cp", "-r", str(options.source), fresh(out)])
-        converted, peak = timed([*quantkit, "convert", str(options.source), fresh(out), unchecked])
+        copy_seconds, _ = run_and_sync(["cp", "-r", source, clear(out)])
+        seconds, peak = run_and_sync(
+            [*QUANTKIT, "convert", source, clear(out), "--no-source-check"]
+        )
         peaks["convert"] = max(peaks["convert"], peak)
-        ratios.append(converted / copied)
-        print(f"| {pair + 1} | {copied:.1f} s | {converted:.1f} s | {ratios[-1]:.2f} |", flush=True)
-    seconds, peaks["quantize"] = timed(
-        [
-            *quantkit,
-            "quantize",
-            str(options.source),
-            fresh(out),
-            "--scheme",
-            "int4-g128",
-            "--method",
-            "rtn",
-            unchecked,
-            "--accept-quality-loss",
-        ]
-    )
-    checking, peaks["the check"] = timed(
-        [*quantkit, "convert", str(options.source), fresh(out)], code=_REFUSED
-    )
-    fresh(out)
+        ratios.append(seconds / copy_seconds)
+        print_row(pair + 1, f"{copy_seconds:.1f} s", f"{seconds:.1f} s", f"{ratios[-1]:.2f}")
+    quantize = [*QUANTKIT, "quantize", source, clear(out), "--scheme", "int4-g128"]
+    quantize += ["--method", "rtn", "--no-source-check", "--accept-quality-loss"]
+    seconds, peaks["quantize"] = run_and_sync(quantize)
+    convert = [*QUANTKIT, "convert", source, clear(out)]
+    check_seconds, peaks["the check"] = run_and_sync(convert, code=_REFUSED)
+    clear(out)
     print(
         f"\nmedian ratio {statistics.median(ratios):.2f}; quantize to int4-g128 in {seconds:.1f} s"
     )
-    print(f"the check of the source takes {checking:.1f} s, start included")
+    print(f"the check of the source takes {check_seconds:.1f} s, start included")
     print(", ".join(f"peak memory of {name} {peak:.0f} MB" for name, peak in peaks.items()))
 
 

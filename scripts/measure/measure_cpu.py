@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,42 +24,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.candidates import LLAMA_TYPES, Candidate
+from shared.processes import PEERS
+from shared.ratios import median_ratio
+from shared.tables import format_header, format_row
+
 SCHEMES, MODES = ("int8", "int4-g32", "int4-g128"), ("exact", "fast")
-PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 MEASURES = ("decode", "decode batch 8", "prefill 128", "prefill 512")
-QUIET = (
-    0.85  # of the most that a plain sum reads from memory: at least this when nothing else used it
-)
 
+# Of the most that a plain sum reads from memory: at least this when nothing else used it.
+QUIET = 0.85
 
-class Candidate:
-    """A process that has loaded a model and measures on request."""
-
-    def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.weight_bytes = int(self._answer())
-
-    def __call__(self, measure: str) -> float:
-        assert self._process.stdin is not None
-        print(measure, file=self._process.stdin, flush=True)
-        return float(self._answer())
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a candidate ended with exit code {self._process.wait()}")
-        return answer
+Measurements = dict[str, dict[str, list["Pair"]]]
+"""What each of ours did in each round, by its label and the measure."""
 
 
 def serve(shape: str, scheme: str, head: str | None, mode: str) -> None:
-    """Be such a process, for one of ours."""
+    """Answer as a candidate, for one of ours."""
     import torch
 
     from quantkit.evals.synthetic import synthetic
@@ -81,6 +62,7 @@ def serve(shape: str, scheme: str, head: str | None, mode: str) -> None:
 
 
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the picture: a panel for each measure, a bar for each row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), dpi=150, layout="constrained")
@@ -109,96 +91,95 @@ class Pair:
     bandwidth: float
 
 
-def measure(
-    options: argparse.Namespace,
-) -> tuple[dict[str, Candidate], dict[str, dict[str, list[Pair]]]]:
-    """The candidates by label; and what each of ours did in each round, by the measure."""
+def measure(options: argparse.Namespace) -> tuple[dict[str, Candidate], Measurements]:
+    """Return the candidates by label, and what each of ours did in each round."""
     import torch
 
     from quantkit.evals.timing import measure_bandwidth
 
-    read = partial(measure_bandwidth, torch.device("cpu"))
-    script = str(Path(__file__).resolve().parents[1] / "peers" / "peer_llamacpp.py")
-    candidates = {
-        kind: Candidate(
-            options.peer, script, str(options.models), "--serve", kind, "--shape", options.shape
-        )
-        for kind in dict.fromkeys(PEERS[scheme] for scheme in options.schemes)
-    }
-    labels = {
-        f"{scheme}, {mode}": (scheme, mode) for scheme in options.schemes for mode in options.modes
-    }
-    for label, (scheme, mode) in labels.items():
+    read_bandwidth = partial(measure_bandwidth, torch.device("cpu"))
+    candidates = {}
+    for scheme in options.schemes:
+        kind = LLAMA_TYPES[scheme]
+        command = [options.peer, PEERS / "peer_llamacpp.py", options.models, "--serve", kind]
+        if kind not in candidates:
+            candidates[kind] = Candidate([*command, "--shape", options.shape])
+    schemes = {}
+    for scheme in options.schemes:
         head = "int8" if scheme == "int8" else options.head or scheme
-        candidates[label] = Candidate(
-            sys.executable, __file__, "--serve", options.shape, scheme, head, mode
-        )
-    found: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
+        for mode in options.modes:
+            label = f"{scheme}, {mode}"
+            schemes[label] = scheme
+            candidates[label] = Candidate(
+                [sys.executable, __file__, "--serve", options.shape, scheme, head, mode]
+            )
+    measurements: Measurements = defaultdict(lambda: defaultdict(list))
     for name in options.measures:
-        for candidate in candidates.values():  # to warm up
-            candidate(name)
+        # To warm up.
+        for candidate in candidates.values():
+            candidate.measure(name)
         for _ in range(options.rounds):
-            before = read()
-            for label, (scheme, _) in labels.items():
-                theirs, ours = candidates[PEERS[scheme]](name), candidates[label](name)
-                after = read()
-                found[label][name].append(Pair(ours, theirs, min(before, after)))
+            before = read_bandwidth()
+            for label, scheme in schemes.items():
+                theirs = candidates[LLAMA_TYPES[scheme]].measure(name)
+                ours = candidates[label].measure(name)
+                after = read_bandwidth()
+                measurements[label][name].append(Pair(ours, theirs, min(before, after)))
                 before = after
         print(f"{name}: {options.rounds} rounds", file=sys.stderr, flush=True)
-    return candidates, found
+    return candidates, measurements
 
 
-def row(label: str, cells: list[str]) -> str:
-    return f"| {label} | " + " | ".join(cells) + " |"
+def format_rates(pairs: list[Pair]) -> str:
+    """Return the median, and in parentheses that of the ratios."""
+    ours = [pair.ours for pair in pairs]
+    theirs = [pair.theirs for pair in pairs]
+    return f"{statistics.median(ours):.1f} ({median_ratio(ours, theirs):.2f} x)"
 
 
-def rates(pairs: list[Pair]) -> str:
-    """The median, and in parentheses that of the ratios."""
-    ours = statistics.median(pair.ours for pair in pairs)
-    return f"{ours:.1f} ({statistics.median(pair.ours / pair.theirs for pair in pairs):.2f} x)"
-
-
-def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pair]]]) -> list[str]:
-    measures = list(next(iter(found.values())))
-    lines = [row("tok/s", measures), "|---" * (len(measures) + 1) + "|"]
-    for kind, rows in peers(found).items():
-        lines.append(row(f"llama.cpp {kind}", [f"{rows[name]:.1f}" for name in measures]))
-    lines += [row(label, [rates(by[name]) for name in measures]) for label, by in found.items()]
-    decodes = {label: by["decode"] for label, by in found.items() if "decode" in by}
-    peak = max((pair.bandwidth for pairs in decodes.values() for pair in pairs), default=0)
-    for title, wanted in (("at its best", True), ("shared", False)):
-        lines += [
-            "",
-            row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]),
-            "|---" * 5 + "|",
-        ]
-        for label, pairs in decodes.items():
-            some = [pair for pair in pairs if (pair.bandwidth >= QUIET * peak) == wanted]
-            if some:
-                width = statistics.median(pair.bandwidth for pair in some)
-                shares = [
-                    pair.ours * candidates[label].weight_bytes / pair.bandwidth for pair in some
-                ]
-                cells = [
-                    f"{width / 1e9:.1f}",
-                    rates(some),
-                    f"{statistics.median(shares):.0%}",
-                    str(len(some)),
-                ]
-                lines.append(row(label, cells))
+def format_tables(candidates: dict[str, Candidate], measurements: Measurements) -> list[str]:
+    """Return the lines of all tables."""
+    measures = list(next(iter(measurements.values())))
+    lines = [format_header("tok/s", *measures)]
+    for kind, rates in summarize_peers(measurements).items():
+        cells = [f"{rates[name]:.1f}" for name in measures]
+        lines.append(format_row(f"llama.cpp {kind}", *cells))
+    for label, by_measure in measurements.items():
+        lines.append(format_row(label, *(format_rates(by_measure[name]) for name in measures)))
+    decoding = {}
+    for label, by_measure in measurements.items():
+        if "decode" in by_measure:
+            decoding[label] = by_measure["decode"]
+    peak = max((pair.bandwidth for pairs in decoding.values() for pair in pairs), default=0)
+    for title, is_quiet in (("at its best", True), ("shared", False)):
+        titles = ("GB/s", "tok/s", "of the bandwidth", "rounds")
+        lines += ["", format_header(f"decode, memory {title}", *titles)]
+        for label, pairs in decoding.items():
+            rounds = [pair for pair in pairs if (pair.bandwidth >= QUIET * peak) == is_quiet]
+            if rounds:
+                cells = describe_decoding(rounds, candidates[label].weight_bytes)
+                lines.append(format_row(label, *cells))
     return lines
 
 
-def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]]:
-    """Medians of what llama.cpp did, by its type and the measure."""
-    rows: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(PEERS[label.split(",")[0]] for label in found):
-        peers = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
-        rows[kind] = {
-            name: statistics.median(pair.theirs for by in peers for pair in by[name])
-            for name in peers[0]
-        }
-    return rows
+def describe_decoding(pairs: list[Pair], weight_bytes: int) -> list[str]:
+    """Return the cells of decoding next to the bandwidth of memory."""
+    bandwidth = statistics.median(pair.bandwidth for pair in pairs)
+    share = statistics.median(pair.ours * weight_bytes / pair.bandwidth for pair in pairs)
+    return [f"{bandwidth / 1e9:.1f}", format_rates(pairs), f"{share:.0%}", str(len(pairs))]
+
+
+def summarize_peers(measurements: Measurements) -> dict[str, dict[str, float]]:
+    """Return medians of what llama.cpp did, by its type and the measure."""
+    rates: dict[str, dict[str, list[float]]] = {}
+    for label, by_measure in measurements.items():
+        of_type = rates.setdefault(LLAMA_TYPES[label.split(",")[0]], defaultdict(list))
+        for name, pairs in by_measure.items():
+            of_type[name] += [pair.theirs for pair in pairs]
+    medians: dict[str, dict[str, float]] = {}
+    for kind, by_name in rates.items():
+        medians[kind] = {name: statistics.median(values) for name, values in by_name.items()}
+    return medians
 
 
 def main() -> None:
@@ -220,14 +201,15 @@ def main() -> None:
         return serve(*options.serve)
     if options.peer is None or options.models is None:
         parser.error("--peer and --models are needed")
-    candidates, found = measure(options)
-    print("\n".join(tables(candidates, found)))
+    candidates, measurements = measure(options)
+    print("\n".join(format_tables(candidates, measurements)))
     if options.plot:
-        rows = {f"llama.cpp {kind}": figures for kind, figures in peers(found).items()}
-        for label, by in found.items():
-            rows[label] = {
-                name: statistics.median(pair.ours for pair in pairs) for name, pairs in by.items()
-            }
+        rows = {f"llama.cpp {kind}": row for kind, row in summarize_peers(measurements).items()}
+        for label, by_measure in measurements.items():
+            medians = {}
+            for name, pairs in by_measure.items():
+                medians[name] = statistics.median(pair.ours for pair in pairs)
+            rows[label] = medians
         draw(rows, options.plot)
     return None
 

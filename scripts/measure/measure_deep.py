@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ import quantkit
 from quantkit.doctor.findings import rules
 from quantkit.formats.containers.meta_tensors import to_interleaved
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.tables import print_header, print_row
+
 Tensors = dict[str, Tensor]
 Damage = Callable[[Tensors, dict[str, Any]], object]
 WEIGHTS = "model.safetensors"
@@ -33,8 +37,8 @@ OF_MANIFEST = {"not-as-written", "worse-than-source"}
 OF_SOURCE = {rule.name for rule in rules()["Against its source, where it is given"]}
 
 
-def swapped(first: int, second: int) -> Damage:
-    """Two layers in each other's place."""
+def swap_layers(first: int, second: int) -> Damage:
+    """Return what puts two layers in each other's place."""
 
     def damage(tensors: Tensors, _: dict[str, Any]) -> None:
         one, other = f"model.layers.{first}.", f"model.layers.{second}."
@@ -45,13 +49,13 @@ def swapped(first: int, second: int) -> Damage:
     return damage
 
 
-def doubled(layer: int) -> Damage:
-    """A down_proj twice as large."""
+def double_down_proj(layer: int) -> Damage:
+    """Return what makes a down_proj twice as large."""
     return lambda tensors, _: tensors[f"model.layers.{layer}.mlp.down_proj.weight"].mul_(2)
 
 
-def reordered(change: Callable[[Tensor], Tensor]) -> Damage:
-    """Rows of all q_proj and k_proj in another order."""
+def reorder_rows(change: Callable[[Tensor], Tensor]) -> Damage:
+    """Return what changes the order of rows of all q_proj and k_proj."""
 
     def damage(tensors: Tensors, _: dict[str, Any]) -> None:
         for name in tensors:
@@ -61,12 +65,12 @@ def reordered(change: Callable[[Tensor], Tensor]) -> Damage:
     return damage
 
 
-def shuffled(rows: Tensor) -> Tensor:
+def shuffle_rows(rows: Tensor) -> Tensor:
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
 def rope(factor: float) -> Damage:
-    """Another rope base."""
+    """Return what multiplies the rope base."""
 
     def damage(_: Tensors, config: dict[str, Any]) -> None:
         for settings in (config, config.get("rope_parameters") or {}):
@@ -76,28 +80,29 @@ def rope(factor: float) -> Damage:
     return damage
 
 
-def halved_heads(_: Tensors, config: dict[str, Any]) -> None:
-    """Twice as many heads, half as large."""
+def halve_heads(_: Tensors, config: dict[str, Any]) -> None:
+    """Make twice as many heads, half as large."""
     config["head_dim"] //= 2
     config["num_attention_heads"] *= 2
     config["num_key_value_heads"] *= 2
 
 
 def damages(config: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
-    """Each with its name."""
+    """Yield each with its name."""
     layers, size = config["num_hidden_layers"], config["head_dim"]
     middle = layers // 2
     yield "none", lambda _, __: None
-    yield "layers 0 and 1 swapped", swapped(0, 1)
-    yield f"layers {middle - 1} and {middle} swapped", swapped(middle - 1, middle)
-    yield f"layers 1 and {layers - 2} swapped", swapped(1, layers - 2)
-    yield "q, k rows shuffled", reordered(shuffled)
-    yield "q, k rows in Meta's order", reordered(lambda rows: to_interleaved(rows, size))
+    yield "layers 0 and 1 swapped", swap_layers(0, 1)
+    yield f"layers {middle - 1} and {middle} swapped", swap_layers(middle - 1, middle)
+    yield f"layers 1 and {layers - 2} swapped", swap_layers(1, layers - 2)
+    yield "q, k rows shuffled", reorder_rows(shuffle_rows)
+    yield "q, k rows in Meta's order", reorder_rows(lambda rows: to_interleaved(rows, size))
     yield from (
-        (f"down_proj of layer {layer} doubled", doubled(layer)) for layer in (0, middle, layers - 1)
+        (f"down_proj of layer {layer} doubled", double_down_proj(layer))
+        for layer in (0, middle, layers - 1)
     )
     yield "rope base times 100", rope(100)
-    yield "twice the heads, half as large", halved_heads
+    yield "twice the heads, half as large", halve_heads
 
 
 def main() -> None:
@@ -107,16 +112,16 @@ def main() -> None:
     options = parser.parse_args()
     config = json.loads((options.model / "config.json").read_text())
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    print("| damage | perplexity | alone | with quantkit.json | --against |\n|---|---|---|---|---|")
+    print_header("damage", "perplexity", "alone", "with quantkit.json", "--against")
     for name, damage in dict(damages(config)).items():
         if options.only in name:
             with tempfile.TemporaryDirectory() as scratch:
-                found = measured(options.model, Path(scratch) / "model", damage, config)
-            print(f"| {name} | {' | '.join(found)} |", flush=True)
+                cells = measure_damage(options.model, Path(scratch) / "model", damage, config)
+            print_row(name, *cells)
 
 
-def measured(source: Path, folder: Path, damage: Damage, config: dict[str, Any]) -> list[str]:
-    """The cells of a damage's row."""
+def measure_damage(source: Path, folder: Path, damage: Damage, config: dict[str, Any]) -> list[str]:
+    """Return the cells of a damage's row."""
     shutil.copytree(source, folder)
     tensors, changed = load_file(source / WEIGHTS), json.loads(json.dumps(config))
     damage(tensors, changed)

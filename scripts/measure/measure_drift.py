@@ -14,20 +14,28 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-
-from measure_accuracy import SAMPLES, WINDOW, windows
 
 import quantkit
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import effort, group_solver
 from quantkit.calibration.effort import Effort
-from quantkit.formats.detect import open_checkpoint
-from quantkit.model.layerwise import Batch
-from quantkit.quality.measures import compare_batches
 from quantkit.tensors.products import BFLOAT16_SETTING
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.tables import print_header, print_row
+from shared.texts import (
+    SAMPLES,
+    WINDOW,
+    add_text_arguments,
+    cut_batches,
+    format_kls,
+    format_titles,
+    measure_kls,
+)
 
 
 class Followed(Effort):
@@ -45,27 +53,23 @@ class Followed(Effort):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("calibration", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
+    add_text_arguments(parser)
     parser.add_argument("--strides", default="1,4,8,16,32")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--fixed-damping", type=float)
     options = parser.parse_args()
     os.environ[BFLOAT16_SETTING] = "0"
     effort._BATCH_TOKENS = WINDOW  # a sample at a time, so that any share can be followed
     if options.fixed_damping is not None:
         group_solver.drift_damping = lambda inputs, tokens: options.fixed_damping
-    print("| tokens followed |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
-    print("|---" * (1 + len(options.texts)) + "|")
+    print_header("tokens followed", *format_titles(options.texts))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         source = folder / "source"
         quantkit.convert(options.model, source, dtype="fp32")
-        batches = [Batch.from_start(windows(source, text)) for text in options.texts]
+        batches = cut_batches(source, options.texts)
         for stride in [*map(int, options.strides.split(",")), 0]:
             effort.EFFORTS["default"] = Followed(effort.EFFORTS["default"].tokens_per_input, stride)
-            found = []
+            rows = []
             for seed in range(options.seeds):
                 dst = folder / f"{stride}-{seed}"
                 quantkit.quantize(
@@ -79,14 +83,10 @@ def main() -> None:
                     seed=seed,
                     accept_quality_loss=True,
                 )
-                lost = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
-                found.append([one.divergence.kl * 1e4 for one in lost])
-            means = " | ".join(
-                f"{statistics.mean(values):.2f}" for values in zip(*found, strict=True)
-            )
-            print(
-                f"| {-(-SAMPLES // stride) * WINDOW if stride else 'none'} | {means} |", flush=True
-            )
+                rows.append(measure_kls(source, dst, batches))
+            means = [statistics.mean(kls) for kls in zip(*rows, strict=True)]
+            tokens = -(-SAMPLES // stride) * WINDOW if stride else "none"
+            print_row(tokens, *format_kls(means))
 
 
 if __name__ == "__main__":

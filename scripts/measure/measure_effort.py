@@ -14,34 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.calibration.effort import inner_width
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import MANIFEST
-from quantkit.model.layerwise import Batch
-from quantkit.quality.measures import compare_batches, text_windows
-from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
-
-def quantized(model: Path, dst: Path, options: Sequence[str]) -> tuple[float, float]:
-    """Quantize a model; the seconds that the processors worked, and those of the clock."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-m", "quantkit.cli", "quantize", model, dst, *options]
-    subprocess.run(
-        list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (
-        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        time.monotonic() - began,
-    )
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import QUANTKIT, run_and_measure
+from shared.tables import print_header, print_row
+from shared.texts import cut_batches, format_kls, format_titles, measure_kls
 
 
 def main() -> None:
@@ -55,42 +39,31 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--window", type=int, default=512)
     options = parser.parse_args()
-    source, tokenizer = open_checkpoint(options.model), load_tokenizer(options.model)
-    batches = [
-        Batch.from_start(
-            text_windows(
-                tokenizer.encode(text.read_text()), prompt_start(tokenizer), options.window
-            )[: options.windows]
-        )
-        for text in options.texts
-    ]
-    runs = [(name, ["--effort", name]) for name in options.efforts.split(",") if name]
-    runs += [
-        (f"--length {length}", ["--length", length])
-        for length in options.lengths.split(",")
-        if length
-    ]
+    width = inner_width(open_checkpoint(options.model).config)
+    batches = cut_batches(options.model, options.texts, options.window, options.windows)
+    efforts = [name for name in options.efforts.split(",") if name]
+    lengths = [length for length in options.lengths.split(",") if length]
+    runs = {name: ["--effort", name] for name in efforts}
+    runs |= {f"--length {length}": ["--length", length] for length in lengths}
     columns = ["calibration", "seed", "tokens", "tokens/input", "processor s", "s"]
-    print(
-        f"| {' | '.join(columns)} |", " | ".join(f"KL {text.stem}" for text in options.texts), "|"
-    )
-    print("|---" * (len(columns) + len(options.texts)) + "|")
-    for name, given in runs:
+    print_header(*columns, *format_titles(options.texts))
+    for name, amount in runs.items():
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as folder:
                 dst = Path(folder) / "model"
-                worked, took = quantized(
-                    options.model, dst, ["--scheme", options.scheme, "--seed", str(seed), *given]
-                )
+                arguments = ["--scheme", options.scheme, "--seed", seed, *amount]
+                cost = run_and_measure([*QUANTKIT, "quantize", options.model, dst, *arguments])
                 calibration = json.loads((dst / MANIFEST).read_text())["calibration"]
-                tokens = calibration["samples"] * calibration["length"]
-                found = compare_batches(source, open_checkpoint(dst), batches)
-            values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)
-            each = tokens / inner_width(source.config)
-            print(
-                f"| {name} | {seed} | {tokens} | {each:.0f} | {worked:.0f} | {took:.0f} |"
-                f" {values} |",
-                flush=True,
+                kls = measure_kls(options.model, dst, batches)
+            tokens = calibration["samples"] * calibration["length"]
+            print_row(
+                name,
+                seed,
+                tokens,
+                f"{tokens / width:.0f}",
+                f"{cost.processor:.0f}",
+                f"{cost.seconds:.0f}",
+                *format_kls(kls),
             )
 
 

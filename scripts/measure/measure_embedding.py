@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -36,12 +37,15 @@ from quantkit.quality.gate import RtnBaseline
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.ratios import median_ratio
+
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
 TOKENS, NEW = 64, 32
 
 
 def make(folder: Path, layers: int) -> None:
-    """A folder of random weights."""
+    """Write a folder of random weights."""
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -63,40 +67,37 @@ def make(folder: Path, layers: int) -> None:
     }
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for one in parameters(config_from_hf(raw, folder)):
-        value = torch.ones(one.shape, dtype=torch.bfloat16)
-        tensors[one.name] = (
-            value if len(one.shape) == 1 else value.normal_(0, 0.02, generator=generator)
-        )
+    for parameter in parameters(config_from_hf(raw, folder)):
+        value = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        if len(parameter.shape) > 1:
+            value.normal_(0, 0.02, generator=generator)
+        tensors[parameter.name] = value
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def rounded(source: StoredCheckpoint, scheme: str, embedding: str | None) -> RtnBaseline:
-    """The source as rounding makes it; a file of it has the same codes."""
+def round_source(source: StoredCheckpoint, scheme: str, embedding: str | None) -> RtnBaseline:
+    """Return the source as rounding makes it; a file of it has the same codes."""
     overrides = () if embedding is None else (Override(EMBEDDING, QuantScheme.parse(embedding)),)
     schemes = SchemeMap.of(Recipe(QuantScheme.parse(scheme), overrides), source.config).schemes
     return RtnBaseline(source, schemes)
 
 
-def stored_bytes(checkpoint: Checkpoint) -> int:
-    """Of its tensors as compressed-tensors packs them."""
+def count_stored_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of its tensors as compressed-tensors packs them."""
     total = 0
     for name in checkpoint.names():
         spec = checkpoint.info(name)
-        floats = [StoredTensor(name, spec.dtype, spec.shape)]
-        total += sum(
-            one.nbytes
-            for one in (
-                PackQuantized(spec.scheme).list_stored_tensors(spec) if spec.scheme else floats
-            )
-        )
+        stored = [StoredTensor(name, spec.dtype, spec.shape)]
+        if spec.scheme:
+            stored = PackQuantized(spec.scheme).list_stored_tensors(spec)
+        total += sum(tensor.nbytes for tensor in stored)
     return total
 
 
-def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    """Of random tokens, [T, V]."""
+def compute_logits(checkpoint: Checkpoint) -> torch.Tensor:
+    """Return the logits [T, V] of random tokens."""
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     (hidden,) = layerwise_hidden(checkpoint, [Batch.from_start(tokens)])
     return head_logits(checkpoint, [hidden[0]])[0]
@@ -113,37 +114,38 @@ def main() -> None:
     if not folder.exists():
         make(folder, options.layers)
     source = open_checkpoint(folder)
-    made = {
-        "bfloat16 embedding": rounded(source, options.scheme, None),
-        "int8 embedding": rounded(source, options.scheme, "int8"),
+    checkpoints = {
+        "bfloat16 embedding": round_source(source, options.scheme, None),
+        "int8 embedding": round_source(source, options.scheme, "int8"),
     }
-    decoding, held = {}, {}
-    for name, checkpoint in made.items():
+    decoding = {}
+    memory = {}
+    for name, checkpoint in checkpoints.items():
         model = load_model(checkpoint)
-        held[name] = count_loaded_bytes(model)
+        memory[name] = count_loaded_bytes(model)
         decoding[name] = Decoding(model, 1, NEW, None)
-    rates: dict[str, list[float]] = {name: [] for name in made}
+    rates: dict[str, list[float]] = {name: [] for name in checkpoints}
     for _ in range(options.rounds):
-        for name, one in decoding.items():
-            rates[name].append(NEW / one.run())
-    for name, checkpoint in made.items():
+        for name, run in decoding.items():
+            rates[name].append(NEW / run.run())
+    for name, checkpoint in checkpoints.items():
         print(
-            f"{name}: {stored_bytes(checkpoint) / 1e6:.0f} MB, {held[name] / 1e6:.0f} MB held,"
-            f" {statistics.median(rates[name]):.1f} tokens a second",
+            f"{name}: {count_stored_bytes(checkpoint) / 1e6:.0f} MB, {memory[name] / 1e6:.0f} MB"
+            f" held, {statistics.median(rates[name]):.1f} tokens a second",
             flush=True,
         )
-    ratios = [after / before for before, after in zip(*rates.values(), strict=True)]
-    print(
-        f"int8 next to bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True
-    )
-    right, base, found = (logits(one) for one in (source, *made.values()))
-    off = {
-        "bfloat16 embedding": (base, right),
-        "int8 embedding": (found, right),
-        "int8 next to bfloat16": (found, base),
+    ratio = median_ratio(rates["int8 embedding"], rates["bfloat16 embedding"])
+    print(f"int8 next to bfloat16: {ratio:.2f} x the tokens a second", flush=True)
+    reference = compute_logits(source)
+    plain, quantized = (compute_logits(checkpoint) for checkpoint in checkpoints.values())
+    pairs = {
+        "bfloat16 embedding": (plain, reference),
+        "int8 embedding": (quantized, reference),
+        "int8 next to bfloat16": (quantized, plain),
     }
-    for name, (one, other) in off.items():
-        print(f"{name}: logits off by {((one - other).norm() / other.norm()).item():.4f}")
+    for name, (logits, expected) in pairs.items():
+        distance = (logits - expected).norm() / expected.norm()
+        print(f"{name}: logits off by {distance.item():.4f}")
 
 
 if __name__ == "__main__":

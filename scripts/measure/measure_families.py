@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.ratios import median_ratio
+from shared.tables import print_header, print_row
 
 TOKENS = 32  # decoded in a turn
 PREFILL = 256  # tokens of a prompt
@@ -102,26 +107,26 @@ tokens.
 """
 
 
-def loaded(name: str, config: ModelConfig, scheme: str) -> Decoder:
-    """A model of random weights."""
+def load_random(name: str, config: ModelConfig, scheme: str) -> Decoder:
+    """Return a model of random weights."""
     recipe = Recipe(QuantScheme.parse(scheme), (Override("lm_head", QuantScheme.parse("int8")),))
     return load_model(
         SyntheticCheckpoint(Path(name), config, recipe.assign(linear_columns(config))), device="cpu"
     )
 
 
-def turns(model: Decoder, prompt: int) -> dict[str, tuple[int, Callable[[], float]]]:
-    """By the measure its tokens, and what gives the seconds that they take."""
+def list_measures(model: Decoder, prompt: int) -> dict[str, tuple[int, Callable[[], float]]]:
+    """Return by the measure its tokens, and what gives the seconds that they take."""
     decoding = Decoding(model, 1, TOKENS, None, prompt=prompt)
     prefill = partial(measure_seconds, partial(prefill_once, model, PREFILL, None))
     return {"decode": (TOKENS, decoding.run), f"prefill {PREFILL}": (PREFILL, prefill)}
 
 
-def rates(tokens: int, run: Callable[[], float]) -> tuple[float, float]:
-    """Tokens a second, and for a second of processor time."""
+def measure_rates(tokens: int, run: Callable[[], float]) -> tuple[float, float]:
+    """Return tokens a second, and for a second of processor time."""
     started = time.process_time()
-    taken = run()
-    return tokens / taken, tokens / (time.process_time() - started)
+    seconds = run()
+    return tokens / seconds, tokens / (time.process_time() - started)
 
 
 def main() -> None:
@@ -134,36 +139,37 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    print(
-        f"| {options.scheme} | MB | one call a block | measure | tok/s | Llama's | ratio | of"
-        " processor time |"
-    )
-    print("|---" * 8 + "|")
+    titles = ("MB", "one call a block", "measure", "tok/s", "Llama's", "ratio")
+    print_header(options.scheme, *titles, "of processor time")
     for family in options.families:
         shape = SHAPES[family]
-        models = [
-            loaded(family, shape.config(options.layers, plain=plain), options.scheme)
+        model, llama = (
+            load_random(family, shape.config(options.layers, plain=plain), options.scheme)
             for plain in (False, True)
-        ]
-        fused = "yes" if models[0].ops.blocks is not None else "no"
+        )
+        size = f"{weight_bytes(model) / 1e6:.0f}"
+        fused = "yes" if model.ops.blocks is not None else "no"
         with torch.inference_mode():
-            own, plain = (turns(model, options.prompt) for model in models)
-            for name in own:
-                # Warm.
-                pairs = [
-                    (rates(*own[name]), rates(*plain[name])) for _ in range(options.rounds + 1)
-                ][1:]
-                cells = [
-                    f"{statistics.median(pair[side][0] for pair in pairs):.1f}" for side in (0, 1)
-                ]
-                ratios = [
-                    statistics.median(first[of] / second[of] for first, second in pairs)
-                    for of in (0, 1)
-                ]
-                cells = [family, f"{weight_bytes(models[0]) / 1e6:.0f}", fused, name, *cells]
-                print(
-                    "| " + " | ".join([*cells, *(f"{ratio:.2f}" for ratio in ratios)]) + " |",
-                    flush=True,
+            measures = list_measures(model, options.prompt)
+            llama_measures = list_measures(llama, options.prompt)
+            for name in measures:
+                rates = []
+                llama_rates = []
+                for _ in range(options.rounds + 1):
+                    rates.append(measure_rates(*measures[name]))
+                    llama_rates.append(measure_rates(*llama_measures[name]))
+                # The first round warms up.
+                wall, processor = zip(*rates[1:], strict=True)
+                llama_wall, llama_processor = zip(*llama_rates[1:], strict=True)
+                print_row(
+                    family,
+                    size,
+                    fused,
+                    name,
+                    f"{statistics.median(wall):.1f}",
+                    f"{statistics.median(llama_wall):.1f}",
+                    f"{median_ratio(wall, llama_wall):.2f}",
+                    f"{median_ratio(processor, llama_processor):.2f}",
                 )
 
 

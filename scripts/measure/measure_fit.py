@@ -15,6 +15,7 @@ as rank correlation and ratio.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,32 +25,36 @@ import torch
 
 import quantkit
 from quantkit.bit_allocation.allocation import CANDIDATES
-from quantkit.formats.detect import open_checkpoint
-from quantkit.model.layerwise import Batch
-from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
-WINDOW, WINDOWS, SAMPLES = 256, 60, 128
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.tables import print_header, print_row
+from shared.texts import (
+    SAMPLES,
+    WINDOW,
+    add_text_arguments,
+    cut_batches,
+    format_kls,
+    format_titles,
+    measure_kls,
+)
 
 
 class Measurement:
     """One model, its texts, and a folder for what is made of it."""
 
     def __init__(self, model: Path, calibration: Path, texts: Sequence[Path], folder: Path) -> None:
-        self.source, self.calibration, self.folder = folder / "source", calibration, folder
+        self.source = folder / "source"
+        self.calibration = calibration
+        self.folder = folder
         quantkit.convert(model, self.source, to="hf")
-        tokenizer = load_tokenizer(self.source)
-        ids = [tokenizer.encode(text.read_text()) for text in texts]
-        self.batches = [
-            Batch.from_start(text_windows(own, prompt_start(tokenizer), WINDOW)[:WINDOWS])
-            for own in ids
-        ]
+        self.batches = cut_batches(self.source, texts)
         self._count = 0
 
-    def quantized(
+    def quantize(
         self, scheme: str | Recipe | None, seed: int, **options: float
     ) -> quantkit.QuantizeResult:
+        """Quantize the model by GPTQ into a new folder."""
         self._count += 1
         return quantkit.quantize(
             self.source,
@@ -64,76 +69,69 @@ class Measurement:
             **options,
         )
 
-    def kl(self, made: quantkit.QuantizeResult) -> list[float]:
-        found = compare_batches(
-            open_checkpoint(self.source), open_checkpoint(made.path), self.batches
-        )
-        return [1e4 * one.divergence.kl for one in found]
+    def measure_kls(self, result: quantkit.QuantizeResult) -> list[float]:
+        """Return the KL of a result on each text, in units of 1e-4 nats."""
+        return measure_kls(self.source, result.path, self.batches)
 
 
-def estimates(measured: Measurement) -> None:
+def compare_estimates(measurement: Measurement) -> None:
     """Hold the estimates of each unit against what it costs alone."""
-    allocation = measured.quantized(None, 0, target_bits=4.5).allocation
+    allocation = measurement.quantize(None, 0, target_bits=4.5).allocation
     assert allocation is not None
-    found = []
+    rows = []
     for scheme in map(str, CANDIDATES[:3:2]):
         for unit in allocation.units:
-            others = (
-                Override("*", None),
-                *(Override(one, CANDIDATES[0].parse(scheme)) for one in unit.modules),
-            )
-            kl = measured.kl(measured.quantized(Recipe(CANDIDATES[0], others), 0))
-            found.append([1e4 * unit.estimated_kl[scheme], *kl])
-            print(
-                f"layer {unit.layer} {unit.linears} {scheme}:",
-                *(f"{one:.3f}" for one in found[-1]),
-                flush=True,
-            )
-    table = torch.tensor(found, dtype=torch.float64).t()
+            quantized = [Override(module, CANDIDATES[0].parse(scheme)) for module in unit.modules]
+            recipe = Recipe(CANDIDATES[0], (Override("*", None), *quantized))
+            kls = measurement.measure_kls(measurement.quantize(recipe, 0))
+            rows.append([1e4 * unit.estimated_kl[scheme], *kls])
+            figures = [f"{kl:.3f}" for kl in rows[-1]]
+            print(f"layer {unit.layer} {unit.linears} {scheme}:", *figures, flush=True)
+    # Row 0 has the estimates, each of the others what was measured on a text.
+    table = torch.tensor(rows, dtype=torch.float64).t()
     ranks = table.argsort(1).argsort(1).double()
     for number in range(1, len(table)):
-        rank, ratio = torch.corrcoef(ranks[[0, number]])[0, 1], table[0].sum() / table[number].sum()
+        rank = torch.corrcoef(ranks[[0, number]])[0, 1]
+        ratio = table[0].sum() / table[number].sum()
         print(f"text {number}: rank correlation {rank:.3f}, estimated / measured {ratio:.2f}")
+
+
+def measure_scheme(measurement: Measurement, scheme: str | float, seed: int) -> None:
+    """Quantize to a scheme, or to a number of bits a weight, and print a row."""
+    started = time.monotonic()
+    if isinstance(scheme, float):
+        result = measurement.quantize(None, seed, target_bits=scheme)
+    else:
+        result = measurement.quantize(scheme, seed)
+    seconds = time.monotonic() - started
+    bits = estimated_kl = predicted_bytes = ""
+    if result.allocation is not None:
+        bits = f"{result.allocation.bits:.4g}"
+        estimated_kl = f"{1e4 * result.allocation.kl:.2f}"
+        predicted_bytes = str(result.allocation.weight_bytes)
+    kls = format_kls(measurement.measure_kls(result))
+    size = sum(file.stat().st_size for file in result.path.glob("*.safetensors"))
+    print_row(scheme, seed, bits, f"{seconds:.1f}", *kls, estimated_kl, predicted_bytes, size)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("calibration", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
-    parser.add_argument("--seeds", type=int, default=3)
+    add_text_arguments(parser)
     parser.add_argument("--bits", default="4.5")
     parser.add_argument("--schemes", default="int4-g64,int4-g32")
     parser.add_argument("--estimates", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measured = Measurement(options.model, options.calibration, options.texts, Path(folder))
+        measurement = Measurement(options.model, options.calibration, options.texts, Path(folder))
         if options.estimates:
-            estimates(measured)
+            compare_estimates(measurement)
             return
-        texts = [f"KL {text.stem}" for text in options.texts]
-        head = ["schemes", "seed", "bits", "s", *texts, "estimated", "predicted", "on disk"]
-        print("|", " | ".join(head), "|\n" + "|---" * len(head) + "|")
+        titles = format_titles(options.texts)
+        print_header("schemes", "seed", "bits", "s", *titles, "estimated", "predicted", "on disk")
         sizes = [float(bits) for bits in options.bits.split(",") if bits]
         for seed in range(options.seeds):
             for scheme in [*options.schemes.split(","), *sizes]:
-                began = time.monotonic()
-                if isinstance(scheme, float):
-                    made = measured.quantized(None, seed, target_bits=scheme)
-                else:
-                    made = measured.quantized(scheme, seed)
-                seconds, chosen = time.monotonic() - began, made.allocation
-                predicted = ("", "", "")
-                if chosen is not None:
-                    predicted = (
-                        f"{chosen.bits:.4g}",
-                        f"{1e4 * chosen.kl:.2f}",
-                        str(chosen.weight_bytes),
-                    )
-                kl = " | ".join(f"{one:.2f}" for one in measured.kl(made))
-                size = sum(file.stat().st_size for file in made.path.glob("*.safetensors"))
-                row = (scheme, seed, predicted[0], f"{seconds:.1f}", kl, *predicted[1:], size)
-                print("|", " | ".join(map(str, row)), "|", flush=True)
+                measure_scheme(measurement, scheme, seed)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,20 @@ the ratios.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
 from synthetic_checkpoint import write
 
 import quantkit
-from quantkit.calibration.data import load_calibration
-from quantkit.text.tokenizer import load_tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import PEERS, QUANTKIT, run_and_measure
+from shared.tables import print_header, print_row
+from shared.texts import save_samples
 
 SCHEME = "int4-g128"
 HIDDEN = {1024: 2816, 2048: 5632, 4096: 11008}
@@ -44,42 +42,6 @@ AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "QUANTKIT_CPU": "avx2",
 }
-PEER = Path(__file__).resolve().parents[1] / "peers" / "peer_llmcompressor.py"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a process took.
-
-    Attributes:
-        seconds: of the clock.
-        processor: seconds of all processors.
-        memory: bytes, at the peak.
-    """
-
-    seconds: float
-    processor: float
-    memory: int
-
-
-def cost(command: list[object], environment: dict[str, str]) -> Cost:
-    """Run a command to its end.
-
-    Raises:
-        SystemExit: if it fails, with its last words.
-    """
-    with tempfile.TemporaryFile("w+") as output:
-        started = time.monotonic()
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=output, env={**os.environ, **environment}
-        )
-        _, status, used = os.wait4(process.pid, 0)
-        seconds = time.monotonic() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            sys.exit("".join(output.readlines()[-5:]))
-    return Cost(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
 def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: bool) -> None:
@@ -89,69 +51,39 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: 
         folder: to work in.
         checked: whether the model predicts text.
     """
-    source, tokens = folder / "source", folder / "tokens.safetensors"
+    source = folder / "source"
+    dst = folder / "dst"
     quantkit.convert(model, source, to="hf", dtype="fp32", source_check=checked)
-    drawn = load_calibration(
-        options.calibration,
-        load_tokenizer(source),
-        samples=options.samples,
-        length=options.length,
-        seed=0,
+    amount = {"samples": options.samples, "length": options.length}
+    tokens = save_samples(
+        folder / "tokens.safetensors", source, options.calibration, seed=0, **amount
     )
-    save_file({"tokens": drawn.tokens}, tokens)
     environment = AVX2 if options.avx2 else {}
+    ours: list[object] = [*QUANTKIT, "quantize", source, dst, "--scheme", SCHEME]
+    ours += ["--method", "gptq", "--calibration", options.calibration]
+    ours += ["--samples", options.samples, "--length", options.length]
+    if not checked:
+        ours.append("--no-source-check")
+    theirs: list[object] = [options.peer, PEERS / "peer_llmcompressor.py", source, tokens, dst]
+    theirs += ["--scheme", SCHEME, "--recipe", "default"]
     ratios = []
-    print("| pair | | quantkit | llm-compressor | ratio |\n|---|---|---|---|---|")
+    print_header("pair", "", "quantkit", "llm-compressor", "ratio")
     for pair in range(1, options.pairs + 1):
-        dst = folder / "dst"
-        ours = cost(
-            [
-                sys.executable,
-                "-m",
-                "quantkit.cli",
-                "quantize",
-                source,
-                dst,
-                "--scheme",
-                SCHEME,
-                "--method",
-                "gptq",
-                "--calibration",
-                options.calibration,
-                "--samples",
-                options.samples,
-                "--length",
-                options.length,
-                *([] if checked else ["--no-source-check"]),
-            ],
-            environment,
-        )
-        shutil.rmtree(dst)
-        theirs = cost(
-            [options.peer, PEER, source, tokens, dst, "--scheme", SCHEME, "--recipe", "default"],
-            environment,
-        )
-        shutil.rmtree(dst)
-        found = [
-            ours.seconds / theirs.seconds,
-            ours.processor / theirs.processor,
-            ours.memory / theirs.memory,
-        ]
-        ratios.append(found)
-        print(
-            f"| {pair} | clock | {ours.seconds:.1f} s | {theirs.seconds:.1f} s | {found[0]:.2f} |"
-        )
-        print(
-            f"| | processors | {ours.processor:.1f} s | {theirs.processor:.1f} s | {found[1]:.2f} |"
-        )
-        print(
-            f"| | memory | {ours.memory / 1e9:.2f} GB | {theirs.memory / 1e9:.2f} GB |"
-            f" {found[2]:.2f} |",
-            flush=True,
-        )
-    clock, processor, memory = (statistics.median(some) for some in zip(*ratios, strict=True))
+        costs = []
+        for command in (ours, theirs):
+            costs.append(run_and_measure(command, environment))
+            shutil.rmtree(dst)
+        seconds = [cost.seconds for cost in costs]
+        processor = [cost.processor for cost in costs]
+        memory = [cost.memory for cost in costs]
+        ratios.append([first / second for first, second in (seconds, processor, memory)])
+        texts = [f"{ratio:.2f}" for ratio in ratios[-1]]
+        print_row(pair, "clock", *(f"{value:.1f} s" for value in seconds), texts[0])
+        print_row("", "processors", *(f"{value:.1f} s" for value in processor), texts[1])
+        print_row("", "memory", *(f"{value / 1e9:.2f} GB" for value in memory), texts[2])
+    clock, processors, peak = (statistics.median(column) for column in zip(*ratios, strict=True))
     print(
-        f"\nMedian ratios: clock {clock:.2f}, processors {processor:.2f}, memory {memory:.2f}\n",
+        f"\nMedian ratios: clock {clock:.2f}, processors {processors:.2f}, memory {peak:.2f}\n",
         flush=True,
     )
 

@@ -115,10 +115,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(
+def measure_schema(
     found: Grammars, tokens: list[bytes], schema: dict[str, Any], answers: int
 ) -> tuple[float, list[float]]:
-    """The seconds that a schema takes to compile, and each token of answers."""
+    """Return the seconds that a schema takes to compile, and each token of answers."""
     grammar = json_grammar(check_schema(schema))
     begun = time.perf_counter()
     factory = found.constraint(grammar)
@@ -155,7 +155,7 @@ def main() -> None:
     print(f"{options.tokens} tokens read in {time.perf_counter() - begun:.2f} s\n")
     print("| schema | compile, ms | token, µs: median | 99 of 100 | max |\n|---|--:|--:|--:|--:|")
     for name, schema in SCHEMAS.items():
-        compiled, times = measured(grammars, tokenizer.tokens, schema, options.answers)
+        compiled, times = measure_schema(grammars, tokenizer.tokens, schema, options.answers)
         cells = statistics.median(times), times[int(0.99 * len(times))], times[-1]
         print(
             f"| {name} | {1e3 * compiled:.1f} | "

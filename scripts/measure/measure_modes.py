@@ -12,6 +12,7 @@ quantized) of the reference in the same units.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,17 +22,17 @@ from torch import Tensor
 import quantkit
 from quantkit.model.cache import KVCache
 from quantkit.model.load import load_model
-from quantkit.quality.measures import text_windows
-from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
-WINDOW, WINDOWS = 256, 60
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.tables import print_header, print_row
+from shared.texts import average_kl, cut_windows
 
 
 @torch.inference_mode()
-def log_probabilities(
+def compute_log_probs(
     folder: Path, windows: Tensor, backend: str | None, *, int8_cache: bool = False
 ) -> Tensor:
-    """[W, T, V], in float32 activations."""
+    """Return logarithms of probabilities [W, T, V], in float32 activations."""
     model = load_model(folder, device="cpu", dtype=torch.float32, backend=backend)
     positions = torch.arange(windows.shape[1])
     parts = []
@@ -41,47 +42,31 @@ def log_probabilities(
     return torch.cat(parts)
 
 
-def divergence(reference: Tensor, other: Tensor) -> float:
-    return float((reference.exp() * (reference - other)).sum(-1).mean())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--schemes", default="int8,int4-g128,int4-g32")
     options = parser.parse_args()
-    print(
-        "| scheme | text | cpu-exact | cpu-fast | int8 cache | rounding itself"
-        " |\n|---|---|---|---|---|---|"
-    )
+    print_header("scheme", "text", "cpu-exact", "cpu-fast", "int8 cache", "rounding itself")
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_tokenizer(options.model)
         for scheme in options.schemes.split(","):
             quantized = Path(folder) / scheme
             quantkit.quantize(
                 options.model, quantized, scheme, method="rtn", accept_quality_loss=True
             )
             for text in options.texts:
-                windows = text_windows(
-                    tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW
-                )[:WINDOWS]
-                expected = log_probabilities(quantized, windows, "reference")
-                found = [
-                    divergence(expected, log_probabilities(quantized, windows, name)) * 1e6
-                    for name in ("cpu-exact", "cpu-fast")
-                ]
-                rounded = log_probabilities(quantized, windows, "reference", int8_cache=True)
-                found.append(divergence(expected, rounded) * 1e6)
-                found.append(
-                    divergence(log_probabilities(options.model, windows, None), expected) * 1e6
-                )
-                print(
-                    f"| {scheme} | {text.stem} | "
-                    + " | ".join(f"{value:.3g}" for value in found)
-                    + " |",
-                    flush=True,
-                )
+                windows = cut_windows(options.model, text)
+                reference = compute_log_probs(quantized, windows, "reference")
+                kls = []
+                for backend in ("cpu-exact", "cpu-fast"):
+                    log_probs = compute_log_probs(quantized, windows, backend)
+                    kls.append(average_kl(reference, log_probs))
+                cached = compute_log_probs(quantized, windows, "reference", int8_cache=True)
+                kls.append(average_kl(reference, cached))
+                source = compute_log_probs(options.model, windows, None)
+                kls.append(average_kl(source, reference))
+                print_row(scheme, text.stem, *(f"{1e6 * kl:.3g}" for kl in kls))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ whole job: `quantkit.quantize`, with its gate, or llama.cpp's process.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,68 +28,51 @@ from torch import Tensor
 
 import quantkit
 from quantkit.calibration import quantizers
-from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.quantize import work as job
-from quantkit.model.layerwise import Batch
-from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
-PEER = Path(__file__).resolve().parents[1] / "peers" / "peer_gguf_quantizer.py"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import PEERS, run_and_measure
+from shared.tables import print_header, print_row
+from shared.texts import cut_batches, format_kls, format_titles, measure_kls
 
 
-def rtn(source: Path, scheme: str, dst: Path) -> float:
-    """Seconds of `quantize --method rtn`."""
+def round_source(source: Path, scheme: str, dst: Path) -> float:
+    """Quantize as `quantize --method rtn` does, and return the seconds of processor time."""
     started = time.process_time()
     quantkit.quantize(source, dst, scheme, method="rtn", accept_quality_loss=True)
     return time.process_time() - started
 
 
-def changed(
-    module: ModuleType, name: str, by: object, source: Path, scheme: str, dst: Path
+def round_with(
+    module: ModuleType, name: str, function: object, source: Path, scheme: str, dst: Path
 ) -> float:
-    """The same job with a function of a module replaced."""
-    before = getattr(module, name)
-    setattr(module, name, by)
+    """Do the same with a function of a module replaced."""
+    original = getattr(module, name)
+    setattr(module, name, function)
     try:
-        return rtn(source, scheme, dst)
+        return round_source(source, scheme, dst)
     finally:
-        setattr(module, name, before)
+        setattr(module, name, original)
 
 
 def round_plainly(
     weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *_: object
 ) -> tuple[QuantTensor, str]:
-    """In place of `round_to_nearest`: on scales that span the groups."""
+    """Round on scales that span the groups, in place of `round_to_nearest`."""
     return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
 
 
-def no_importance(*_: object, **__: object) -> dict[str, Tensor]:
-    """In place of `input_importance`: all errors count the same."""
+def ignore_importance(*_: object, **__: object) -> dict[str, Tensor]:
+    """Let all errors count the same, in place of `input_importance`."""
     return {}
 
 
-def llamacpp(python: str, file: Path, flags: Sequence[str], dst: Path) -> float:
-    """Seconds of llama.cpp's quantizer."""
-    before = os.times()
-    subprocess.run(
-        [python, PEER, "quantize", file, dst, "Q4_0", *flags], check=True, stderr=subprocess.DEVNULL
-    )
-    after = os.times()
-    return (
-        after.children_user + after.children_system - before.children_user - before.children_system
-    )
-
-
-def batches(source: Path, texts: Sequence[Path], window: int, count: int) -> list[Batch]:
-    """The first windows of all texts."""
-    tokenizer = load_tokenizer(source)
-    encoded = (tokenizer.encode(text.read_text()) for text in texts)
-    return [
-        Batch.from_start(text_windows(ids, prompt_start(tokenizer), window)[:count])
-        for ids in encoded
-    ]
+def quantize_by_llamacpp(python: str, file: Path, flags: Sequence[str], dst: Path) -> float:
+    """Quantize by llama.cpp, and return the seconds of processor time of its process."""
+    script = PEERS / "peer_gguf_quantizer.py"
+    return run_and_measure([python, script, "quantize", file, dst, "Q4_0", *flags]).processor
 
 
 def main() -> None:
@@ -102,37 +84,36 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=60)
     options = parser.parse_args()
-    print("| model | method | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
-    print("|---" * (3 + len(options.texts)) + "|")
+    print_header("model", "method", "s", *format_titles(options.texts))
     for model in options.models:
-        with tempfile.TemporaryDirectory() as name:
-            source, file = Path(name) / "source", Path(name) / "source.gguf"
-            quantkit.convert(model, source)
-            quantkit.convert(source, file)
-            texts = batches(source, options.texts, options.window, options.windows)
-            given = source, options.scheme
-            methods: dict[str, tuple[str, Callable[[Path], float]]] = {
-                "rtn": ("rtn", partial(rtn, *given)),
-                "rtn, not weighted": (
-                    "even",
-                    partial(changed, job, "input_importance", no_importance, *given),
-                ),
-                "rtn, plain scales": (
-                    "plain",
-                    partial(changed, quantizers, "round_to_nearest", round_plainly, *given),
-                ),
-                "Q4_0": ("all.gguf", partial(llamacpp, options.python, file, ())),
-                "Q4_0, linears only": (
-                    "linears.gguf",
-                    partial(llamacpp, options.python, file, ("--linears-only",)),
-                ),
-            }
-            for method, (result, run) in methods.items():
-                dst = Path(name) / result
-                seconds = run(dst)
-                found = compare_batches(open_checkpoint(source), open_checkpoint(dst), texts)
-                values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)
-                print(f"| {model.name} | {method} | {seconds:.1f} | {values} |", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            measure_model(model, Path(folder), options)
+
+
+def measure_model(model: Path, folder: Path, options: argparse.Namespace) -> None:
+    """Quantize a model in each way and print a row for each."""
+    source = folder / "source"
+    file = folder / "source.gguf"
+    quantkit.convert(model, source)
+    quantkit.convert(source, file)
+    batches = cut_batches(source, options.texts, options.window, options.windows)
+    python = options.python
+    evenly = partial(round_with, job, "input_importance", ignore_importance)
+    plainly = partial(round_with, quantizers, "round_to_nearest", round_plainly)
+    methods: dict[str, tuple[str, Callable[[Path], float]]] = {
+        "rtn": ("rtn", partial(round_source, source, options.scheme)),
+        "rtn, not weighted": ("even", partial(evenly, source, options.scheme)),
+        "rtn, plain scales": ("plain", partial(plainly, source, options.scheme)),
+        "Q4_0": ("all.gguf", partial(quantize_by_llamacpp, python, file, ())),
+        "Q4_0, linears only": (
+            "linears.gguf",
+            partial(quantize_by_llamacpp, python, file, ("--linears-only",)),
+        ),
+    }
+    for method, (name, quantize) in methods.items():
+        seconds = quantize(folder / name)
+        kls = measure_kls(source, folder / name, batches)
+        print_row(model.name, method, f"{seconds:.1f}", *format_kls(kls))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ from load_client import (
     send,
     throughput,
 )
-from measure_cpu import row
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.ratios import median_ratio
+from shared.tables import format_header, format_row
 
 START_SECONDS = 600.0
 FIRST_ID = 300  # below are special tokens and bytes
@@ -112,16 +115,17 @@ class Server:
 
 
 def make(folder: Path, scheme: str) -> Path:
-    """A quantized folder of random weights with a tokenizer of letters, pairs and triples, in which
-    every token has printable text.
+    """Return a quantized folder of random weights with a tokenizer of letters, pairs and triples,
+    in which every token has printable text.
     """
     from itertools import islice, product
 
-    from measure_batch import make as quantized
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    made = quantized(folder, scheme, None)
-    size = json.loads((made / "config.json").read_text())["vocab_size"]
+    from shared.models import make_tinyllama
+
+    model = make_tinyllama(folder, scheme, None)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = [chr(code) for code in range(33, 127)]
     merges = [*product(plain, plain), *((a + b, c) for a, b, c in product(plain, plain, plain))]
@@ -130,12 +134,12 @@ def make(folder: Path, scheme: str) -> Path:
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(made / "tokenizer.json"))
-    return made
+    tokenizer.save(str(model / "tokenizer.json"))
+    return model
 
 
-def without_ends(source: Path, folder: Path) -> Path:
-    """A view of a folder whose config names no end token."""
+def link_without_ends(source: Path, folder: Path) -> Path:
+    """Return a view of a folder whose config names no end token."""
     view = folder / source.resolve().name
     view.mkdir()
     for path in source.resolve().iterdir():
@@ -222,10 +226,11 @@ def servers(options: argparse.Namespace, folder: Path, slots: int) -> list[Serve
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def find_free_port() -> int:
+    """Return a port that nothing uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Measurement:
@@ -239,7 +244,7 @@ class Measurement:
         """One load on a server: of a number of clients, or of arrivals a second."""
         server.signal(signal.SIGCONT)
         try:
-            found = asyncio.run(self._loaded(server, kind, load, number))
+            found = asyncio.run(self._load(server, kind, load, number))
         finally:
             server.signal(signal.SIGSTOP)
         known = {
@@ -255,7 +260,7 @@ class Measurement:
             self._options.json.write_text(json.dumps(self.runs, indent=1))
         return self.runs[-1]
 
-    async def _loaded(self, server: Server, kind: str, load: float, number: int) -> dict[str, Any]:
+    async def _load(self, server: Server, kind: str, load: float, number: int) -> dict[str, Any]:
         options, target = self._options, server.target
         # no prompt twice: servers keep them
         seed = f"{options.seed} {kind} {load} {server.slots} {number}"
@@ -301,8 +306,8 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
 
 
 def ratio(over: list[dict[str, Any]], under: list[dict[str, Any]], key: str) -> float:
-    """The median of the ratios of what was measured in the same rounds."""
-    return statistics.median(a[key] / b[key] for a, b in zip(over, under, strict=True))
+    """Return the median of the ratios of what was measured in the same rounds."""
+    return median_ratio((run[key] for run in over), (run[key] for run in under))
 
 
 def best(runs: list[dict[str, Any]], label: str, load: float) -> list[dict[str, Any]]:
@@ -316,10 +321,7 @@ def best(runs: list[dict[str, Any]], label: str, load: float) -> list[dict[str, 
 
 def closed_table(runs: list[dict[str, Any]], labels: list[str], clients: list[int]) -> list[str]:
     """New tokens a second; all tokens a second, the slots of the better setting, and ratios."""
-    lines = [
-        row("new tok/s (all tok/s), clients", list(map(str, clients))),
-        "|---" * (len(clients) + 1) + "|",
-    ]
+    lines = [format_header("new tok/s (all tok/s), clients", *map(str, clients))]
     for label in labels:
         cells = []
         for load in clients:
@@ -330,7 +332,7 @@ def closed_table(runs: list[dict[str, Any]], labels: list[str], clients: list[in
                 cell = "".join(f"; {ratio(found, peer, kind):.2f} x" for kind in kinds)
             slots = f", {found[0]['slots']} slots"
             cells.append(f"{median(found, 'new'):.1f} ({median(found, 'all'):.0f}{slots}{cell})")
-        lines.append(row(label, cells))
+        lines.append(format_row(label, *cells))
     return lines
 
 
@@ -344,7 +346,7 @@ def open_table(runs: list[dict[str, Any]], labels: list[str]) -> list[str]:
         "mean median",
         "mean p99",
     ]
-    lines = [row("ms, at a rate of requests", names), "|---" * (len(names) + 1) + "|"]
+    lines = [format_header("ms, at a rate of requests", *names)]
     for rate in sorted({run["load"] for run in runs if run["kind"] == "open"}):
         at = {
             one: [run for run in runs if (run["server"], run["load"]) == (one, rate)]
@@ -359,7 +361,7 @@ def open_table(runs: list[dict[str, Any]], labels: list[str]) -> list[str]:
                     else ""
                 )
                 cells.append(f"{median(at[label], name):.0f}{peer}")
-            lines.append(row(f"{label}, {rate:.2f}/s", cells))
+            lines.append(format_row(f"{label}, {rate:.2f}/s", *cells))
     return lines
 
 
@@ -371,13 +373,13 @@ def measure(options: argparse.Namespace) -> None:
         count: [count] for count in options.clients if count > base
     }
     with tempfile.TemporaryDirectory() as temporary:
-        view, log = without_ends(options.folder, Path(temporary)), Path(temporary) / "log"
+        view, log = link_without_ends(options.folder, Path(temporary)), Path(temporary) / "log"
         for slots, clients in settings.items():
             running = []
             try:
                 for server in servers(options, view, slots):
                     running.append(server)
-                    server.start(free_port(), log)
+                    server.start(find_free_port(), log)
                 for count in clients:
                     for number in range(options.rounds):
                         for server in running:

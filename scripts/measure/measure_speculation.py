@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import measure_batch
-
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.lookup import Lookup
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.models import make_tinyllama
+from shared.ratios import median_ratio
+from shared.tables import print_header, print_row
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = {
@@ -54,66 +58,79 @@ class Replay:
         ]
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
-        return {one: self._text[len(one.tokens) :][:count] for one, count in counts.items()}
+        """Return as many of the next tokens of each text as it wants."""
+        proposals = {}
+        for generation, count in counts.items():
+            proposals[generation] = self._text[len(generation.tokens) :][:count]
+        return proposals
 
 
-def timed(engine: Engine, ids: list[int], new: int, **sampling: Any) -> tuple[list[int], float]:
-    """The tokens, and how many a second came after the first one."""
+def generate_and_time(
+    engine: Engine, ids: list[int], new: int, **sampling: Any
+) -> tuple[list[int], float]:
+    """Return the tokens, and how many a second came after the first one."""
     tokens: Iterator[int] = generate(engine, ids, max_new_tokens=new, **sampling)
-    found = [next(tokens)]
+    text = [next(tokens)]
     started = time.perf_counter()
-    found += tokens
-    return found, (len(found) - 1) / (time.perf_counter() - started)
+    text += tokens
+    return text, (len(text) - 1) / (time.perf_counter() - started)
 
 
 def compare(
-    name: str, plain: Engine, other: Engine, ids: list[int], new: int, rounds: int, **sampling: Any
+    name: str,
+    plain: Engine,
+    drafting: Engine,
+    ids: list[int],
+    new: int,
+    rounds: int,
+    **sampling: Any,
 ) -> None:
     """Run both alternately, and print a line."""
-    speeds: dict[Engine, list[float]] = {plain: [], other: []}
+    speeds: dict[Engine, list[float]] = {plain: [], drafting: []}
     texts = []
     for _ in range(rounds):
         for engine in speeds:
-            text, speed = timed(engine, ids, new, **sampling)
+            text, speed = generate_and_time(engine, ids, new, **sampling)
             texts.append(text)
             speeds[engine].append(speed)
     assert all(text == texts[0] for text in texts), "a proposal changed the text"
-    ratios = [
-        with_it / without for without, with_it in zip(speeds[plain], speeds[other], strict=True)
-    ]
-    accepted = (
-        f"{other.num_accepted_tokens} of {other.num_proposed_tokens} accepted"
-        if other.num_proposed_tokens
-        else "nothing proposed"
-    )
-    print(
-        f"| {name} | {len(ids)} | {statistics.median(speeds[plain]):.1f} |"
-        f" {statistics.median(speeds[other]):.1f} | {statistics.median(ratios):.2f} x |"
-        f" {accepted} |",
-        flush=True,
+    accepted = "nothing proposed"
+    if drafting.num_proposed_tokens:
+        accepted = f"{drafting.num_accepted_tokens} of {drafting.num_proposed_tokens} accepted"
+    print_row(
+        name,
+        len(ids),
+        f"{statistics.median(speeds[plain]):.1f}",
+        f"{statistics.median(speeds[drafting]):.1f}",
+        f"{median_ratio(speeds[drafting], speeds[plain]):.2f} x",
+        accepted,
     )
 
 
 def replay(options: argparse.Namespace) -> None:
+    """Compare drafts of a known text on random weights."""
     from quantkit.formats.detect import open_checkpoint
     from quantkit.model.load import load_model
 
     Lookup.propose = lambda lookup, count: []  # type: ignore[method-assign]
-    folder = measure_batch.make(options.path, options.scheme, None)
+    folder = make_tinyllama(options.path, options.scheme, None)
     model: Decoder = load_model(open_checkpoint(folder), device="cpu")
-    ids, vocabulary = [1, *range(900, 963)], model.config.vocab_size
+    ids = [1, *range(900, 963)]
     length = len(ids) + options.new
-    plain, other = (
-        Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens)
-    )
-    text, _ = timed(plain, ids, options.new)
+    plain = Engine(model, length, draft_tokens=0)
+    drafting = Engine(model, length, draft_tokens=options.draft_tokens)
+    text, _ = generate_and_time(plain, ids, options.new)
     for right in options.right:
-        drafted: Any = Replay(text, right, vocabulary)
-        other.draft, other.num_proposed_tokens, other.num_accepted_tokens = drafted, 0, 0
-        compare(f"replayed, {right:.0%} right", plain, other, ids, options.new, options.rounds)
+        draft: Any = Replay(text, right, model.config.vocab_size)
+        drafting.draft = draft
+        drafting.num_proposed_tokens = 0
+        drafting.num_accepted_tokens = 0
+        name = f"replayed, {right:.0%} right"
+        compare(name, plain, drafting, ids, options.new, options.rounds)
 
 
 def lookup(options: argparse.Namespace) -> None:
+    """Compare prompt lookup on questions to an instruct model."""
     import quantkit
 
     model, tokenizer = quantkit.load(options.path)
@@ -126,10 +143,9 @@ def lookup(options: argparse.Namespace) -> None:
     for name, question, sampling in cases:
         ids = chat.encode([{"role": "user", "content": question}])
         length = len(ids) + options.new
-        plain, other = (
-            Engine(model, length, draft_tokens=count) for count in (0, options.draft_tokens)
-        )
-        compare(name, plain, other, ids, options.new, options.rounds, **sampling)
+        plain = Engine(model, length, draft_tokens=0)
+        drafting = Engine(model, length, draft_tokens=options.draft_tokens)
+        compare(name, plain, drafting, ids, options.new, options.rounds, **sampling)
 
 
 def main() -> None:
@@ -142,10 +158,7 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(
-        "| text | prompt | plain tok/s | with proposals | ratio | proposals"
-        " |\n|---|---|---|---|---|---|"
-    )
+    print_header("text", "prompt", "plain tok/s", "with proposals", "ratio", "proposals")
     {"replay": replay, "lookup": lookup}[options.kind](options)
 
 

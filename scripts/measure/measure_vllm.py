@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,10 @@ import quantkit.errors
 from quantkit import Override, QuantScheme, Recipe
 from quantkit.architectures.families import families
 
-_JUDGE = Path(__file__).resolve().parents[1] / "peers" / "peer_vllm_loader.py"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import PEERS, Worker, WorkerEndedError
+from shared.results import add_docs_options, load_results, parse_docs_options, save_results
+
 _INT4, _INT8 = QuantScheme.parse("int4-g32"), QuantScheme.parse("int8")
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 _REFUSED = "vLLM 0.32 does not load it"
@@ -77,26 +79,18 @@ class Judge:
     """A process of vLLM's loader, started again after it died."""
 
     def __init__(self, python: str) -> None:
-        self._command = [python, str(_JUDGE)]
-        self._process: subprocess.Popen[str] | None = None
+        self._command = [python, PEERS / "peer_vllm_loader.py"]
+        self._worker: Worker | None = None
 
     def judge(self, folder: Path) -> dict[str, str]:
-        """The outcome of loading a folder and its reason."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(folder, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            self._process = None
+        """Return the outcome of loading a folder and its reason."""
+        if self._worker is None:
+            self._worker = Worker(self._command, name="vLLM", quiet=True)
+        try:
+            answer = json.loads(self._worker.ask(str(folder)))
+        except WorkerEndedError:
+            self._worker = None
             return {"outcome": "fails", "reason": "vLLM's process died"}
-        answer = json.loads(line)
         return {
             "outcome": answer["outcome"],
             "reason": answer["reason"].replace(str(folder), "DST"),
@@ -105,19 +99,11 @@ class Judge:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="architectures; default: all")
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="the Python that has vLLM")
     parser.add_argument("--folders", type=Path, help="where to keep the folders")
-    parser.add_argument("--json", type=Path, help="where to write the results, or to continue")
-    parser.add_argument(
-        "--update-docs", action="store_true", help="write the table of docs/models.md"
-    )
-    options = parser.parse_args()
-    if options.names and options.update_docs:
-        parser.error("the table is of all architectures")
-    results: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        results = json.loads(options.json.read_text())
+    add_docs_options(parser)
+    options = parse_docs_options(parser)
+    results = load_results(options.json)
     judge = Judge(options.vllm)
     for name in options.names or [*architecture_table.TEXT, *architecture_table.IMAGE_TEXT]:
         if name in results:
@@ -125,8 +111,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             results[name] = measure(name, (options.folders or Path(scratch)) / name, judge)
         print(name, *vllm_table.describe(results[name]), sep="\n    ", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1))
+        save_results(options.json, results)
     differing = [name for name in results if vllm_table.differences(results[name])]
     print(f"{len(results)} architectures; differences in {len(differing)}: {', '.join(differing)}")
     if options.update_docs:

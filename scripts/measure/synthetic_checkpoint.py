@@ -22,7 +22,10 @@ HEAD, VOCABULARY = 128, 32000
 
 
 def shard(dim: int, hidden: int, layers: int, shards: int, rank: int) -> dict[str, torch.Tensor]:
-    """One model-parallel shard: rows of q, k, v, gate, up and head; columns of the others."""
+    """Return one model-parallel shard.
+
+    It has rows of q, k, v, gate, up and head, and columns of the others.
+    """
     generator = torch.Generator().manual_seed(rank)
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -47,11 +50,18 @@ def shard(dim: int, hidden: int, layers: int, shards: int, rank: int) -> dict[st
 
 
 def write(dst: Path, *, dim: int, hidden: int, layers: int, shards: int) -> None:
-    """The checkpoint, in a new folder."""
+    """Write the checkpoint into a new folder."""
     dst.mkdir(parents=True)
-    params = {"dim": dim, "n_layers": layers, "n_heads": dim // HEAD, "norm_eps": 1e-5}
-    sizes = {"vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": hidden / (8 * dim // 3)}
-    (dst / "params.json").write_text(json.dumps({**params, **sizes}))
+    params = {
+        "dim": dim,
+        "n_layers": layers,
+        "n_heads": max(1, dim // HEAD),
+        "norm_eps": 1e-5,
+        "vocab_size": -1,
+        "multiple_of": min(256, hidden),
+        "ffn_dim_multiplier": hidden / (8 * dim // 3),
+    }
+    (dst / "params.json").write_text(json.dumps(params))
     shutil.copy(DEMO_MODEL / "tokenizer.model", dst)
     for rank in range(shards):
         torch.save(shard(dim, hidden, layers, shards, rank), dst / f"consolidated.{rank:02d}.pth")

@@ -17,11 +17,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import sys
 import time
 from pathlib import Path
 
 from quantkit.kernels.triton_tiles import SHIPPED_FILE, TOKENS, gpu_spec, save_configs
 from quantkit.tensors.scheme import QuantScheme
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 SHAPES = {
     "llama-2-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096)),
@@ -49,7 +52,7 @@ def main() -> None:
 
     from quantkit.kernels.triton_backend import TritonBackend
     from quantkit.kernels.triton_tune import tune
-    from quantkit.tensors.qtensor import QuantTensor
+    from shared.models import make_random_weight
 
     device = torch.device("cpu" if options.dry_run else "cuda")
     for tokens, text, (rows, columns) in itertools.product(
@@ -59,11 +62,8 @@ def main() -> None:
             print(f"time is up before {text}, {rows}x{columns}, {tokens} tokens", flush=True)
             return
         scheme = QuantScheme.parse(text)
-        codes = torch.randint(0, scheme.levels, (rows, columns), dtype=torch.uint8, device=device)
-        scale = torch.full(
-            (rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=device
-        )
-        prepared = TritonBackend().prepare(QuantTensor(codes, scale, None, scheme))
+        weight = make_random_weight(scheme, rows, columns, device)
+        prepared = TritonBackend().prepare(weight)
         found = tune(prepared, text, columns, [tokens])
         save_configs(options.output, gpu_spec(device), text, rows, columns, found)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-_BEGIN, _END = "<!-- made by scripts/measure/measure_vllm.py -->\n", "<!-- end -->\n"
-_SECTION = re.compile(f"(?<={_BEGIN}).*?(?={_END})", re.DOTALL)
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.tables import DOCS, Section, format_names, format_row, format_table
+
+PAGE = DOCS / "models.md"
+SECTION = Section("scripts/measure/measure_vllm.py")
 _RECIPES = {
     "plain": "all linears in int4-g32",
     "kept-layer": "one layer in floats",
@@ -81,7 +83,7 @@ def section(results: Mapping[str, Result]) -> str:
                 set(says_loadable(folder).values()) == {folder["outcome"] == "loads"}
                 for folder in judged
             )
-            rows.append(_row(form, title, len(judged), len(loaded), *counts, agreeing))
+            rows.append(format_row(form, title, len(judged), len(loaded), *counts, agreeing))
     heads = (
         "format",
         "recipe",
@@ -90,26 +92,22 @@ def section(results: Mapping[str, Result]) -> str:
         *(f"{one} says it does not" for one in _SAYS),
         "all agree",
     )
-    head = _row(*heads)
     judged_names = [name for name, one in results.items() if one["source"]["outcome"] == "loads"]
     tables = [
         f"{len(judged_names)} architectures whose float model vLLM 0.32 loads:\n",
-        _table(head, rows),
-        f"They are {_names(judged_names)}.\n",
-        _table("| not judged | architectures |", _not_judged(results)),
+        format_table(heads, rows),
+        f"They are {format_names(sorted(judged_names))}.\n",
+        format_table(("not judged", "architectures"), _list_not_judged(results)),
     ]
     return "\n".join(tables)
 
 
 def update(results: Mapping[str, Result]) -> None:
     """Write the section of docs/models.md anew."""
-    made = section(results)
-    PAGE.write_text(
-        _SECTION.sub(lambda _: made, PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    SECTION.write(PAGE, section(results))
 
 
-def _not_judged(results: Mapping[str, Result]) -> list[str]:
+def _list_not_judged(results: Mapping[str, Result]) -> list[str]:
     """The architectures that vLLM has no class for, and those whose float model it does not
     load.
     """
@@ -124,18 +122,6 @@ def _not_judged(results: Mapping[str, Result]) -> list[str]:
     for name, result in results.items():
         names[result["source"]["outcome"]].append(name)
     return [
-        _row(f"{title} ({len(names[outcome])})", _names(names[outcome]))
+        format_row(f"{title} ({len(names[outcome])})", format_names(sorted(names[outcome])))
         for outcome, title in titles.items()
     ]
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _table(head: str, rows: list[str]) -> str:
-    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows, ""])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,9 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import run_peer
 
 _SIZES = {
     "vocab_size": 512,
@@ -84,33 +86,34 @@ def main(python: str, folder: Path, families: list[str]) -> None:
                     accept_quality_loss=True,
                 )
                 quantkit.convert(quantized, written, to="mlx", source_check=False)
-                print(
-                    f"{kind} {name}, ours: logits {_logits(python, written, folder):.1e} apart",
-                    flush=True,
-                )
+                distance = _compare_logits(python, written, folder)
+                print(f"{kind} {name}, ours: logits {distance:.1e} apart", flush=True)
             except QuantkitError as error:
                 print(f"{kind} {name}, ours: {error}", flush=True)
         for bits, group_size in _LAYOUTS:
             theirs = folder / f"{kind}-theirs-{bits}-{group_size}"
-            _run(python, "quantize", source, theirs, bits, group_size)
-            equal, count, codes = _weights(python, theirs, folder)
+            run_peer(python, "peer_mlx.py", "quantize", source, theirs, bits, group_size)
+            equal, count, codes = _compare_weights(python, theirs, folder)
+            distance = _compare_logits(python, theirs, folder)
             print(
                 f"{kind} {bits} bits g{group_size}, theirs: {equal} of {count} weights within a"
-                f" rounding, {codes} of them codes, logits {_logits(python, theirs, folder):.1e}"
+                f" rounding, {codes} of them codes, logits {distance:.1e}"
                 " apart",
                 flush=True,
             )
 
 
-def _run(python: str, *arguments: object) -> None:
-    script = Path(__file__).with_name("peer_mlx.py")
-    subprocess.run([python, script, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
-
-
 @torch.inference_mode()
-def _logits(python: str, model: Path, folder: Path) -> float:
-    """The largest difference, of their spread."""
-    _run(python, "logits", model, folder / "tokens.json", folder / "logits.safetensors")
+def _compare_logits(python: str, model: Path, folder: Path) -> float:
+    """Return the largest difference of logits, as a share of their spread."""
+    run_peer(
+        python,
+        "peer_mlx.py",
+        "logits",
+        model,
+        folder / "tokens.json",
+        folder / "logits.safetensors",
+    )
     theirs = load_file(folder / "logits.safetensors")["logits"]
     tokens = torch.tensor(_TOKENS)
     ours = load_model(model, dtype=torch.float32, backend="reference")(
@@ -119,11 +122,11 @@ def _logits(python: str, model: Path, folder: Path) -> float:
     return float((ours - theirs).abs().max() / theirs.std())
 
 
-def _weights(python: str, model: Path, folder: Path) -> tuple[int, int, int]:
-    """How many weights are within a rounding of float32, of how many, and how many of them are
-    codes.
+def _compare_weights(python: str, model: Path, folder: Path) -> tuple[int, int, int]:
+    """Return how many weights are within a rounding of float32, of how many, and how many of them
+    are codes.
     """
-    _run(python, "dequantize", model, folder / "weights.safetensors")
+    run_peer(python, "peer_mlx.py", "dequantize", model, folder / "weights.safetensors")
     theirs = {
         name.replace("block_sparse_moe", "mlp"): one
         for name, one in load_file(folder / "weights.safetensors").items()

@@ -47,7 +47,35 @@ FORMATS = (
 )
 
 
+def create_rounder(
+    options: argparse.Namespace,
+    model: torch.nn.Module,
+    samples: Tensor,
+    *,
+    iterations: int,
+    symmetric: bool = True,
+) -> AutoRound:
+    """Return AutoRound for int4 of a model, on samples [N, T]."""
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
+    return AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(options.model),
+        bits=4,
+        group_size=options.group_size,
+        sym=symmetric,
+        iters=iterations,
+        dataset=torch.utils.data.DataLoader(rows, batch_size=8),
+        seqlen=samples.shape[1],
+        nsamples=len(samples),
+        batch_size=8,
+        amp=False,
+        enable_torch_compile=False,
+        device_map="cpu",
+    )
+
+
 def make(options: argparse.Namespace) -> None:
+    """Quantize on random samples into a folder, and write the weights that were rounded to."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.positive:
@@ -55,22 +83,7 @@ def make(options: argparse.Namespace) -> None:
             if isinstance(module, torch.nn.Linear):
                 module.weight.data[:, : options.group_size].abs_()
     samples = torch.randint(3, model.config.vocab_size, (16, 64))
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
-    rounder = AutoRound(
-        model,
-        AutoTokenizer.from_pretrained(options.model),
-        bits=4,
-        group_size=options.group_size,
-        sym=not options.asym,
-        iters=2,
-        dataset=torch.utils.data.DataLoader(rows, batch_size=8),
-        seqlen=64,
-        nsamples=16,
-        batch_size=8,
-        amp=False,
-        enable_torch_compile=False,
-        device_map="cpu",
-    )
+    rounder = create_rounder(options, model, samples, symmetric=not options.asym, iterations=2)
     rounded, *_ = rounder.quantize()
     linears = {name: module for name, module in rounded.named_modules() if hasattr(module, "scale")}
     weights = {
@@ -84,6 +97,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def weights(options: argparse.Namespace) -> None:
+    """Write the weights that AutoRound's linears make of what is packed."""
     settings = json.loads((options.out / "config.json").read_text())["quantization_config"]
     layout = settings.get("packing_format", settings["quant_method"])
     modules: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -109,24 +123,10 @@ def weights(options: argparse.Namespace) -> None:
 
 
 def tune(options: argparse.Namespace) -> None:
+    """Quantize on samples of a file, and print the seconds of that alone."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     samples = load_file(options.file)["tokens"]
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in samples]
-    rounder = AutoRound(
-        model,
-        AutoTokenizer.from_pretrained(options.model),
-        bits=4,
-        group_size=options.group_size,
-        sym=True,
-        iters=options.iterations,
-        dataset=torch.utils.data.DataLoader(rows, batch_size=8),
-        seqlen=samples.shape[1],
-        nsamples=len(samples),
-        batch_size=8,
-        amp=False,
-        enable_torch_compile=False,
-        device_map="cpu",
-    )
+    rounder = create_rounder(options, model, samples, iterations=options.iterations)
     started = time.monotonic()
     rounder.quantize()
     seconds = time.monotonic() - started

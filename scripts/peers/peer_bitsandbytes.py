@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from importlib.metadata import version
+import sys
 from pathlib import Path
 
 import bitsandbytes
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import find_versions
 
 KINDS = ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
 PACKAGES = ("bitsandbytes", "transformers", "torch")
@@ -73,7 +76,7 @@ def main() -> None:
     loaded = AutoModelForCausalLM.from_pretrained(options.out, device_map="cpu")
     means = floats(loaded)
     save_file(means, options.out.with_name(options.out.name + ".floats.safetensors"))
-    versions = {package: version(package) for package in PACKAGES}
+    versions = find_versions(PACKAGES)
     print(json.dumps({"kind": options.kind, "weights": len(means), "versions": versions}))
 
 

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,17 @@ import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 with contextlib.redirect_stdout(sys.stderr):  # it logs to what is stdout at its import
-    from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from peer_llmcompressor import quantize
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import find_versions
+
+PACKAGES = ("llmcompressor", "compressed-tensors", "transformers")
 
 G32 = {"num_bits": 4, "strategy": "group", "group_size": 32}
 ROWS = {"num_bits": 8, "strategy": "channel"}
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str | None]] = {
 
 
 def make(model: Path, kind: str, out: Path) -> None:
+    """Quantize a model to a kind, and write the folder."""
     weights, activations, order = KINDS[kind]
     scheme = QuantizationScheme(
         targets=["Linear"],
@@ -69,39 +71,26 @@ def make(model: Path, kind: str, out: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, loaded.config.vocab_size, (8, 64), generator=generator)
-    # It insists on a tokenizer, and has no use for one where the samples are tokens already.
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"": 0}, unk_token=""))
-    )
-    samples = DataLoader([{"input_ids": sample} for sample in tokens])
-    oneshot(
-        model=loaded,
-        tokenizer=tokenizer,
-        dataset=samples,
-        recipe=recipe,
-        num_calibration_samples=len(tokens),
-    )
+    quantize(loaded, tokens, recipe)
     loaded.save_pretrained(out, save_compressed=True)
 
 
 def floats(folder: Path) -> dict[str, torch.Tensor]:
-    """What compressed-tensors itself decompresses."""
+    """Return the weights that compressed-tensors itself decompresses."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     (group,) = settings["config_groups"].values()
     scheme = QuantizationScheme(**{key: value for key, value in group.items() if key != "format"})
     compressor = BaseCompressor.get_value_from_registry(group.get("format") or settings["format"])
     stored = load_file(folder / "model.safetensors")
-    found = {}
-    for module in [
-        name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")
-    ]:
-        own = {
-            name.removeprefix(f"{module}."): stored[name]
-            for name in stored
-            if name.startswith(f"{module}.")
-        }
-        found[f"{module}.weight"] = compressor.decompress(own, scheme)["weight"].contiguous()
-    return found
+    weights = {}
+    for scale in [name for name in stored if name.endswith(".weight_scale")]:
+        module = scale.removesuffix("weight_scale")
+        parts = {}
+        for name, tensor in stored.items():
+            if name.startswith(module):
+                parts[name.removeprefix(module)] = tensor
+        weights[f"{module}weight"] = compressor.decompress(parts, scheme)["weight"].contiguous()
+    return weights
 
 
 def main() -> None:
@@ -117,14 +106,7 @@ def main() -> None:
             means = floats(folder)
         save_file(means, options.out / f"{kind}.floats.safetensors")
         print(json.dumps({"kind": kind, "weights": len(means)}), flush=True)
-    print(
-        json.dumps(
-            {
-                name: version(name)
-                for name in ("llmcompressor", "compressed-tensors", "transformers")
-            }
-        )
-    )
+    print(json.dumps(find_versions(PACKAGES)))
 
 
 if __name__ == "__main__":

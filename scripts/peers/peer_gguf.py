@@ -14,11 +14,8 @@ out of its bounds.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +23,11 @@ from typing import Any
 
 import numpy as np
 from gguf_models import MODELS, make, text
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import llama
+from shared.processes import Worker
+from shared.tables import print_header, print_row
 
 TOKENS, PROMPT, NEW = 200, 12, 50
 LOGITS, KL, TIE = 2e-3, 1e-3, 0.05
@@ -83,41 +85,28 @@ class Theirs:
     """llama.cpp in a separate process, with one file."""
 
     def __init__(self, python: Path, file: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [python, __file__, "serve", file],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        command = [python, __file__, "serve", file]
+        self._worker = Worker(command, name="llama.cpp", environment={"OMP_NUM_THREADS": "1"})
 
     def request(self, **question: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("llama.cpp failed")
-        return json.loads(line)
+        """Return what `serve` answers to a question."""
+        return json.loads(self._worker.ask(json.dumps(question)))
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        """[T, V]"""
         return np.load(self.request(logits=list(tokens)))
 
     def close(self) -> None:
-        self._process.communicate("")
+        """End the process."""
+        self._worker.end()
 
 
 def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
     """Whether all figures are within their bounds."""
     import quantkit
 
-    print(
-        "| model | file | largest difference of logits | mean KL | largest KL | greedy | codes |"
-        " tokens | talk |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    figures = ("largest difference of logits", "mean KL", "largest KL", "greedy", "codes")
+    print_header("model", "file", *figures, "tokens", "talk")
     good = True
     for folder in folders:
         for kind in ("F32", *SCHEMES):
@@ -159,11 +148,16 @@ def compare(python: Path, name: str, kind: str, source: Path, file: Path) -> boo
     codes = "" if kind == "F32" else str(equal_codes(source, file))
     theirs.close()
     template = "none" if talk is None and their_talk is None else str(talk == their_talk)
-    print(
-        f"| {name} | {kind} | {difference:.2g} | {mean:.2g} | {largest:.2g} | {same.sum()} of"
-        f" {len(same)}, {(~same & clear).sum()} clear ones missed | {codes} | {same_tokens} |"
-        f" {template} |",
-        flush=True,
+    print_row(
+        name,
+        kind,
+        f"{difference:.2g}",
+        f"{mean:.2g}",
+        f"{largest:.2g}",
+        f"{same.sum()} of {len(same)}, {(~same & clear).sum()} clear ones missed",
+        codes,
+        same_tokens,
+        template,
     )
     close = difference <= LOGITS if kind == "F32" else mean <= KL
     return bool(
@@ -176,15 +170,10 @@ def compare(python: Path, name: str, kind: str, source: Path, file: Path) -> boo
 
 
 def divergence(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Mean and largest KL in nats a token, of rows of logits [T, V]."""
-    p, q = (logs(one.astype(np.float64)) for one in (a, b))
-    found = (np.exp(p) * (p - q)).sum(-1)
-    return float(found.mean()), float(found.max())
-
-
-def logs(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+    """Return mean and largest KL in nats a token, of rows of logits [T, V]."""
+    p, q = (llama.log_softmax(logits.astype(np.float64)) for logits in (a, b))
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    return float(kl.mean()), float(kl.max())
 
 
 def equal_codes(source: Path, file: Path) -> bool:
@@ -229,8 +218,7 @@ def serve(file: Path) -> None:
     import llama_cpp
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-    quiet = llama_cpp.llama_log_callback(lambda level, message, data: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    llama.silence()
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(
         str(file).encode(), llama_cpp.llama_model_default_params()
@@ -264,14 +252,6 @@ def serve(file: Path) -> None:
         np.save(path, np.stack(rows))
         return str(path)
 
-    def tokens_of(words: str, *, specials: bool, around: bool = True) -> list[int]:
-        raw = words.encode()
-        found = (llama_cpp.llama_token * (len(raw) + 8))()
-        count = llama_cpp.llama_tokenize(
-            vocabulary, raw, len(raw), found, len(found), around, specials
-        )
-        return list(found[:count])
-
     def talk(messages: list[dict[str, str]]) -> list[int] | None:
         template = llama_cpp.llama_model_chat_template(model, None)
         if not template:
@@ -286,18 +266,16 @@ def serve(file: Path) -> None:
         made = Jinja2ChatFormatter(template.decode(), eos_token=end, bos_token=begin)(
             messages=messages
         )
-        return tokens_of(made.prompt, specials=True, around=not made.added_special)
+        return llama.tokenize(vocabulary, made.prompt, specials=True, around=not made.added_special)
 
     for line in sys.stdin:
         question = json.loads(line)
         if "logits" in question:
             answer: Any = logits(question["logits"])
         elif "tokens" in question:
-            answer = tokens_of(question["tokens"], specials=False)
+            answer = llama.tokenize(vocabulary, question["tokens"], specials=False)
         elif "ends" in question:
-            answer = [
-                token for token in range(width) if llama_cpp.llama_vocab_is_eog(vocabulary, token)
-            ]
+            answer = llama.list_end_tokens(vocabulary)
         else:
             answer = talk(question["talk"])
         print(json.dumps(answer), flush=True)

@@ -15,14 +15,17 @@ Markdown, and exits with 1 if a tensor differs or KL is out of its bound.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 from gguf_models import text
 from peer_gguf import TOKENS, Ours, Theirs, divergence
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import llama
+from shared.processes import run_peer
+from shared.tables import print_header, print_row
 
 KINDS = ("Q4_0", "Q8_0", "Q4_K_M", "Q6_K")
 KL = 1e-3
@@ -35,7 +38,7 @@ def check(python: Path, out: Path, folder: Path, kind: str) -> bool:
     source, file = out / f"{folder.name}-F16.gguf", out / f"{folder.name}-{kind}.gguf"
     if not source.exists():
         quantkit.convert(folder, source, dtype="fp16", source_check=False)
-    subprocess.run([python, __file__, "quantize", source, file, kind], check=True)
+    run_peer(python, __file__, "quantize", source, file, kind)
     tensors, coded, differing = compare(file)
     ours, theirs = Ours(file), Theirs(python, file)
     tokens = ours.tokenizer.encode(text())[: min(TOKENS, ours.model.config.max_context - 1)]
@@ -44,10 +47,16 @@ def check(python: Path, out: Path, folder: Path, kind: str) -> bool:
     mean, largest = divergence(a, b)
     agreement = float((a.argmax(-1) == b.argmax(-1)).mean())
     largest_difference = np.abs(a - b).max()
-    print(
-        f"| {folder.name} | {kind} | {tensors} | {coded} | {len(differing)} |"
-        f" {largest_difference:.2g} | {mean:.2g} | {largest:.2g} | {agreement:.1%} |",
-        flush=True,
+    print_row(
+        folder.name,
+        kind,
+        tensors,
+        coded,
+        len(differing),
+        f"{largest_difference:.2g}",
+        f"{mean:.2g}",
+        f"{largest:.2g}",
+        f"{agreement:.1%}",
     )
     for name in differing[:3]:
         print(f"differs: {name}", file=sys.stderr)
@@ -94,17 +103,15 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
 
 
 def quantize(source: str, file: str, kind: str, only: str = "") -> None:
-    """By llama.cpp; with `--linears-only`, the embedding and the head stay floats."""
+    """Quantize by llama.cpp; with `--linears-only`, the embedding and the head stay floats."""
     import llama_cpp
 
-    quiet = llama_cpp.llama_log_callback(lambda level, message, data: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    settings = {}
     if only == "--linears-only":
-        options.token_embedding_type = options.output_tensor_type = llama_cpp.GGML_TYPE_F32
-    if llama_cpp.llama_model_quantize(source.encode(), file.encode(), ctypes.byref(options)):
-        raise SystemExit(f"llama.cpp could not make {file}")
+        settings["token_embedding_type"] = llama_cpp.GGML_TYPE_F32
+        settings["output_tensor_type"] = llama_cpp.GGML_TYPE_F32
+    llama.silence()
+    llama.quantize_file(source, file, kind, nthread=1, **settings)
 
 
 def main() -> None:
@@ -118,17 +125,14 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    print(
-        "| model | quantizer's | tensors | as codes | unlike gguf | largest difference of logits |"
-        " mean KL | largest KL | same likeliest |"
-    )
-    print("|---" * 9 + "|")
-    found = [
+    figures = ("largest difference of logits", "mean KL", "largest KL", "same likeliest")
+    print_header("model", "quantizer's", "tensors", "as codes", "unlike gguf", *figures)
+    passes = [
         check(options.python, options.out, folder, kind)
         for folder in options.folders
         for kind in options.kinds
     ]
-    if not all(found):
+    if not all(passes):
         raise SystemExit(1)
 
 

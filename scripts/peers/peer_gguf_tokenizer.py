@@ -15,11 +15,13 @@ and from what we read back from the file.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import random
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import llama
 
 LINES = 2000
 SHOWN = 60
@@ -167,10 +169,10 @@ def write(out: Path, folders: list[Path], sources: list[Path]) -> None:
 
 
 def tokenize(out: Path) -> None:
+    """Write what llama.cpp makes of the texts, for each file."""
     import llama_cpp
 
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    llama.silence()
     lines = json.loads((out / TEXTS).read_text())
     for path in sorted(out.glob("*.gguf")):
         settings = llama_cpp.llama_model_default_params()
@@ -179,24 +181,14 @@ def tokenize(out: Path) -> None:
         if not model:
             sys.exit(f"{path}: llama.cpp does not load it")
         vocab = llama_cpp.llama_model_get_vocab(model)
-        found = {}
+        answers: dict[str, object] = {}
         for special in SPECIALS:
-            rows = []
-            for line in lines:
-                data = line.encode()
-                room = (llama_cpp.llama_token * (len(data) + 16))()
-                count = llama_cpp.llama_tokenize(
-                    vocab, data, len(data), room, len(room), True, special
-                )
-                rows.append(list(room[:count]))
-            found[str(special)] = rows
-        ends = [
-            n
-            for n in range(llama_cpp.llama_vocab_n_tokens(vocab))
-            if llama_cpp.llama_vocab_is_eog(vocab, n)
-        ]
-        found["ends"] = ends
-        path.with_suffix(".ids").write_text(json.dumps(found))
+            answers[str(special)] = [
+                llama.tokenize(vocab, line, specials=special) for line in lines
+            ]
+        ends = llama.list_end_tokens(vocab)
+        answers["ends"] = ends
+        path.with_suffix(".ids").write_text(json.dumps(answers))
         print(f"{path.name}: {llama_cpp.llama_vocab_n_tokens(vocab)} tokens, ends {ends}")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,30 +23,32 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import llama
+from shared.processes import run_peer
+from shared.tables import print_header, print_row
+
 
 def quantize(source: str, file: str, kind: str, matrix: str) -> None:
-    """By llama.cpp, with the importance matrix in a numpy file of names to vectors."""
+    """Quantize by llama.cpp, with the importance matrix in a numpy file of names to vectors."""
     import llama_cpp
 
-    quiet = llama_cpp.llama_log_callback(lambda level, message, data: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
-    held = {
-        name.encode(): np.ascontiguousarray(value, np.float32)
-        for name, value in np.load(matrix).items()
-    }
-    entries = (llama_cpp.llama_model_imatrix_data * (len(held) + 1))()
-    for entry, (name, value) in zip(entries, held.items(), strict=False):
-        entry.name, entry.size = name, value.size
+    vectors = {}
+    for name, value in np.load(matrix).items():
+        vectors[name.encode()] = np.ascontiguousarray(value, np.float32)
+    # An entry without a name ends them.
+    entries = (llama_cpp.llama_model_imatrix_data * (len(vectors) + 1))()
+    for entry, (name, value) in zip(entries, vectors.items(), strict=False):
+        entry.name = name
+        entry.size = value.size
         entry.data = value.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    options.imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
-    if llama_cpp.llama_model_quantize(source.encode(), file.encode(), ctypes.byref(options)):
-        raise SystemExit(f"llama.cpp could not make {file}")
+    imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
+    llama.silence()
+    llama.quantize_file(source, file, kind, nthread=1, imatrix=imatrix)
 
 
 def logits(file: str, windows: str, out: str) -> None:
-    """Log probabilities of windows [N, T], computed by llama.cpp, in a numpy file."""
+    """Write log probabilities of windows [N, T], computed by llama.cpp, as a numpy file."""
     import llama_cpp
 
     tokens = np.load(windows)
@@ -59,14 +60,13 @@ def logits(file: str, windows: str, out: str) -> None:
         logits_all=True,
         verbose=False,
     )
-    found = []
+    log_probs = []
     for window in tokens:
         model.reset()
         model.eval(window.tolist())
         scores = np.asarray(model.scores[: len(window)], np.float64)
-        shifted = scores - scores.max(-1, keepdims=True)
-        found.append((shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))).astype(np.float32))
-    np.save(out, np.stack(found))
+        log_probs.append(llama.log_softmax(scores).astype(np.float32))
+    np.save(out, np.stack(log_probs))
 
 
 def main() -> None:
@@ -100,8 +100,10 @@ def main() -> None:
     floats = folder / "floats.gguf"
     quantkit.convert(options.model, floats, dtype="fp32", source_check=False)
 
-    def peer(*words: object) -> None:
-        subprocess.run([options.python, __file__, *map(str, words)], check=True)
+    def compute_log_probs(file: Path, name: str) -> np.ndarray[Any, Any]:
+        result = folder / "log-probs.npy"
+        run_peer(options.python, __file__, "logits", file, folder / f"{name}.npy", result)
+        return np.asarray(np.load(result), np.float64)
 
     texts = {}
     for text in options.texts:
@@ -110,22 +112,19 @@ def main() -> None:
             : options.windows
         ]
         np.save(folder / f"{text.stem}.npy", windows.numpy().astype(np.int32))
-        peer("logits", floats, folder / f"{text.stem}.npy", folder / f"{text.stem}-floats.npy")
-        texts[text.stem] = np.load(folder / f"{text.stem}-floats.npy").astype(np.float64)
+        texts[text.stem] = compute_log_probs(floats, text.stem)
 
-    def divergences(file: Path) -> list[float]:
-        found = []
+    def measure_divergences(file: Path) -> list[float]:
+        divergences = []
         for name, p in texts.items():
-            peer("logits", file, folder / f"{name}.npy", folder / "q.npy")
-            q = np.load(folder / "q.npy").astype(np.float64)
-            found.append(float((np.exp(p) * (p - q)).sum(-1).mean()))
-        return found
+            q = compute_log_probs(file, name)
+            divergences.append(float((np.exp(p) * (p - q)).sum(-1).mean()))
+        return divergences
 
-    print(
-        "| mix | seed | bytes | llama.cpp's |"
-        f" {' | '.join(f'{name}, ours | llama.cpp | ratio' for name in texts)} |"
-    )
-    print("|---|---|---|---|" + "---|---|---|" * len(texts), flush=True)
+    titles = []
+    for name in texts:
+        titles += [f"{name}, ours", "llama.cpp", "ratio"]
+    print_header("mix", "seed", "bytes", "llama.cpp's", *titles)
     ratios: dict[str, list[float]] = {}
     for seed in options.seeds:
         settings: dict[str, Any] = {
@@ -152,14 +151,14 @@ def main() -> None:
                 source_check=False,
                 **settings,
             )
-            peer("quantize", floats, theirs, mix.upper(), folder / "matrix.npz")
-            pairs = list(zip(divergences(ours), divergences(theirs), strict=True))
+            arguments = [floats, theirs, mix.upper(), folder / "matrix.npz"]
+            run_peer(options.python, __file__, "quantize", *arguments)
+            pairs = list(zip(measure_divergences(ours), measure_divergences(theirs), strict=True))
             ratios.setdefault(mix, []).extend(a / b for a, b in pairs)
-            shown = " | ".join(f"{1e4 * a:.2f} | {1e4 * b:.2f} | {a / b:.2f}" for a, b in pairs)
-            print(
-                f"| {mix} | {seed} | {ours.stat().st_size} | {theirs.stat().st_size} | {shown} |",
-                flush=True,
-            )
+            cells = []
+            for a, b in pairs:
+                cells += [f"{1e4 * a:.2f}", f"{1e4 * b:.2f}", f"{a / b:.2f}"]
+            print_row(mix, seed, ours.stat().st_size, theirs.stat().st_size, *cells)
     print(json.dumps({mix: round(float(np.mean(found)), 3) for mix, found in ratios.items()}))
 
 

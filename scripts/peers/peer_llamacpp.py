@@ -12,7 +12,6 @@ that names a measurement, or holds prompts as JSON, its tokens per second.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import sys
@@ -24,6 +23,9 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import llama
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,11 @@ SHAPES = {
     "tinyllama-1.1b": Shape("llama", 2048, 5632, 22, 32, 4, 64),
     "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8), 30000),
 }
-TYPES = {
-    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
+TYPES = ("Q8_0", "Q4_0", "Q4_K_M")
 
 
-def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes; vectors and routers are float32 on disk."""
+def list_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes; vectors and routers are float32 on disk."""
     hidden, inner, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
     queries = shape.heads * shape.head_dim
     bank = () if shape.experts is None else (shape.experts[0],)
@@ -114,14 +112,14 @@ def make_source(path: Path, shape: Shape) -> None:
     random = np.random.default_rng(0)
     dtypes = {
         name: np.dtype(np.float32 if len(sizes) == 1 or "gate_inp" in name else np.float16)
-        for name, sizes in tensors_of(shape)
+        for name, sizes in list_tensors(shape)
     }
-    for name, sizes in tensors_of(shape):
+    for name, sizes in list_tensors(shape):
         writer.add_tensor_info(name, sizes, dtypes[name], math.prod(sizes) * dtypes[name].itemsize)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, sizes in tensors_of(shape):
+    for name, sizes in list_tensors(shape):
         if len(sizes) == 1:
             values = np.ones(sizes, np.float32)
         else:
@@ -131,18 +129,13 @@ def make_source(path: Path, shape: Shape) -> None:
 
 
 def make(folder: Path, kind: str, shape: Shape) -> Path:
+    """Return the quantized file in a folder, made if it is not there."""
     path = folder / f"{kind}.gguf"
     if not path.exists():
         source = folder / "F16.gguf"
         if not source.exists():
             make_source(source, shape)
-        options = llama_cpp.llama_model_quantize_default_params()
-        options.ftype = TYPES[kind]
-        failed = llama_cpp.llama_model_quantize(
-            str(source).encode(), str(path).encode(), ctypes.byref(options)
-        )
-        if failed:
-            raise SystemExit(f"llama.cpp could not make {path}")
+        llama.quantize_file(str(source), str(path), kind)
     return path
 
 
@@ -191,7 +184,7 @@ class Session:
             self.run([18 + step], 17 + step)
         return count / (time.perf_counter() - started)
 
-    def batched(self, sequences: int, count: int) -> float:
+    def time_batches(self, sequences: int, count: int) -> float:
         self.clear()
         self.run(list(range(1, sequences + 1)), 0, sequences)
         started = time.perf_counter()
@@ -250,9 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder / options.shape
     folder.mkdir(parents=True, exist_ok=True)
-    # To live as long as the library.
-    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    llama.silence()
     llama_cpp.llama_backend_init()
     path = make(folder, options.serve, SHAPES[options.shape])
     session = Session(
@@ -260,7 +251,7 @@ def main() -> None:
     )
     measures = {
         "decode": lambda: session.decoding(48),
-        "decode batch 8": lambda: session.batched(8, 8),
+        "decode batch 8": lambda: session.time_batches(8, 8),
         "prefill 128": lambda: session.prefill(128),
         "prefill 512": lambda: session.prefill(512),
     }

@@ -20,8 +20,8 @@ import json
 import shutil
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -34,6 +34,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 with contextlib.redirect_stdout(sys.stderr):  # it logs to what is stdout at its import
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.processes import find_versions
 
 GROUP_SIZES = {"int4-g128": 128, "int4-g64": 64, "int4-g32": 32}
 OBSERVERS = {"default": None, "imatrix_mse": "imatrix_mse"}
@@ -55,11 +58,13 @@ def modifier(group_size: int, recipe: str, ignore: list[str]) -> GPTQModifier:
     )
 
 
-def quantize(model: PreTrainedModel, tokens: torch.Tensor, recipe: GPTQModifier) -> float:
-    """Quantize a model in place, and give the seconds that took.
+def quantize(model: PreTrainedModel, tokens: torch.Tensor, recipe: Any) -> float:
+    """Quantize a model in place, and return the seconds that took.
 
     Args:
+        model: the model.
         tokens: the calibration samples [N, T], one to a batch as is llm-compressor's default.
+        recipe: llm-compressor's modifier.
     """
     samples = DataLoader([{"input_ids": sample} for sample in tokens])
     # It insists on a tokenizer, and has no use for one where the samples are tokens already.
@@ -96,14 +101,13 @@ def main() -> None:
     model.save_pretrained(options.out, save_compressed=True)
     for file in options.model.glob("tokenizer*"):
         shutil.copy(file, options.out)
-    versions = {package: version(package) for package in PACKAGES}
-    found = {
+    answer = {
         "recipe": options.recipe,
         "scheme": options.scheme,
         "seconds": round(seconds, 2),
-        "versions": versions,
+        "versions": find_versions(PACKAGES),
     }
-    print(json.dumps(found))
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Outcome:
 def hash_code() -> str:
     """Return a hash of the sources that results depend on."""
     digest = hashlib.sha256()
-    files = [*(ROOT / "scripts").glob("real_model*.py")]
+    files = [*Path(__file__).parent.glob("real_model*.py")]
     for package in ("quantkit", "kernels", "cli", "evals"):
         files += (ROOT / package).rglob("*.py")
     for file in sorted(files):

@@ -34,7 +34,7 @@ def _with(method: str, **changes: Any) -> dict[str, Any]:
 
 def test_the_table_lists_the_architectures_of_transformers() -> None:
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    assert sorted(architecture_table.names_in(PAGE.read_text())) == LISTED == sorted(known)
+    assert sorted(architecture_table.list_names(PAGE.read_text())) == LISTED == sorted(known)
 
 
 REASONS: list[tuple[dict[str, Any], str | None]] = [
@@ -83,7 +83,7 @@ def test_each_architecture_is_in_the_row_of_its_outcome(
     assert text.startswith("before\n<!--")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
-    assert sorted(architecture_table.names_in(text)) == LISTED
+    assert sorted(architecture_table.list_names(text)) == LISTED
     assert "| `bert`, `mpt` | it is too small |" in text
     assert "dequantize=True))` (1) | `llama` |" in text
     assert "| `convert --dequantize` and `from_pretrained(DST)` (1) | `mixtral` |" in text
