@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from quantkit.base.processors import cpu_features
@@ -34,6 +35,8 @@ VARIANTS = {
 """Fastest first; the names are what the kernels call themselves."""
 
 
+@functools.cache
 def runs_here(name: str) -> bool:
     """Check whether this machine has the instruction set."""
+    # Once: every step of GPTQ asks, and the system takes long to list the features.
     return VARIANTS[name].features <= cpu_features()

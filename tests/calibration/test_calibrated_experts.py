@@ -99,9 +99,7 @@ def _expert(layer: int, expert: int, part: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "olmoe-clip", "gpt-oss"]
-)
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "gpt-oss"])
 def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_path: Path) -> None:
     source = save_experts(case, tmp_path / "source")
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")

@@ -87,9 +87,15 @@ def _never_solve(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("to", "scheme"), [("gptq", "int4-g32"), ("gguf", "q4_k_m")])
-@pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
+@pytest.mark.parametrize(
+    ("dtype", "to", "scheme", "factor"),
+    [
+        ("bf16", "gptq", "int4-g32", 2.0**30),
+        ("fp32", "gptq", "int4-g32", 2.0**-30),
+        ("bf16", "gguf", "q4_k_m", 2.0**-30),
+        ("fp32", "gguf", "q4_k_m", 2.0**30),
+    ],
+)
 def test_scales_out_of_range_are_found_before_solving_and_the_remedies_work(
     dtype: str,
     to: Any,

@@ -64,6 +64,10 @@ CASES = {
 
 
 DRAFTED = "int8"
+AMONG_TWO = ("odd", "bf16-int8", "small-int8")
+"""Models that four processes do not share: one has six heads, and of the others each trait is in
+another model.
+"""
 ENGINE = ("small", 2)  # the model and processes for which code is generated
 
 
@@ -110,7 +114,7 @@ def shared(
             "engine": (name, count) == ENGINE,
         }
         for name, case in CASES.items()
-        if not (name == "odd" and count == 4)  # six heads
+        if not (count == 4 and name in AMONG_TWO)
     ]
     (out / "cases.json").write_text(json.dumps(cases))
     code = "import tensor_parallel_worker; tensor_parallel_worker.main()"

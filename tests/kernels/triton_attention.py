@@ -133,9 +133,18 @@ def test_attention_is_right_for_every_place_of_the_live_part(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cached", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str
+    ("dtype", "cached"),
+    [
+        (torch.float32, torch.int8),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.int8),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.int8),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dtype) -> None:
     for case in ("one token", "a window over tiles"):
         *_, window, spans = CASES[case]
@@ -152,8 +161,14 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scores"),
+    [
+        *((torch.float32, name) for name in SCORES),
+        (torch.bfloat16, "capped, with sinks"),
+    ],
+    ids=str,
+)
 def test_scores_are_capped_and_sinks_take_their_share(dtype: torch.dtype, scores: str) -> None:
     given = SCORES[scores]
     if given.sinks is not None:

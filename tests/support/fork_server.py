@@ -74,7 +74,8 @@ def _watch(process: int, connection: socket.socket) -> None:
 
     threading.Thread(target=pass_on, daemon=True).start()
     _, status = os.waitpid(process, 0)
-    connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+    with contextlib.suppress(ConnectionError):  # a client that was killed
+        connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 

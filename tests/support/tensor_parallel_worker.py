@@ -29,7 +29,7 @@ from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 
 PROMPT = [1, 7, 30, 4, 55, 18, 9, 77]
-NEW = 6
+NEW = 4
 COLLECTIVES = torch.ops._c10d_functional
 
 
@@ -130,7 +130,10 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
     with torch.inference_mode(), Calls() as calls:
         Step(model)(torch.tensor([[5]]), torch.tensor([3]))
     logits = batch_logits(model)
-    engine = Engine(model, len(PROMPT) + NEW, compiled=True)
+    engine_tokens = None
+    if case["engine"]:
+        engine = Engine(model, len(PROMPT) + NEW, compiled=True)
+        engine_tokens = list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW))
     if group.is_rank0:
         torch.save(logits, out / f"{case['name']}.pt")
     return {
@@ -143,9 +146,7 @@ def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str,
         "logits": str(torch.hash_tensor(logits).item()),
         "collectives": calls.counts,
         "compiled": None if case["backend"] is None else _compiled(model, case["backend"]),
-        "engine": list(quantkit.generate(engine, PROMPT, max_new_tokens=NEW))
-        if case["engine"]
-        else None,
+        "engine": engine_tokens,
         "bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "kernels": backend_names(model),
         "fused": model.ops.blocks is not None,

@@ -40,7 +40,7 @@ from quantkit.xla.training.program import HEAD, TARGET_HEAD, divergence
 from quantkit.xla.training.state import select_trained_leaves
 
 warnings.simplefilter("error")
-EPOCHS, BATCH, STEPS = 10, 4, 20
+EPOCHS, BATCH, STEPS = 4, 4, 20
 MESHES = ("2x4", "4x2")
 SLICES = {"2 slices of 2x2": ((2, 2), 2)}
 CONFIG: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _all_floats_on(
 def of_a_layer(folder: Path, mesh: DeviceMesh) -> list[list[Any]]:
     """What one layer more adds to the collectives of a step: axis, kind, dtype, shape and count."""
     counts = []
-    for layers in (3, 4):
+    for layers in (2, 3):
         (folder / f"{layers}").mkdir(exist_ok=True)
         (folder / f"{layers}" / "config.json").write_text(
             json.dumps({**CONFIG, "num_hidden_layers": layers})

@@ -23,7 +23,7 @@ TEXT = (
     "--calibration",
     EXCERPT,
     "--samples",
-    48,
+    16,
     "--length",
     32,
     "--epochs",
@@ -65,8 +65,8 @@ with join_processes("cpu") as group:
         tokens = torch.randint(3, 60, (12, 7), generator=torch.Generator().manual_seed(0))
         samples = Samples(tokens, ActivationStore(out / f"targets-{group.rank}", 1 << 30), 4)
         samples.compute_targets(float_states(floats, 4, mesh), silent)
-        engine = Blockwise(model, floats, samples, Schedule(10 * samples.steps), torch.device("cpu"), mesh)
-        training = Training(model, samples, engine, epochs=10, seed=0)
+        engine = Blockwise(model, floats, samples, Schedule(4 * samples.steps), torch.device("cpu"), mesh)
+        training = Training(model, samples, engine, epochs=4, seed=0)
         state = training.run(evaluated=lambda state: None, stepped=lambda state: None)
         curve = [[one.held_back, one.training] for one in state.curve]
         (out / f"{case}-{group.rank}.json").write_text(json.dumps(curve))
@@ -78,7 +78,9 @@ with join_processes("cpu") as group:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for case, (kind, sizes, scheme) in CASES.items():
-        source = oracle.save(oracle.make(kind, **sizes), folder / case / "floats")
+        source = oracle.save(
+            oracle.make(kind, num_hidden_layers=2, **sizes), folder / case / "floats"
+        )
         quantkit.quantize(
             source,
             folder / case / "int4",
@@ -111,7 +113,7 @@ def together(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Path) -> None:
-    """Twenty steps of 4 samples; each process ends with the same factors, to the bit."""
+    """Eight steps of 4 samples; each process ends with the same factors, to the bit."""
     expected, found = (
         json.loads((one / f"{case}-0.json").read_text()) for one in (alone, together)
     )
@@ -150,7 +152,7 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
         tmp_path / "alone",
         against=floats,
         calibration=EXCERPT,
-        samples=48,
+        samples=16,
         length=32,
         epochs=2,
         source_check=False,

@@ -37,9 +37,9 @@ from quantkit.tensors.qtensor import QuantTensor, pack_int32
 from quantkit.text.tokenizer import load_tokenizer, prompt_start
 from quantkit.training import optimizer
 
-TEXT: dict[str, Any] = {"calibration": EXCERPT, "samples": 64, "length": 32, "source_check": False}
+TEXT: dict[str, Any] = {"calibration": EXCERPT, "samples": 32, "length": 32, "source_check": False}
 QUICK: dict[str, Any] = {**TEXT, "epochs": 1}
-ALL: dict[str, Any] = {**TEXT, "epochs": 2, "train_codes": True, "train_norms": True}
+ALL: dict[str, Any] = {**TEXT, "samples": 64, "epochs": 2, "train_codes": True, "train_norms": True}
 OTHER_TEXT = Path(__file__).parents[2] / "README.md"
 
 
@@ -154,7 +154,7 @@ def test_another_format_and_another_refinement_keep_the_list(
 ) -> None:
     """So that trained norms are not taken for damaged ones."""
     quantkit.convert(all_trained, tmp_path / "gptq", to="gptq", source_check=False, requantize=True)
-    quantkit.refine(all_trained, tmp_path / "again", against=floats, **QUICK)
+    quantkit.refine(all_trained, tmp_path / "again", against=floats, **{**QUICK, "samples": 64})
     for name in ("gptq", "again"):
         assert quantkit.verify(tmp_path / name, floats).verdict is Verdict.WITHIN_BOUND
     lists = [
@@ -580,8 +580,15 @@ def test_what_training_does_not_improve_is_written_as_it_was_quantized(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [RuntimeError, RequestError, QualityError, KeyboardInterrupt])
-@pytest.mark.parametrize("rate", [None, 5.0], ids=["better", "no better"])
+@pytest.mark.parametrize(
+    ("error", "rate"),
+    [
+        pytest.param(RuntimeError, None, id="better-RuntimeError"),
+        pytest.param(QualityError, None, id="better-QualityError"),
+        pytest.param(RequestError, 5.0, id="no better-RequestError"),
+        pytest.param(KeyboardInterrupt, 5.0, id="no better-KeyboardInterrupt"),
+    ],
+)
 def test_the_quantized_model_outlives_a_failed_check(
     error: type[BaseException],
     rate: float | None,
@@ -610,7 +617,7 @@ def test_the_quantized_model_outlives_a_failed_check(
 
 @pytest.mark.slow
 def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 2}
+    options: dict[str, Any] = {**TEXT, "samples": 48, "method": "gptq", "refine": True, "epochs": 2}
     quantkit.quantize(floats, tmp_path / "whole", "int4-g64", **options)
     with pytest.raises(Stop):
         quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, progress=stopping_at(2))
@@ -670,7 +677,7 @@ def test_what_does_not_go_with_refine_is_named(
 
 @pytest.mark.slow
 def test_the_commands(floats: Path, int4: Path, tmp_path: Path, capfd: Capture) -> None:
-    text = ["--calibration", EXCERPT, "--samples", "64", "--length", "32", "--epochs", "1"]
+    text = ["--calibration", EXCERPT, "--samples", "32", "--length", "32", "--epochs", "1"]
     pair = [int4, tmp_path / "dst", "--against", floats, *text, "--no-source-check"]
     code, out, _ = run(capfd, "plan", "refine", *pair)
     assert (code, "in training" in out or "in the gate" in out) == (0, True)
