@@ -52,7 +52,7 @@ class Outputs:
         Raises:
             DestinationError: if a file cannot be written, or must not be.
             RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib
-                is missing for a picture, or cannot be imported.
+                is missing for a picture or a page, or cannot be imported.
         """
         self.json_on_stdout = data == STDOUT
         if data is None or self.json_on_stdout:
@@ -90,7 +90,7 @@ class Outputs:
             raise RequestError("two outputs have the same path", path=files[0])
         for path in files:
             _require_writable(path, reads, makes)
-        if plot is not None:
+        if plot is not None or self.wants_page:
             from quantkit.evals import optional
 
             # This module imports matplotlib's compiled parts too, so an installation in which those

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.base.messages import Message, Option
 from quantkit.evals.bench_result import Bench
-from quantkit.evals.plot import new_figure, picture_bytes, shorten, style_axes
+from quantkit.evals.drawing import new_figure, picture_bytes, shorten, style_axes
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, AtContext, Rate, prefill_rates
 
@@ -346,7 +346,7 @@ _LEGEND_KEY = 8
 _MAX_COLUMNS = 3
 # Distinct without colors too.
 _LINES = list(zip(("-", "--", "-.", ":") * 3, "os^vDX" * 2, strict=True))
-# characters
+# in average letters
 _MAX_TITLE = 36
 
 

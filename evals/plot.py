@@ -4,22 +4,33 @@ layers.
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle, product
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantkit.errors import RequestError
-from quantkit.evals import optional
+from quantkit.evals.drawing import (
+    PALETTE,
+    SIZE,
+    SMALL,
+    AxisRange,
+    Label,
+    choose_color,
+    choose_mark,
+    choose_range,
+    draw_labels,
+    lay_out,
+    new_figure,
+    picture_bytes,
+    set_range,
+    shorten,
+    style_axes,
+)
 from quantkit.evals.results import EvaluationData, Row
 from quantkit.formats.detect import open_checkpoint
-from quantkit.quality.figures import layer_errors, method_of, significant
+from quantkit.quality.figures import Estimate, layer_errors, method_of, significant
 
 _NUM_WORST = 8
 # inches
@@ -27,26 +38,28 @@ _WIDTH = 8.0
 _COSTS_HEIGHT = 4.0
 _LAYERS_HEIGHT = 2.1
 _MAX_PANELS = 3
-_MARKS = "os^vDP*X"
-# characters
+# in average letters
 _MAX_LABEL = 26
-# Points from a mark to its label.
-_LABEL_DISTANCES = (9, 16, 26, 40, 58)
-# Of the largest to the smallest perplexity: beyond it the axis is logarithmic.
-_LOG_RATIO = 5
-# Sizes of fonts in points.
-_SMALL = 7.5
-_SIZE = 9
 
 
-class _Point(NamedTuple):
-    """One model on one text."""
+class Point(NamedTuple):
+    """One model on one text: the indices of row and text, and KL or perplexity."""
 
+    model: int
+    text: int
     row: Row
-    cost: float
-    error: float | None
-    color: str
-    mark: str
+    cost: Estimate
+
+    @property
+    def error_bar(self) -> tuple[float, float]:
+        """Return the ends of one standard error to each side; the lower one is above 0, for a
+        logarithmic axis.
+        """
+        error = self.cost.error or 0.0
+        if not math.isfinite(error):
+            error = 0.0
+        value = self.cost.value
+        return max(value - error, 0.1 * value), value + error
 
 
 def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
@@ -56,7 +69,7 @@ def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
     `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or
     if there are neither models to compare on a text nor manifests with comparable errors of layers.
     """
-    points = _collect_points(evaluation)
+    points = collect_points(evaluation)
     rows = []
     methods = []
     for row in evaluation.rows:
@@ -77,18 +90,22 @@ def picture(evaluation: EvaluationData, kind: str = "png") -> bytes:
     parts = iter(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if points:
         axes = next(parts).subplots()
-        _draw_costs(axes, evaluation, points)
+        draw_costs(axes, points, _bits_per_weight)
+        _set_titles(axes, evaluation)
+        bits = [point.row.bits_per_weight for point in points]
+        # Names need room at both sides.
+        room = max(0.35 * (max(bits) - min(bits)), 0.02 * max(bits))
+        bits_range = AxisRange(max(0.0, min(bits) - room), max(bits) + room, log=False)
+        set_range(axes, "x", bits_range)
     if rows:
         _draw_layers(next(parts), rows, evaluation.layer_error)
     if points:
-        # Labels are placed by pixels, which are known only once the figure is laid out: it is drawn
-        # for that, and the layout is then kept as it is.
-        canvas = optional("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-        with ignore_missing_glyphs():
-            canvas.draw()
-            figure.set_layout_engine("none")
-            _draw_labels(axes, points, canvas.get_renderer())
+        label_costs(figure, axes, points, _bits_per_weight, _MAX_LABEL)
     return picture_bytes(figure, kind)
+
+
+def _bits_per_weight(row: Row) -> float:
+    return row.bits_per_weight
 
 
 def require_drawable(models: Sequence[Path]) -> None:
@@ -122,144 +139,96 @@ def _nothing_to_draw() -> RequestError:
     return RequestError("nothing to draw", expected=expected)
 
 
-def _collect_points(evaluation: EvaluationData) -> list[_Point]:
+def collect_points(evaluation: EvaluationData) -> list[Point]:
     """Collect the models that differ from the reference or, without one, two models or more."""
     if evaluation.reference is None and len(evaluation.rows) < 2:
         return []
-    points: list[_Point] = []
+    points = []
     for text_index, row_index, cost in evaluation.costs():
-        # A logarithmic axis cannot show 0.
-        if cost.value > 0:
-            # A color for each model, a mark for each text; matplotlib's cycle has ten colors.
-            color = f"C{row_index % 10}"
-            mark = _MARKS[text_index % len(_MARKS)]
-            points.append(_Point(evaluation.rows[row_index], cost.value, cost.error, color, mark))
+        points.append(Point(row_index, text_index, evaluation.rows[row_index], cost))
     return points
 
 
-def _draw_costs(axes: Any, evaluation: EvaluationData, points: Sequence[_Point]) -> None:
-    """Draw each model by its size, with one standard error to each side if it is known."""
-    ticker = optional("matplotlib.ticker")
-    lines = optional("matplotlib.lines")
-    costs = []
-    bits = []
+def draw_costs(axes: Any, points: Sequence[Point], size: Callable[[Row], float]) -> None:
+    """Draw each point by the size of its model, with one standard error to each side: a color for
+    each model, a mark for each text. Mark number i has the `gid` ``point-i``.
+    """
+    bar_ends: list[float] = []
     for point in points:
-        costs.append(point.cost)
-        bits.append(point.row.bits_per_weight)
-        bar = None
-        if point.error is not None and math.isfinite(point.error):
-            # The lower end stays above 0, for a logarithmic axis.
-            bar = [
-                [min(point.error, 0.9 * point.cost)],
-                [point.error],
-            ]
-        axes.errorbar(
-            point.row.bits_per_weight,
-            point.cost,
-            yerr=bar,
-            fmt=point.mark,
-            color=point.color,
-            markersize=6,
-            capsize=2.5,
-            elinewidth=1,
-        )
-    if evaluation.reference is not None or max(costs) > _LOG_RATIO * min(costs):
-        axes.set_yscale("log")
-        axes.set_ylim(min(costs) / 1.8, max(costs) * 1.8)
-        # Over more than two decades, ticks at 2 and 5 would be too many.
-        steps: tuple[float, ...] = (1.0, 2.0, 5.0)
-        if max(costs) / min(costs) > 100:
-            steps = (1.0,)
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps, numticks=12))
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-    else:
-        axes.margins(y=0.25)
-    # Room for labels.
-    room = max(0.35 * (max(bits) - min(bits)), 0.02 * max(bits))
-    axes.set_xlim(max(0, min(bits) - room), max(bits) + room)
-    axes.minorticks_off()
-    axes.set_xlabel("bits per weight", fontsize=_SIZE)
+        bar_ends += point.error_bar
+    axis_range = choose_range(bar_ends)
+    set_range(axes, "y", axis_range)
+    for index, point in enumerate(points):
+        color = choose_color(point.model)
+        across = size(point.row)
+        # Without a known error, the bar is a point behind the mark.
+        axes.vlines(across, *point.error_bar, color=color, linewidth=1.2, alpha=0.65)
+        # A logarithmic axis shows 0 at its low end.
+        height = max(point.cost.value, axis_range.low)
+        marker = choose_mark(point.text).marker
+        # A mark at the end of the axis is drawn as a whole.
+        (mark,) = axes.plot(across, height, marker, color=color, markersize=6, clip_on=False)
+        mark.set_gid(f"point-{index}")
+    style_axes(axes, "both")
+
+
+def label_costs(
+    figure: Any,
+    axes: Any,
+    points: Sequence[Point],
+    size: Callable[[Row], float],
+    letters: int,
+    obstacles: Sequence[Any] = (),
+) -> None:
+    """Write each model's name, at most so many average letters wide, next to its first mark. The
+    figure must be complete but for these names, which do not cover `obstacles`.
+    """
+    renderer = lay_out(figure)
+    bottom = axes.get_ylim()[0]
+    labels: dict[int, Label] = {}
+    places = []
+    for point in points:
+        across = size(point.row)
+        height = max(point.cost.value, bottom)
+        places.append((across, height))
+        name = shorten(point.row.name, letters)
+        # At the low end of a logarithmic axis, the point alone does not show that its cost is 0.
+        if point.cost.value == 0:
+            name += ": 0"
+        # A model has a mark for each text, but one label: all its marks have its color.
+        labels.setdefault(point.model, Label(name, across, height, choose_color(point.model)))
+    legend = axes.get_legend()
+    if legend is not None:
+        obstacles = [*obstacles, legend]
+    draw_labels(axes, list(labels.values()), places, obstacles, renderer)
+
+
+def _set_titles(axes: Any, evaluation: EvaluationData) -> None:
+    """Name the axes, the reference and the texts."""
+    axes.set_xlabel("bits per weight", fontsize=SIZE)
     if evaluation.reference is None:
-        axes.set_ylabel("word perplexity", fontsize=_SIZE)
+        axes.set_ylabel("word perplexity", fontsize=SIZE)
     else:
-        axes.set_ylabel("KL per token, nats", fontsize=_SIZE)
+        axes.set_ylabel("KL per token, nats", fontsize=SIZE)
         name = shorten(evaluation.reference, _MAX_LABEL)
         bits_per_weight = significant(evaluation.rows[0].bits_per_weight)
         axes.set_title(
             f"KL from {name} ({bits_per_weight} bits a weight)",
-            fontsize=_SIZE + 1,
+            fontsize=SIZE + 1,
             parse_math=False,
         )
-    axes.tick_params(labelsize=_SIZE)
     if len(evaluation.texts) > 1:
-        style = {"linestyle": "", "color": "0.4"}
         marks = []
-        for text, mark in zip(evaluation.texts, cycle(_MARKS)):
+        for index, text in enumerate(evaluation.texts):
             # matplotlib leaves labels that begin with an underscore out of legends.
             label = shorten(text, _MAX_LABEL).lstrip("_")
-            marks.append(lines.Line2D([], [], marker=mark, label=label, **style))
+            (mark,) = axes.plot(
+                [], [], choose_mark(index).marker, color=PALETTE["muted"], label=label
+            )
+            marks.append(mark)
         axes.legend(
-            handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1
+            handles=marks, frameon=False, fontsize=SIZE - 1, title="text", title_fontsize=SIZE - 1
         )
-    style_axes(axes, "both")
-
-
-def _draw_labels(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
-    """Write each model's name next to its first mark; the layout must be final."""
-
-    def box(extent: Any) -> Box:
-        return Box(extent.x0, extent.y0, extent.x1, extent.y1)
-
-    places = []
-    # What labels avoid: all marks, the legend, and the labels before them.
-    occupied_boxes: list[Box] = []
-    for point in points:
-        x, y = axes.transData.transform((point.row.bits_per_weight, point.cost))
-        places.append((x, y))
-        occupied_boxes.append(Box(x - 13, y - 13, x + 13, y + 13))
-    legend = axes.get_legend()
-    if legend is not None:
-        occupied_boxes.append(box(legend.get_window_extent(renderer)))
-    pixels_per_point = renderer.points_to_pixels(1.0)
-    distances = [distance * pixels_per_point for distance in _LABEL_DISTANCES]
-    labelled_models: set[str] = set()
-    for point, (x, y) in zip(points, places, strict=True):
-        name = point.row.name
-        # A model has a mark for each text, but one label: all its marks have its color.
-        if name in labelled_models:
-            continue
-        labelled_models.add(name)
-        label = axes.annotate(
-            shorten(name, _MAX_LABEL),
-            (point.row.bits_per_weight, point.cost),
-            (0, 0),
-            textcoords="offset points",
-            fontsize=_SIZE - 1,
-            color=point.color,
-            parse_math=False,
-            va="bottom",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": point.color,
-                "linewidth": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 4,
-            },
-        )
-        # `Annotation`'s own method would include the arrow.
-        extent = optional("matplotlib.text").Text.get_window_extent(label, renderer)
-        # The padding of one pixel keeps labels from touching; the position leaves it out again.
-        padded = box(extent.padded(1))
-        size = (padded.right - padded.left, padded.high - padded.low)
-        within = box(axes.get_window_extent(renderer))
-        label_box = place_label((x, y), size, distances, within, occupied_boxes)
-        offset_x = (label_box.left + 1 - x) / pixels_per_point
-        offset_y = (label_box.low + 1 - y) / pixels_per_point
-        label.set_position((offset_x, offset_y))
-        # A label further away than the nearest distance needs a line to its mark.
-        gap = max(label_box.left - x, x - label_box.right, label_box.low - y, y - label_box.high)
-        label.arrow_patch.set_visible(gap > distances[0] + 1)
 
 
 def _draw_layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
@@ -268,6 +237,7 @@ def _draw_layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
     largest = max(max(row.layer_errors.values()) for row in rows)
     panels = part.subplots(1, len(rows), squeeze=False)[0]
     for axes, row in zip(panels, rows, strict=True):
+        style_axes(axes, "x")
         # The errors are sorted, the worst first; matplotlib draws the first bar at the bottom.
         worst = list(row.layer_errors.items())[:_NUM_WORST]
         worst.reverse()
@@ -278,108 +248,14 @@ def _draw_layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
             short_name = name.removeprefix("model.layers.").replace(".", " ", 1)
             names.append(shorten(short_name, _MAX_LABEL))
         axes.barh(range(len(worst)), percentages, color="0.55", height=0.7)
-        axes.set_yticks(range(len(worst)), names, fontsize=_SMALL - 0.5)
+        axes.set_yticks(range(len(worst)), names, fontsize=SMALL - 0.5)
         # Panels with fewer layers have bars of the same height.
         axes.set_ylim(-0.6, _NUM_WORST - 0.4)
         axes.set_xlim(0, 105 * largest)
-        axes.tick_params(axis="x", labelsize=_SMALL)
-        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=SMALL)
         # Characters that fit above a panel; a name has two lines of them.
         width = 72 // len(rows)
         title_lines = textwrap.wrap(shorten(row.name, 2 * width), width, break_on_hyphens=False)
         title = "\n".join(title_lines)
-        axes.set_title(title, fontsize=_SIZE - 0.5, parse_math=False)
-        style_axes(axes, "x")
-    part.supxlabel(f"worst {_NUM_WORST} layers: relative error of the {kind}, %", fontsize=_SIZE)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Create an empty figure, sizes in inches.
-
-    Raises `RequestError` if matplotlib is not installed.
-    """
-    # pyplot would choose a backend by the display, and keep every figure in memory.
-    return optional("matplotlib.figure").Figure(
-        figsize=(width, height), dpi=150, layout="constrained"
-    )
-
-
-def picture_bytes(figure: Any, kind: str) -> bytes:
-    """Write the figure as a file: ``png``, ``pdf`` or ``svg``."""
-    file = io.BytesIO()
-    with ignore_missing_glyphs():
-        figure.savefig(file, format=kind)
-    return file.getvalue()
-
-
-def style_axes(axes: Any, grid: str) -> None:
-    """Draw a light grid along ``x``, ``y`` or ``both``, and no frame at the top and the right."""
-    axes.grid(axis=grid, alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-@contextmanager
-def ignore_missing_glyphs() -> Iterator[None]:
-    """Suppress warnings for names in scripts that the font lacks."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")
-        yield
-
-
-# From a point to its label: first beside it and above it, then diagonally.
-_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle; `low` and `high` are the ends of its vertical side."""
-
-    left: float
-    low: float
-    right: float
-    high: float
-
-    def overlap(self, other: Box) -> float:
-        """Compute the area that both cover."""
-        width = min(self.right, other.right) - max(self.left, other.left)
-        height = min(self.high, other.high) - max(self.low, other.low)
-        return max(0.0, width) * max(0.0, height)
-
-
-def place_label(
-    point: tuple[float, float],
-    size: tuple[float, float],
-    distances: Iterable[float],
-    within: Box,
-    occupied_boxes: list[Box],
-) -> Box:
-    """Choose the box for a label of this width and height, at one of the distances from a point,
-    that overlaps `occupied_boxes` the least and stays within an area if it can. If several do, the
-    nearest is used. It is added to `occupied_boxes`.
-    """
-
-    def cost(box: Box) -> float:
-        overlap = sum(box.overlap(occupied_box) for occupied_box in occupied_boxes)
-        # What is outside cannot be read at all, so it counts more than an overlap.
-        outside = size[0] * size[1] - box.overlap(within)
-        # Rounded, so that costs are equal where only the rounding of floats differs: the nearest
-        # box is then chosen.
-        return round(overlap + 10 * outside, 3)
-
-    candidates = []
-    for distance, (right, up) in product(distances, _DIRECTIONS):
-        box_left = point[0] + right * distance - size[0] * (1 - right) / 2
-        box_low = point[1] + up * distance - size[1] * (1 - up) / 2
-        candidates.append(Box(box_left, box_low, box_left + size[0], box_low + size[1]))
-    place = min(candidates, key=cost)
-    occupied_boxes.append(place)
-    return place
-
-
-def shorten(name: str, length: int) -> str:
-    """Shorten a name to at most `length` characters, by keeping its two ends."""
-    half = (length - 1) // 2
-    if len(name) <= length:
-        return name
-    return f"{name[:half]}…{name[-half:]}"
+        axes.set_title(title, fontsize=SIZE - 0.5, parse_math=False)
+    part.supxlabel(f"worst {_NUM_WORST} layers: relative error of the {kind}, %", fontsize=SIZE)

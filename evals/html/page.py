@@ -10,14 +10,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from quantkit.evals.html.charts import (
-    HEIGHT,
-    Chart,
-    cost_chart,
-    model_color,
-    position_chart,
-    position_lines,
-)
+from quantkit.evals.drawing import PALETTE, choose_color, theme_color
+from quantkit.evals.html.charts import Chart, cost_chart, position_chart, position_lines
 from quantkit.evals.html.heatmap import comparable, heat_maps
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
 from quantkit.evals.report import build_full_tables, build_position_tables, method
@@ -29,7 +23,10 @@ _FOLDER = Path(__file__).parent
 
 
 def page(evaluation: EvaluationData) -> str:
-    """Render the page as one file that loads nothing."""
+    """Render the page as one file that loads nothing.
+
+    Raises `RequestError` if there are charts to draw, and matplotlib is not installed.
+    """
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -38,10 +35,12 @@ def page(evaluation: EvaluationData) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    dots = {}
+    dots: dict[str, str | None] = {}
     for index, row in enumerate(evaluation.rows):
+        dots[row.name] = theme_color(choose_color(index))
         # The reference is no point of the charts, and has no color.
-        dots[row.name] = None if row.name == evaluation.reference else model_color(index)
+        if row.name == evaluation.reference:
+            dots[row.name] = None
     # Of each line, the page sets the topic before the colon apart.
     method_lines = [line.partition(": ") for line in method(evaluation)]
     # The page's security policy allows only the script with this digest.
@@ -52,7 +51,7 @@ def page(evaluation: EvaluationData) -> str:
         main_model=main_model(evaluation).name,
         tables=build_full_tables(evaluation),
         charts=list(_charts(evaluation)),
-        height=HEIGHT,
+        palette=PALETTE,
         position_tables=build_position_tables(evaluation),
         heat_maps=heat_maps(evaluation),
         comparable=comparable(evaluation),

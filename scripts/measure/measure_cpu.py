@@ -63,9 +63,9 @@ def serve(shape: str, scheme: str, head: str | None, mode: str) -> None:
 
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the picture: a panel for each measure, a bar for each row."""
-    from matplotlib.figure import Figure
+    from quantkit.evals.drawing import new_figure, picture_bytes, style_axes
 
-    figure = Figure(figsize=(10, 3.6), dpi=150, layout="constrained")
+    figure = new_figure(10, 3.6)
     measures = list(next(iter(rows.values())))
     for axes, name in zip(
         figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True
@@ -74,12 +74,10 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
         axes.barh(list(rows), [row[name] for row in rows.values()], color=colors)
         axes.set_title(f"{name}, tok/s", fontsize=10)
         axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
+        style_axes(axes, "x")
         if name != measures[0]:
             axes.set_yticklabels([])
-    figure.savefig(path)
+    path.write_bytes(picture_bytes(figure, path.suffix.removeprefix(".")))
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,10 @@ def table(found: list[Any], names: list[str]) -> Iterator[str]:
 
 def plot(found: list[Any], path: Path) -> None:
     """Speed relative to bfloat16 by number of tokens, a panel a shape."""
-    from matplotlib.figure import Figure
+    from quantkit.evals.drawing import new_figure, picture_bytes, style_axes
 
     shapes = list(dict.fromkeys(tuple(one["shape"]) for one in found))
-    figure = Figure(figsize=(5 * len(shapes), 4), layout="constrained")
+    figure = new_figure(5 * len(shapes), 4)
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
         here = [one for one in found if tuple(one["shape"]) == shape]
         base = {one["tokens"]: one["us"] for one in here if one["weight"] == "bf16"}
@@ -190,9 +190,9 @@ def plot(found: list[Any], path: Path) -> None:
             ylabel="speed, bf16 = 1",
             xscale="log",
         )
-        axes.grid(alpha=0.3)
+        style_axes(axes, "both")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    path.write_bytes(picture_bytes(figure, path.suffix.removeprefix(".")))
 
 
 def main() -> None:

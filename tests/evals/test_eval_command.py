@@ -137,11 +137,17 @@ def test_without_the_harness_the_way_to_it_is_reported(
     )
 
 
+@pytest.mark.parametrize("output", [("--plot", "out.png"), ("--report", "out.html")])
 def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
-    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    output: tuple[str, str],
+    demo_model: Path,
+    tmp_path: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = run(capfd, "eval", demo_model, "--plot", tmp_path / "out.png")
+    option, name = output
+    code, _, err = run(capfd, "eval", demo_model, option, tmp_path / name)
     assert (code, err) == (
         2,
         (

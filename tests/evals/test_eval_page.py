@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import chromium
@@ -20,8 +21,21 @@ import quantkit
 from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
+from quantkit.evals.drawing import (
+    NUM_COLORS,
+    PALETTE,
+    Box,
+    choose_range,
+    format_tick,
+    new_figure,
+    place_label,
+    set_range,
+    shorten,
+    spread,
+    text_width,
+)
 from quantkit.evals.evaluation import Evaluation
-from quantkit.evals.html.charts import Axis, Line, axis_range, position_chart, tick_label
+from quantkit.evals.html.charts import Line, position_chart
 from quantkit.evals.html.heatmap import STEPS, error_scale, heat_maps, log_scale
 from quantkit.evals.html.page import headline
 from quantkit.evals.html.tokens import in_list, in_text
@@ -31,6 +45,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.measures import NOT_SCORED, compare, text_windows
 from quantkit.quality.positions import PositionDivergence
 
+pytest.importorskip("matplotlib")
 WINDOW = 128
 CHROMIUM = chromium.executable()
 VOID = {"meta", "link", "input"}
@@ -340,29 +355,64 @@ def test_steps_of_colour_begin_at_round_values() -> None:
     assert len(error_scale([0.0]).limits) == STEPS
 
 
-def _label_value(label: str) -> float:
-    """The value of the label of an axis."""
-    digits, times, power = label.replace(",", "").rpartition("10⁻" if "⁻" in label else "10")
-    exponents = {sign: str(digit) for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-    if not times or not power or power[-1] not in exponents:
-        return float(label.replace(",", ""))
-    exponent = int("".join(exponents[sign] for sign in power)) * (-1 if "⁻" in label else 1)
-    return float(f"{digits.removesuffix('·') or 1}e{exponent}")
-
-
 def test_labels_of_an_axis_are_distinct_and_true() -> None:
     generator = random.Random(1)
-    for _ in range(2000):
+    axes = new_figure(4, 3).subplots()
+    for _ in range(300):
         low = 10 ** generator.uniform(-9, 9) * generator.choice((1, 1, 1, 0))
         high = low + (low or 1) * 10 ** generator.uniform(-6, 3)
-        axis = Axis(*axis_range([low, high])[:2], 0, 250, axis_range([low, high])[2])
-        values = axis.ticks()
-        labels = [tick_label(value) for value in values]
+        axis_range = choose_range([low, high])
+        axes.clear()
+        set_range(axes, "y", axis_range)
+        ticks = [
+            value
+            for value in axes.yaxis.get_majorticklocs()
+            if axis_range.low <= value <= axis_range.high
+        ]
+        labels = [format_tick(value) for value in ticks]
         assert len(labels) == len(set(labels)) >= 2, labels
-        assert [_label_value(label) for label in labels] == pytest.approx(
-            values, rel=1e-9, abs=1e-12 * high
+        assert len(labels) <= 9, labels
+        assert [float(label) for label in labels] == pytest.approx(
+            ticks, rel=1e-8, abs=1e-12 * high
         )
         assert max(map(len, labels)) <= 11, labels
+
+
+def test_an_axis_has_two_ends_and_shows_a_zero_only_where_it_can() -> None:
+    assert choose_range([0.0, 0.001, 1.0]) == (0.001 / 1.6, 1.6, True)
+    assert choose_range([0.0]) == (0.0, 1.0, False)
+    assert choose_range([2.0, 4.0]) == pytest.approx((1.7, 4.3, False))
+    assert choose_range([0.1, 0.2]).low >= 0
+
+
+def test_names_are_shortened_to_a_width_in_every_script() -> None:
+    assert shorten("int4-g64", 20) == "int4-g64"
+    assert shorten("a" * 300, 11) == "aaaaa…aaaa"
+    for name in ("W" * 40, "世界模型量化" * 4, "m" * 40, "i" * 200):
+        short = shorten(name, 20)
+        assert text_width(short) <= 20 * 0.6 < text_width(name)
+        assert (short[0], short[-1]) == (name[0], name[-1])
+    assert text_width("世界") >= 2 * text_width("n")
+    assert shorten("a\x01\n\udcff", 20) == "a\ufffd\ufffd\ufffd"
+
+
+def test_labels_cover_neither_marks_nor_each_other() -> None:
+    occupied = [Box(-5, -5, 5, 5)]
+    within = Box(-100, -100, 100, 100)
+    for _ in range(6):
+        place_label((0, 0), (40, 12), (7, 20, 40), within, occupied)
+    for index, box in enumerate(occupied):
+        assert all(box.overlap(other) == 0 for other in occupied[:index])
+    assert place_label((95, 0), (40, 12), (7,), within, []).right <= 100
+
+
+def test_names_that_are_too_close_move_apart_around_their_middle() -> None:
+    assert spread([0.0, 50.0], 10) == [0.0, 50.0]
+    assert spread([50.0, 0.0, 4.0], 10) == [50.0, -3.0, 7.0]
+    moved = spread([0.0, 1.0, 9.0, 30.0], 10)
+    gaps = [high - low for low, high in pairwise(moved)]
+    assert min(gaps) == pytest.approx(10)
+    assert moved[-1] == 30.0
 
 
 def _light(color: str) -> float:
@@ -380,8 +430,12 @@ def _contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("dark", [False, True])
 def test_everything_can_be_read_on_its_ground(dark: bool) -> None:
     roots = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.S)
-    colors = dict(re.findall(r"--(\w+): (#\w{6})", roots[0] + (roots[1] if dark else "")))
-    for name in ("ink", "muted", "accent", *(f"m{index}" for index in range(6))):
+    colors = PALETTE | dict(re.findall(r"--(\w+): (#\w{6})", roots[0]))
+    if dark:
+        dark_colors = dict(re.findall(r"--(\w+): (#\w{6})", roots[1]))
+        assert dark_colors.keys() >= PALETTE.keys()
+        colors |= dark_colors
+    for name in ("ink", "muted", "accent", *(f"m{index}" for index in range(NUM_COLORS))):
         assert _contrast(colors[name], colors["paper"]) >= 4.5, name
     assert _contrast(colors["ink"], colors["soft"]) >= 4.5
     steps = [_light(colors[f"k{index}"]) for index in range(1, STEPS + 1)]
@@ -440,22 +494,48 @@ def _exact(found: Evaluation) -> Evaluation:
     return replace(found, rows=[found.rows[0], replace(row, texts=texts), found.rows[2]])
 
 
-def _names(page: str) -> list[str]:
-    """Of the charts."""
-    return re.findall(r'<text class="name"[^>]*>([^<]*)</text>', page)
+def _chart_texts(page: str) -> list[str]:
+    charts = re.findall(r'<svg class="chart".*?</svg>', page, re.S)
+    return [text for chart in charts for text in re.findall(r"<text[^>]*>([^<]*)</text>", chart)]
 
 
 def test_a_model_without_any_divergence_is_in_the_charts(found: Evaluation) -> None:
     exact = _exact(found)
-    page = exact.to_html()
-    # Each name in both widths of the scatter and of the two texts' charts.
-    assert {name: _names(page).count(name) for name in ("int8: 0", "int4-g64")} == {
-        "int8: 0": 6,
-        "int4-g64": 6,
-    }
+    # Each name in the chart of sizes, and with its mark in those of the two texts.
+    texts = _chart_texts(exact.to_html())
+    for model, mark in (("int8: 0", "■"), ("int4-g64", "▲")):
+        assert (texts.count(model), texts.count(f"{mark} {model}")) == (1, 2)
     alone = replace(exact, rows=exact.rows[:2], details={})
-    assert _names(alone.to_html()).count("int8: 0") == 6
-    assert axis_range([0.0, 0.001, 1.0])[2]
+    texts = _chart_texts(alone.to_html())
+    assert (texts.count("int8: 0"), texts.count("■ int8: 0")) == (1, 2)
+
+
+def test_charts_have_the_colors_of_the_theme_and_equal_bytes(found: Evaluation) -> None:
+    page = found.to_html()
+    assert found.to_html() == page
+    charts = re.findall(r'<svg class="chart".*?</svg>', page, re.S)
+    assert len(charts) == 3
+    for chart in charts:
+        assert re.findall(r"#[0-9a-f]{6}", chart) == []
+        assert {"var(--m1)", "var(--m2)", "var(--muted)"} <= set(re.findall(r"var\(.*?\)", chart))
+        assert " id=" not in chart
+    for name, color in PALETTE.items():
+        assert f"--{name}:{color};" in page
+
+
+def test_marks_and_charts_are_described(found: Evaluation) -> None:
+    read = _Read(found.to_html())
+    described = [attributes for tag, attributes in read.tags if tag == "svg"]
+    assert [attributes["role"] for attributes in described] == ["img"] * 3
+    measures = found.rows[1].texts["short"]
+    assert measures.divergence is not None
+    point = f"int8 on short: {found.rows[1].megabytes:.2f} MB, "
+    assert sum(text.startswith(point) for text in read.texts) == 1
+    assert point in str(described[0]["aria-label"])
+    for bucket in measures.positions["float"]:
+        title = f"int8, positions {bucket.name}: {bucket.estimate}"
+        assert title in read.texts
+        assert f"{bucket.name}: {bucket.estimate}" in str(described[1]["aria-label"])
 
 
 def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(
@@ -464,19 +544,12 @@ def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(
     buckets = found.rows[1].texts["short"].positions["int8"]
     chart = position_chart([Line(1, "one", True, buckets), Line(2, "two", True, buckets)], "KL")
     assert chart is not None
-    for drawing in chart.drawings:
-        assert (
-            len(
-                {
-                    shape.attributes["d"]
-                    for shape in drawing.shapes
-                    if "transform" in shape.attributes
-                }
-            )
-            == 2
-        )
-        names = [shape.text for shape in drawing.shapes if shape.attributes.get("class") == "name"]
-        assert names == ["one", "two"]
+    marks = re.findall(r'<path d="([^"]*)" transform', chart.svg)
+    assert len(marks) == 2 * len(buckets)
+    assert len(set(marks)) == 2
+    assert chart.svg.count("stroke-dasharray") == 2
+    assert {"■ one", "▲ two"} <= set(_chart_texts(chart.svg))
+    assert chart.keys == ["dashed: with the int8 cache"]
 
 
 @pytest.mark.parametrize(
@@ -638,13 +711,15 @@ def test_the_page_opens_on_phones_and_desks(
             )
             == 0
         )
-    # Of each chart one drawing is shown.
-    shown = (
-        "[...document.querySelectorAll('.chart')].filter(one => one.getClientRects().length).length"
+    # Texts of charts are as large as a phone's reader needs, and nothing is cut off.
+    sizes = (
+        "[...document.querySelectorAll('.chart text')].map(one =>"
+        " parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a)"
     )
-    assert (
-        2 * browser.value(shown) == browser.value("document.querySelectorAll('.chart').length") > 0
-    )
+    assert min(browser.value(sizes)) >= 9.5
+    fonts = "new Set([...document.querySelectorAll('.chart text, body')].map(one =>"
+    fonts += " getComputedStyle(one).fontFamily)).size"
+    assert browser.value(fonts) == 1
 
 
 def test_pointing_at_a_token_shows_what_both_models_expected(

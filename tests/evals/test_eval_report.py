@@ -349,14 +349,23 @@ def test_the_picture_takes_any_name(name: str, found: Evaluation) -> None:
     assert picture(_named(found, [name, f"{name} again", f"{name} and again"]))
 
 
-def test_models_that_do_not_differ_are_left_out_of_a_logarithm(found: Evaluation) -> None:
+def test_a_model_that_does_not_differ_is_at_the_end_of_the_axis(found: Evaluation) -> None:
     pytest.importorskip("matplotlib")
+    import matplotlib
+
     text = found.rows[2].texts["first"]
     assert text.divergence is not None
     same = replace(text, divergence=replace(text.divergence, kl=0.0, kl_error=0.0))
     rows = [found.rows[0], replace(found.rows[2], texts={"first": same}, layer_errors={})]
-    with pytest.raises(RequestError, match="nothing to draw"):
-        picture(replace(found, rows=rows, texts={"first": found.texts["first"]}))
+    shown = replace(found, rows=rows, texts={"first": found.texts["first"]})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert ">int4-g64: 0</text>" in picture(shown, "svg").decode()
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
+def test_a_picture_has_equal_bytes_each_time(kind: str, found: Evaluation) -> None:
+    pytest.importorskip("matplotlib")
+    assert picture(found, kind) == picture(found, kind)
 
 
 @pytest.mark.parametrize(
