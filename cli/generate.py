@@ -11,7 +11,7 @@ from quantkit.cli.generate_args import GenerateArgs
 from quantkit.cli.options import Command
 from quantkit.cli.output import is_rank0_process, require_stdout
 from quantkit.cli.processes import join_group
-from quantkit.jobs.inference.prompts_file import STDIN
+from quantkit.jobs.inference.standard_input import STDIN
 from quantkit.runtime.request import (
     BEAM_SEARCH,
     MAX_NEW_TOKENS,
@@ -120,7 +120,10 @@ def generate(**params: Any) -> None:
         if is_rank0 and args.output in (None, STDIN):
             require_stdout()
         if args.prompts is not None:
-            job = prompts.file_job(args)
+            # Files of prompts need the formats of batch files, which one prompt does not.
+            from quantkit.cli.prompt_files import create_file_job
+
+            job = create_file_job(args)
             if is_rank0:
                 job.prepare()
 
@@ -134,6 +137,8 @@ def generate(**params: Any) -> None:
     common_options = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
     with join_group(common_options, args.device, check=check) as group:
         if job is not None:
-            prompts.run_file(job, group)
+            from quantkit.cli.prompt_files import run_file
+
+            run_file(job, group)
         else:
             prompts.show(args, group)

@@ -13,7 +13,7 @@ from quantkit.cli.options import RUN
 from quantkit.cli.processes import require_models
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
-from quantkit.jobs.inference.prompts_file import STDIN
+from quantkit.jobs.inference.standard_input import STDIN
 from quantkit.prompts.options import parse_request_options
 from quantkit.runtime.request import (
     BATCH_SIZE,

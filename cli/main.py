@@ -98,6 +98,7 @@ class _Commands(click.Group):
     context_class = Context
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The base class would import every command for its first sentence.
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.about) for name, entry in _ENTRIES.items()])
 

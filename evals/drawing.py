@@ -118,6 +118,7 @@ def choose_range(values: Sequence[float]) -> AxisRange:
     """Choose the range of an axis for values; a logarithmic axis shows 0 at its low end."""
     positive = [value for value in values if value > 0]
     if min(values) >= 0 and positive and max(positive) > LOG_RATIO * min(positive):
+        # The marks of the outermost points would be cut off without a margin.
         return AxisRange(min(positive) / 1.6, max(positive) * 1.6, True)
     low = min(values)
     high = max(values)

@@ -98,6 +98,7 @@ class ResponseBuilder:
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
         }
+        # The API counts reasoning among the new tokens, and states its share.
         if has_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return usage

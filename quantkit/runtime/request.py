@@ -468,3 +468,11 @@ def check_total_length(
             else Message("lower ", Option("max_new_tokens")),
         )
     return length
+
+
+def describe_warm_up(num_steps: int) -> str:
+    """Write a note on the number of steps that an engine has compiled."""
+    if num_steps == 0:
+        return "nothing is compiled: the steps are eager"
+    plural = "" if num_steps == 1 else "s"
+    return f"{num_steps} step{plural} compiled"

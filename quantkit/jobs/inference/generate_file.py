@@ -53,13 +53,19 @@ from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import name_partial_folder, require_room_to_build
 from quantkit.jobs.inference.prompt_lines import build_line
-from quantkit.jobs.inference.prompts_file import PromptLine, read_input, read_prompts
+from quantkit.jobs.inference.prompts_file import PromptLine, read_prompts
+from quantkit.jobs.inference.standard_input import read_input
 from quantkit.openai.batch import build_batch_line, is_batch_response, read_batch_number
 from quantkit.openai.responses import ResponseBuilder
 from quantkit.prompts.builder import PromptBuilder
 from quantkit.prompts.options import parse_request_options
 from quantkit.prompts.prompt import Prompt
-from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, create_prompt_logprobs_error
+from quantkit.runtime.request import (
+    BATCH_SIZE,
+    MAX_NEW_TOKENS,
+    create_prompt_logprobs_error,
+    describe_warm_up,
+)
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.token_texts import TokenTexts
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -430,13 +436,6 @@ class FileJob:
             if group.is_rank0:
                 _log.info("%s", describe_warm_up(compiled))
         return engine, tokenizer
-
-
-def describe_warm_up(steps: int) -> str:
-    """Write a note on the number of compiled steps."""
-    if steps:
-        return f"{_pluralize(steps, 'step')} compiled"
-    return "nothing is compiled: the steps are eager"
 
 
 class _Callback:

@@ -39,7 +39,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 from quantkit.base.json_values import LINES_OF_ARRAY, collect_values, format_value
@@ -54,8 +53,6 @@ from quantkit.prompts.prompt import Prompt, PromptFields, PromptKind
 from quantkit.runtime.request import BEAM_SEARCH, create_beam_search_error
 
 _log = logging.getLogger(__name__)
-
-STDIN = "-"
 
 _EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
 _KINDS: tuple[PromptKind, ...] = ("prompt", "messages", "token_ids")
@@ -214,27 +211,6 @@ def _require_known(values: Collection[str]) -> None:
             else:
                 hint = None
             raise RequestError(f"unknown key {format_value(key)}", hint=hint, argument=key)
-
-
-def read_input(file: str | Path, description: str) -> bytes:
-    """Read the content of a file, or of stdin for ``-``.
-
-    Args:
-        description: of the content, for the error.
-
-    Raises:
-        RequestError: if it cannot be read.
-    """
-    name = str(file)
-    try:
-        # Descriptor 0 is stdin, which stays open for others.
-        is_stdin = name == STDIN
-        with open(0 if is_stdin else file, "rb", closefd=not is_stdin) as source:
-            return source.read()
-    except OSError as error:
-        raise RequestError(
-            f"the {description} cannot be read: {error.strerror}", path=name
-        ) from error
 
 
 def _parse_lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -43,6 +43,7 @@ def run_quantization(
     began = time.monotonic()
     plan = prepare(options)
     formats = plan.formats
+    # The driver for these models adds up inputs in one process only.
     if formats.source.config.run_by is not None and group.size > 1:
         raise RequestError(
             "models that transformers runs can only be quantized by one process",
