@@ -302,8 +302,8 @@ def bench(
                 progress=progress,
             )
         if group.is_rank0:
-            warnings = bench_report.warnings(result)
-            notes = bench_report.notes(result)
+            warnings = bench_report.list_warnings(result)
+            notes = bench_report.list_notes(result)
             # An empty line separates the table from the notes below it.
             if (warnings or notes) and table == "terminal":
                 below = [""]

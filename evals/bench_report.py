@@ -230,7 +230,7 @@ def _has_price(benches: Sequence[Bench]) -> bool:
     return benches[0].price_per_hour is not None
 
 
-def warnings(benches: Sequence[Bench]) -> list[str]:
+def list_warnings(benches: Sequence[Bench]) -> list[str]:
     """List reasons to doubt figures, and models that quantization made slower."""
     lines = []
     loads = []
@@ -279,7 +279,7 @@ def warnings(benches: Sequence[Bench]) -> list[str]:
     return lines
 
 
-def notes(benches: Sequence[Bench]) -> list[str]:
+def list_notes(benches: Sequence[Bench]) -> list[str]:
     """List each model that one thread decodes faster than several, and each omitted
     measurement.
     """

@@ -159,7 +159,8 @@ def _build_divergence_table(evaluation: EvaluationData, reference: str) -> Table
     compared = evaluation.rows[1:]
     several = len(evaluation.texts) > 1
 
-    def build_part(text: str) -> Table:
+    def build_table_of_text(text: str) -> Table:
+        """Build the rows of all models for one text."""
         columns = [_SIZE[0]]
         if several:
             columns.append(("text", lambda _: text))
@@ -170,9 +171,9 @@ def _build_divergence_table(evaluation: EvaluationData, reference: str) -> Table
     rows: list[tuple[str, ...]] = []
     descriptions = []
     for text in evaluation.texts:
-        part = build_part(text)
-        head = part.head
-        rows += part.rows
+        text_table = build_table_of_text(text)
+        head = text_table.head
+        rows += text_table.rows
         descriptions.append(_describe_text(evaluation, text))
     rows += _means(evaluation)
     texts = ", ".join(descriptions)

@@ -304,7 +304,7 @@ class GptqQuantizer(RtnQuantizer):
                     kernels = self.kernels_of(self.device)
                     output = (spec for block in blocks for spec in block.tensors)
                     dtype = choose_scale_dtype(self.source, output)
-                    factors = self._factors(store)
+                    factors = self._measure_output_factors(store)
                     self._solver = GroupSolver(
                         schemes=self.schemes,
                         scale_dtype=dtype,
@@ -325,9 +325,9 @@ class GptqQuantizer(RtnQuantizer):
         # Until no process has anything left on disk.
         self.group.wait()
 
-    def _factors(self, store: ActivationStore) -> OutputFactors | None:
-        """Return how the errors of outputs add up in the blocks that are not solved yet, if that is
-        measured.
+    def _measure_output_factors(self, store: ActivationStore) -> OutputFactors | None:
+        """Measure the factors of outputs' errors for the blocks that are not solved yet; None if no
+        scheme or effort uses them.
         """
         tokens = self.calibration.tokens
         count = self.effort.gradient_samples(self.source.config, tokens.shape)

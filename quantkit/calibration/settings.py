@@ -63,8 +63,8 @@ class GptqSettings:
     def with_effort(
         self, name: EffortName, length: int | None, config: ModelConfig
     ) -> GptqSettings:
-        """Return the same with another effort, and samples of a length; None is the effort's
-        own.
+        """Copy these settings with another effort, and samples of `length` tokens; None takes the
+        length that the effort has for a model.
         """
         return replace(
             self,

@@ -667,8 +667,8 @@ def _probe_logits(
 
 
 def _build_probe_batches(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """Choose the tokens other than texts on which logits are compared; fixed, so that reports are
-    repeatable. Transformers runs tokens at the first positions only.
+    """Choose fixed tokens on which logits are compared in addition to those of texts: random ones,
+    and for models that quantkit runs, some at positions spread over the context.
     """
     config = checkpoint.config
     generator = torch.Generator().manual_seed(1)

@@ -57,7 +57,7 @@ def test_json_to_a_file_leaves_stdout_as_it_is_and_to_stdout_has_it_alone(
     command: str, int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(
-        "quantkit.evals.bench_report.warnings", lambda found: []
+        "quantkit.evals.bench_report.list_warnings", lambda found: []
     )  # what else runs decides on them
     arguments: list[str | Path] = {
         "inspect": ["inspect", int8],
