@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,12 @@ from quantkit.cli.processes import join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.cli.report import report_result, report_written
 from quantkit.errors import RequestError
-from quantkit.jobs.quantize.options import OUTPUT, SCHEMES, QuantizeOptions
+from quantkit.jobs.quantize.options import (
+    OUTPUT,
+    SCHEMES,
+    QuantizeOptions,
+    is_solved_by_default,
+)
 from quantkit.tensors.mix import find_mix
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
@@ -71,7 +77,7 @@ def quantize(data: str | None, **params: Any) -> None:
     with SRC before DST appears. If it differs too much, DST is not written and the exit code is 8.
     Under torchrun all processes share the calibration, and rank 0 does the rounding.
     """
-    # `build_job_arguments` removes some of these options from `params`.
+    # `build_job_arguments` removes `recipe` from `params`.
     reads = list_input_files(params)
     arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
@@ -82,9 +88,7 @@ def quantize(data: str | None, **params: Any) -> None:
 
     # GPTQ alone needs a calibration, whose samples the processes divide among them. Without it
     # rank 0 does all the work, on the CPU.
-    shared = arguments["method"] != "rtn" and (
-        arguments["method"] == "gptq" or _has_int4(arguments["scheme"])
-    )
+    shared = may_need_gptq(arguments)
     if shared and arguments["device"] != "cpu":
         device = None
     else:
@@ -114,24 +118,42 @@ def list_input_files(params: dict[str, Any]) -> list[Any]:
     return [params[name] for name in ("calibration", "recipe", "certify_text")]
 
 
-def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
-    """Return whether a layer may get int4, which GPTQ solves unless another method is requested."""
-    # The job chooses the schemes for a size, and of a mix, itself. Both may be int4.
+def may_need_gptq(arguments: Mapping[str, Any]) -> bool:
+    """Check whether the arguments of `quantkit.quantize` may need GPTQ.
+
+    The job knows the scheme of each layer only once the model is open. It rounds if all processes
+    take part without need, but must not solve without them.
+
+    Raises:
+        RequestError: if `head` or `embedding` is not a scheme.
+    """
+    if arguments["method"] is not None:
+        return bool(arguments["method"] == "gptq")
+    scheme: str | QuantScheme | Recipe | None = arguments["scheme"]
+    # The job chooses the schemes for a size, and of a mix, itself. Both may be solved.
     if scheme is None or isinstance(scheme, str):
         return True
     if isinstance(scheme, QuantScheme):
-        return scheme.bits == 4
-    schemes: list[QuantScheme | None] = [scheme.default]
-    for override in scheme.overrides:
-        schemes.append(override.scheme)
-    # None keeps a layer's floats.
-    return any(candidate is not None and candidate.bits == 4 for candidate in schemes)
+        schemes = [scheme]
+    else:
+        schemes = [scheme.default]
+        for override in scheme.overrides:
+            # None keeps a layer's floats.
+            if override.scheme is not None:
+                schemes.append(override.scheme)
+    for name in ("head", "embedding"):
+        if arguments[name] is not None:
+            schemes.append(QuantScheme.parse(arguments[name]))
+    return any(is_solved_by_default(candidate) for candidate in schemes)
 
 
 def build_job_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Convert the options of the command to arguments of `quantkit.quantize`. Raises
-    `RequestError` unless there is one of a scheme, a recipe and a size, or if a head goes with a
-    recipe.
+    """Convert the options of the command to arguments of `quantkit.quantize`; `recipe` is removed
+    from them.
+
+    Raises:
+        RequestError: unless exactly one of --scheme, --recipe, --target-bits and --max-size is
+            given, or if a head goes with a recipe.
     """
     from quantkit.tensors.recipe import Recipe
 

@@ -252,7 +252,7 @@ def test_a_text_does_not_turn_the_gate_off(
     def failed(*_: object) -> None:
         raise QualityError("too far")
 
-    monkeypatch.setattr("quantkit.jobs.quantize.proof.require_passed", failed)
+    monkeypatch.setattr("quantkit.jobs.quantize.verification.require_passed", failed)
     dst: Any = tmp_path / "out"
     with pytest.raises(RequestError, match="`accept_quality_loss`"):
         quantkit.quantize(demo_model, dst, "int8", accept_quality_loss="false")  # type: ignore[arg-type]

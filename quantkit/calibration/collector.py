@@ -72,8 +72,8 @@ class Collector:
         self._limit = limit
         self._chat_of = chat
         self._requested = column
-        self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
-        self._settled = column is not None
+        self._candidates: tuple[str, ...] = COLUMNS if column is None else (column,)
+        self._is_column_chosen = column is not None
         self._chat: TemplateChat | None = None
         # None before the first conversation.
         self._specials: bool | None = None
@@ -85,16 +85,16 @@ class Collector:
         # Until the chat template has been seen to print none.
         self._prints_tools = True
 
-    def columns(self, columns: Mapping[str, bool]) -> list[str]:
-        """Return the columns of a table to read: that with the documents, see `column`, and the
+    def choose_columns(self, columns: Mapping[str, bool]) -> list[str]:
+        """Return the columns of a table to read: that with the documents and the
         tools of conversations.
         """
-        name = self.column(columns)
+        name = self.choose_document_column(columns)
         if TOOLS in columns and name != TOOLS:
             return [name, TOOLS]
         return [name]
 
-    def column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
+    def choose_document_column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
         """Return the column that has the documents. Raises `RequestError` if there is none.
 
         Args:
@@ -103,16 +103,16 @@ class Collector:
         """
         strings = [name for name, is_string in columns.items() if is_string]
         if (
-            not self._settled
+            not self._is_column_chosen
             and len(strings) == 1
-            and not any(name in columns for name in self._columns)
+            and not any(name in columns for name in self._candidates)
         ):
-            self._columns = (strings[0],)
+            self._candidates = (strings[0],)
             self._notes.append(
                 f"{self._path}: the text is taken from '{strings[0]}', the only column of strings"
             )
-        self._settled = True
-        for name in self._columns:
+        self._is_column_chosen = True
+        for name in self._candidates:
             if name in columns:
                 return name
         found = ", ".join(columns) or "nothing"
@@ -130,7 +130,7 @@ class Collector:
             f"the text column of {place} is unknown",
             path=self._path,
             found=found,
-            expected=" or ".join(self._columns),
+            expected=" or ".join(self._candidates),
             hint=Message("name the text column with ", Option("text_column")),
         )
 
@@ -138,7 +138,8 @@ class Collector:
         """Read rows, each with its place for messages: a string, or a mapping with the columns.
 
         Raises:
-            RequestError: for a row without text, or if no conversation can be rendered.
+            RequestError: for a row without the column, or whose value is neither text nor messages;
+                null counts as an empty text. Also if no conversation can be rendered.
         """
         size = 0
         for place, row in rows:
@@ -146,7 +147,9 @@ class Collector:
             value = row
             tools = None
             if isinstance(row, Mapping):
-                name = self.column({key: isinstance(cell, str) for key, cell in row.items()}, place)
+                name = self.choose_document_column(
+                    {key: isinstance(cell, str) for key, cell in row.items()}, place
+                )
                 value = row[name]
                 tools = row.get(TOOLS)
             messages = read_messages(value)

@@ -33,7 +33,7 @@ TextSource = str | Path | Iterable[object]
 
 _JSON_LINES = (".json", ".jsonl")
 _PARQUET = ".parquet"
-_OF_DATASETS = ("state.json", "dataset_dict.json")  # in folders that `datasets` saved
+_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in folders that `datasets` saved
 _MAX_LINE = 64 * 2**20
 _ROWS_AT_ONCE = 256
 _BUFFER = 2**20
@@ -119,7 +119,7 @@ def read_documents(
         return collector.text(source=str(dataset))
     path = Path(source)
     if path.is_dir():
-        if not any((path / file).is_file() for file in _OF_DATASETS):
+        if not any((path / file).is_file() for file in _SAVED_DATASET_FILES):
             raise RequestError(
                 "is not a folder of text",
                 path=path,
@@ -129,7 +129,7 @@ def read_documents(
                 ),
             )
         collector = Collector(path, limit, column, chat)
-        with _of_datasets(path, "give a folder that Dataset.save_to_disk wrote"):
+        with _translate_dataset_errors(path, "give a folder that Dataset.save_to_disk wrote"):
             collector.collect(_dataset_rows(_load_saved_dataset(path), collector))
         return collector.text()
     return _file_text(path, limit, column, chat)
@@ -192,7 +192,7 @@ def _collect_hub(dataset: HubId, collector: Collector) -> None:
                 [*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"]
             )
             raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
-        with _of_datasets(path, "the form is owner/name:config:split; or give a file"):
+        with _translate_dataset_errors(path, "the form is owner/name:config:split; or give a file"):
             revision = validate_commit(info.sha, path)
             rows = load_dataset(
                 dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True
@@ -201,7 +201,7 @@ def _collect_hub(dataset: HubId, collector: Collector) -> None:
 
 
 @contextmanager
-def _of_datasets(path: str | Path, hint: str) -> Iterator[None]:
+def _translate_dataset_errors(path: str | Path, hint: str) -> Iterator[None]:
     """Turn errors of datasets, fsspec, pyarrow or the HTTP client into a `RequestError`."""
     try:
         yield
@@ -235,7 +235,7 @@ def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object
         columns = {}
         for name, kind in rows.features.items():
             columns[name] = str(getattr(kind, "dtype", "")).endswith("string")
-        rows = rows.select_columns(collector.columns(columns))
+        rows = rows.select_columns(collector.choose_columns(columns))
     return _number_rows(_without_nulls(row) for row in rows)
 
 
@@ -284,7 +284,7 @@ def _parquet_rows(path: Path, collector: Collector) -> Iterator[tuple[str, objec
 
     try:
         with ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as table:
-            names = collector.columns(
+            names = collector.choose_columns(
                 {field.name: str(field.type).endswith("string") for field in table.schema_arrow}
             )
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)

@@ -117,7 +117,7 @@ def batch_samples(config: ModelConfig, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupShape:
     """Linears of a block that share their inputs, as one linear with weights [rows, columns].
     `count` is their number, `writes` whether it ends a branch, or an expert; `share` is the share
     of all tokens that go through it, `factored` whether the gradients by its outputs are used.
@@ -136,20 +136,20 @@ class Group:
         return self.rows * self.columns
 
 
-def groups_of(config: ModelConfig, layer: int) -> list[Group]:
+def groups_of(config: ModelConfig, layer: int) -> list[GroupShape]:
     """Return the groups of a block; of a model known by its tensors only, each linear by itself."""
     if config.tensors is not None:
-        result: list[Group] = []
+        result: list[GroupShape] = []
         for tensor in config.tensors:
             if _is_solved(tensor, layer):
                 result.append(_alone(tensor.module, tensor.shape))
         return result
     counts = compute_sizes(config)
     experts = config.experts
-    groups: list[Group] = []
+    groups: list[GroupShape] = []
     for group in input_groups(config, layer):
         groups.append(
-            Group(
+            GroupShape(
                 group.branch,
                 len(group.linears),
                 sum(counts[linear.dims[0]] for linear in group.linears),
@@ -168,12 +168,12 @@ def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
     return tensor.role == "linear" and tensor.layer == layer
 
 
-def _alone(module: str, shape: tuple[int, ...]) -> Group:
+def _alone(module: str, shape: tuple[int, ...]) -> GroupShape:
     """Return a linear by itself; which share of the tokens an expert gets is not known, and taken
     as a quarter.
     """
     rows, columns = shape
-    return Group(
+    return GroupShape(
         "mlp",
         1,
         rows,
@@ -184,14 +184,14 @@ def _alone(module: str, shape: tuple[int, ...]) -> Group:
     )
 
 
-def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
+def every_group(config: ModelConfig) -> list[tuple[GroupShape, int]]:
     """Return the groups of all kinds of blocks, with the number of blocks that have them."""
     if config.tensors is not None:
         layers = range(config.num_layers)
         return list(
             Counter(group for layer in layers for group in groups_of(config, layer)).items()
         )
-    result: list[tuple[Group, int]] = []
+    result: list[tuple[GroupShape, int]] = []
     for layer, count in layer_kinds(config).items():
         for group in groups_of(config, layer):
             result.append((group, count))

@@ -74,7 +74,7 @@ class GroupSolver:
         bounded: bool = False,
     ) -> dict[str, Result]:
         """Quantize linears for their inputs. If the Hessian stays singular, they are rounded to
-        nearest.
+        nearest, with a `fallback` in their records, for which the gate refuses the result.
 
         Args:
             linears: float32 linears by name.
@@ -95,13 +95,13 @@ class GroupSolver:
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
         for name in linears:
             by_scheme[self.schemes[name]].append(name)
-        weights = {
-            scheme: _stack_weights([linears[name] for name in names])
+        rows_by_scheme = {
+            scheme: _stack_weights_([linears[name] for name in names])
             for scheme, names in by_scheme.items()
         }
         try:
-            solved, excesses = self._solve_rows(
-                weights, linears, statistics, outputs=outputs, bounded=bounded
+            solved, excesses = self._solve_schemes(
+                rows_by_scheme, linears, statistics, drift_of_outputs=outputs, bounded=bounded
             )
         except SingularError as error:
             fallback = {"fallback": str(error)}
@@ -181,7 +181,7 @@ class GroupSolver:
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
         """Return the largest relative error of a weight [O, I] that `verify` accepts on every
-        machine.
+        machine: the gate's bound, less `REPEATABLE`.
         """
         return weight_bound(quantized.to(weight.device), weight, self._coarsest) / (1 + REPEATABLE)
 
@@ -189,13 +189,13 @@ class GroupSolver:
     def _coarsest(self) -> QuantScheme:
         return coarsest(self.schemes.values())
 
-    def _solve_rows(
+    def _solve_schemes(
         self,
-        weights: Mapping[QuantScheme, Tensor],
+        rows_by_scheme: Mapping[QuantScheme, Tensor],
         linears: Mapping[str, nn.Linear],
         statistics: HessianAccumulator,
         *,
-        outputs: bool,
+        drift_of_outputs: bool,
         bounded: bool,
     ) -> tuple[dict[QuantScheme, tuple[QuantTensor, GptqReport]], dict[str, tuple[float, float]]]:
         """Run GPTQ on all rows [O, I] of each scheme.
@@ -206,13 +206,13 @@ class GroupSolver:
         """
         parts = {
             scheme: (rows[self.group.share(len(rows))], len(rows))
-            for scheme, rows in weights.items()
+            for scheme, rows in rows_by_scheme.items()
         }
-        hessian, paired, drift, pairs = statistics.release(self.group)
+        hessian, paired, drift, paired_tokens = statistics.release(self.group)
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            damped = Damped.of_(paired, drift_damping(len(paired), pairs))
+            damped = Damped.of_(paired, drift_damping(len(paired), paired_tokens))
             move = drift[self.group.share(len(drift))]
             for start, stop in row_chunks(
                 len(move), move.shape[1], max_divided_elements(move.device)
@@ -220,24 +220,26 @@ class GroupSolver:
                 move[start:stop] = damped.divide(move[start:stop])
             del damped
             for scheme, (part, _) in parts.items():
-                if outputs:
-                    own = move
+                if drift_of_outputs:
+                    assert len(parts) == 1, "the outputs are those of one linear"
+                    change = move
                 else:
-                    own = times(part, self.group.join(move, len(drift)))
-                targets[scheme] = own.add_(part)
-            del move
+                    change = times(part, self.group.join(move, len(drift)))
+                targets[scheme] = change.add_(part)
+            del move, change
+            # `Damped.of_` has damped `paired` in place.
             paired.diagonal().copy_(diagonal)
         del drift
         hessian = paired if hessian is None else hessian
         del paired
         damped = Damped.of_(hessian)
         factors = self._output_factors(linears)
-        found = {}
+        solved = {}
         excesses: dict[str, tuple[float, float]] = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
             if scheme.of_small_floats:
-                nearest = self._start(scheme, linears, damped.diagonal)
+                nearest = self._round_share(scheme, linears, damped.diagonal)
             else:
                 nearest = None
             factor = factors.pop(scheme, None)
@@ -255,8 +257,8 @@ class GroupSolver:
                     quantized = without_drift.merge_rows(exceeding_rows, quantized)
                     report = second_report.merge_rows(exceeding_rows, report)
                     excesses |= excessive
-            found[scheme] = quantized, report
-        return found, excesses
+            solved[scheme] = quantized, report
+        return solved, excesses
 
     def _solve_share(
         self,
@@ -265,7 +267,7 @@ class GroupSolver:
         damped: Damped,
         scheme: QuantScheme,
         start: QuantTensor | None,
-        outputs: OutputFactor | None,
+        output_factor: OutputFactor | None,
         target: Tensor | None,
     ) -> tuple[QuantTensor, GptqReport]:
         """Run GPTQ on this process's rows of a scheme, and join the rows of all processes on the
@@ -279,7 +281,7 @@ class GroupSolver:
             target=target,
             kernels=self.kernels,
             start=start,
-            outputs=outputs,
+            output_factor=output_factor,
         )
         error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
         joined = rows.map(partial(self._join_rows, total))
@@ -305,22 +307,21 @@ class GroupSolver:
         far as there is one.
         """
         if self.factors is None:
-            taken = {}
-        else:
-            taken = self.factors.take(list(linears))
-        if not taken:
+            return {}
+        whole, factor_by_linear = self.factors.take(list(linears))
+        if not factor_by_linear:
             return {}
         by_scheme: dict[QuantScheme, list[OutputFactor]] = defaultdict(list)
         for name in linears:
-            by_scheme[self.schemes[name]].append(taken[name])
-        if "" in taken and len(by_scheme) == 1:
-            return {next(iter(by_scheme)): taken[""]}
+            by_scheme[self.schemes[name]].append(factor_by_linear[name])
+        if whole is not None and len(by_scheme) == 1:
+            return {next(iter(by_scheme)): whole}
         return {scheme: OutputFactor.concatenate(parts) for scheme, parts in by_scheme.items()}
 
-    def _start(
+    def _round_share(
         self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor
     ) -> QuantTensor:
-        """This process's share of the rows of a scheme, rounded to nearest."""
+        """Round this process's share of the rows of a scheme to nearest."""
         rounded = [
             round_to_nearest(
                 linear.weight,
@@ -333,9 +334,9 @@ class GroupSolver:
             for name, linear in linears.items()
             if self.schemes[name] == scheme
         ]
-        found = concatenate_rows(rounded)
-        share = self.group.share(len(found.codes))
-        return found.rows(share.start, share.stop)
+        all_rows = concatenate_rows(rounded)
+        share = self.group.share(len(all_rows.codes))
+        return all_rows.rows(share.start, share.stop)
 
     def _join_rows(self, total: int, rows: Tensor) -> Tensor:
         """Return all rows of a tensor, of which each process has its share; floats of 16 bits
@@ -356,7 +357,7 @@ def drift_damping(inputs: int, tokens: int) -> float:
     return max(DAMPING, _NOISE * inputs / tokens)
 
 
-def _stack_weights(linears: Sequence[nn.Linear]) -> Tensor:
+def _stack_weights_(linears: Sequence[nn.Linear]) -> Tensor:
     """Return the rows of all linears, one linear below the other; the linears' own weights become
     views of them.
     """

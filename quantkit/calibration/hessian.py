@@ -12,85 +12,91 @@ ROWS_AT_ONCE = 2048
 
 
 class HessianAccumulator:
-    """Sums over the inputs X [N, I] of a layer.
+    """Sums over the inputs X [N, I] of a layer for N tokens.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized
+        unpaired: [I, I] float32, ``X.T @ X`` over the tokens whose counterparts in the unquantized
             model are not known; None if all counterparts are known.
-        paired: the same over the inputs whose counterparts are known.
+        paired: the same over the tokens whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is the difference between the
             unquantized model and this one: in the layer's inputs, or in its outputs.
-        pairs: the number of inputs with a known counterpart.
+        paired_tokens: the number of tokens with a known counterpart.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
-        self.hessian: Tensor | None = None
+        self.unpaired: Tensor | None = None
         self.paired = torch.zeros(width, width, device=device)
         self.drift = torch.zeros(drift_width, width, device=device)
-        self.pairs = 0
-        self._unpaired, self._inputs, self._differences = _Columns(), _Columns(), _Columns()
+        self.paired_tokens = 0
+        self._unpaired_rows = _Columns()
+        self._paired_rows = _Columns()
+        self._differences = _Columns()
 
     def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., I]."""
+        """Add the inputs [..., I] of tokens."""
         rows = inputs.flatten(0, -2)
         while len(rows):
-            rows = self._unpaired.fill(rows)
-            if self._unpaired.full:
+            rows = self._unpaired_rows.fill(rows)
+            if self._unpaired_rows.full:
                 self._sum_unpaired()
 
     def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
-        """Add inputs [..., I] and the unquantized model's difference from them, [..., R]; None,
-        which then holds for all inputs, is no difference.
+        """Add the inputs [..., I] of tokens and the unquantized model's difference from them,
+        [..., R]; None, which then holds for all tokens, is no difference.
         """
         rows = inputs.flatten(0, -2)
-        self.pairs += len(rows)
-        if difference is None:
-            apart = None
-        else:
-            apart = difference.flatten(0, -2)
+        self.paired_tokens += len(rows)
+        waiting_differences: Tensor | None = None
+        if difference is not None:
+            waiting_differences = difference.flatten(0, -2)
         while len(rows):
-            rows = self._inputs.fill(rows)
-            if apart is None:
-                apart = None
-            else:
-                apart = self._differences.fill(apart)
-            if self._inputs.full:
+            rows = self._paired_rows.fill(rows)
+            if waiting_differences is not None:
+                waiting_differences = self._differences.fill(waiting_differences)
+            if self._paired_rows.full:
                 self._sum_pairs()
 
     def release(self, group: ProcessGroup) -> tuple[Tensor | None, Tensor, Tensor, int]:
-        """Hessian over all inputs, paired, drift and pairs of all processes, which the
-        accumulator no longer holds.
+        """Sum over all processes, and let go of the sums.
+
+        Returns:
+            The Hessian over all tokens, None if all of them are paired, as it then equals
+            `paired`; `paired`; `drift`; and `paired_tokens`.
         """
         self._sum_unpaired()
         self._sum_pairs()
-        self._unpaired = self._inputs = self._differences = _Columns()  # frees their memory
+        # Frees the memory of rows that waited.
+        self._unpaired_rows = self._paired_rows = self._differences = _Columns()
         counts = torch.tensor(
-            [int(self.hessian is not None), self.pairs], device=self.paired.device
+            [int(self.unpaired is not None), self.paired_tokens], device=self.paired.device
         )
         group.sum_(counts)
-        unpaired, pairs = counts.tolist()
-        if unpaired:
-            if self.hessian is None:
-                self.hessian = self.paired.clone()
+        unpaired_processes, paired_tokens = counts.tolist()
+        sums = [self.paired]
+        if unpaired_processes:
+            if self.unpaired is None:
+                self.unpaired = self.paired.clone()
             else:
-                self.hessian = self.hessian.add_(self.paired)
-        for sums in (self.hessian, self.paired) if unpaired else (self.paired,):
-            assert sums is not None
-            group.sum_(sums)
-            fill_lower_(sums)
+                self.unpaired = self.unpaired.add_(self.paired)
+            sums = [self.unpaired, self.paired]
+        for products in sums:
+            group.sum_(products)
+            fill_lower_(products)
+        # The local name would keep them in memory.
+        del sums, products
         group.sum_(self.drift)
-        released = self.hessian, self.paired, self.drift, pairs
-        del self.hessian, self.paired, self.drift
+        released = self.unpaired, self.paired, self.drift, paired_tokens
+        del self.unpaired, self.paired, self.drift
         return released
 
     def _sum_unpaired(self) -> None:
-        if (x := self._unpaired.take_all()) is not None:
-            if self.hessian is None:
-                self.hessian = torch.zeros_like(self.paired)
-            add_square_(self.hessian, x)
+        if (x := self._unpaired_rows.take_all()) is not None:
+            if self.unpaired is None:
+                self.unpaired = torch.zeros_like(self.paired)
+            add_square_(self.unpaired, x)
 
     def _sum_pairs(self) -> None:
-        x = self._inputs.take_all()
+        x = self._paired_rows.take_all()
         difference = self._differences.take_all()
         if x is not None:
             add_square_(self.paired, x)

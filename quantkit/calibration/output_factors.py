@@ -29,22 +29,24 @@ class OutputFactors:
         for name in rows:
             self._groups[name] = dict(rows), len(blocks)
 
-    def take(self, names: Collection[str]) -> dict[str, OutputFactor]:
-        """Return the factors of linears that share their inputs, by name; empty where there are
-        none. If those are all linears that do, in order, that of the first is the factor of all
-        together, under ``""``.
+    def take(self, names: Collection[str]) -> tuple[OutputFactor | None, dict[str, OutputFactor]]:
+        """Take the factors of linears that share their inputs.
+
+        Returns:
+            The factor of all together, if these are all linears of their group, in order, else
+            None; and the factor of each by name, empty where there are none.
         """
-        found = self._groups.get(next(iter(names)))
-        if found is None:
-            return {}
-        rows, count = found
+        group = self._groups.get(next(iter(names)))
+        if group is None:
+            return None, {}
+        rows, count = group
         first = next(iter(rows))
         whole = OutputFactor(
             tuple(self._store.take((_KEY, first, number)) for number in range(count))
         )
         for name in rows:
             del self._groups[name]
-        own = {name: whole.rows(rows[name].start, rows[name].stop) for name in names}
+        by_name = {name: whole.rows(rows[name].start, rows[name].stop) for name in names}
         if list(names) == list(rows):
-            return {**own, "": whole}
-        return own
+            return whole, by_name
+        return None, by_name

@@ -73,7 +73,7 @@ class PackagedText:
         cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, token_count: int
     ) -> PackagedText:
         """Tokenize the text, the documents of each kind in an order that depends on the seed, and
-        no more of them than the tokens that are `wanted` need. `chat` renders dialogues; None is
+        no more documents than `token_count` tokens need. `chat` renders dialogues; None is
         for a base model, which reads them as plain text. If the text has nearly no tokens, a
         `RequestError` is raised.
         """
@@ -265,8 +265,6 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
     """
     if tokens is None:
         tokens = CALIBRATION.stat().st_size
-    else:
-        tokens = tokens
     if samples * length > _MAX_PASSES * tokens:
         raise RequestError(
             "the packaged calibration text is too short",

@@ -78,6 +78,10 @@ class TensorBlock:
         """Return the name in the output of one of its tensors."""
         return in_folder(self.folder, name)
 
+    def is_complete_in(self, written: Written) -> bool:
+        """Return whether an earlier run has written all tensors of the block."""
+        return written.names.issuperset(self.to_output_name(spec.name) for spec in self.tensors)
+
     def is_quantized_in(self, written: Written) -> bool:
         """Return whether an earlier run has written all that is calibrated in the block: quantized
         tensors, and scales of the KV cache.
@@ -95,8 +99,8 @@ class RtnQuantizer:
     rounded.
 
     Attributes:
-        importance: returns that of the inputs of linears; called once, before the first of these is
-            rounded to int4.
+        importance: returns that of the inputs of linears; called once, when `running` begins, if
+            any quantized tensor is not written yet.
         cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any;
             called at most once.
         shared: the outer scales of NVFP4; None if no linear is to have some.
@@ -146,8 +150,11 @@ class RtnQuantizer:
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         """Return the tensors of a block that are not written yet, in order; each is made when the
-        iterator reaches it. NaN or Inf where they must not be, and weights too large for their
-        scales, are a `NonFiniteError`.
+        iterator reaches it.
+
+        Raises:
+            NonFiniteError: for NaN or Inf where they must not be, and weights too large for their
+                scales.
         """
         return self._tensors(block, {})
 
@@ -359,6 +366,9 @@ class GptqQuantizer(RtnQuantizer):
         return round_to_nearest(weight, scheme, torch.float16, select_column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
+        """As `RtnQuantizer.solve`; but the call itself solves the linears of a decoder block, with
+        all processes of the group.
+        """
         if block.layer is None or block.layer >= self._stop:
             results = {}
         else:

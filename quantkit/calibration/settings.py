@@ -37,11 +37,12 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
+        tokenizer: splits the text into tokens.
         text, column, samples, length, seed: see `load_calibration`; without a text the packaged one
             is used.
-        effort: its name; see `EFFORTS`.
-        memory_bytes: of activations kept in memory.
-        device: computes.
+        effort_name: see `EFFORTS`.
+        memory_bytes: the most bytes of activations kept in memory.
+        device: where GPTQ computes.
     """
 
     tokenizer: Tokenizer
@@ -50,7 +51,7 @@ class GptqSettings:
     samples: int
     length: int
     seed: int
-    effort: EffortName
+    effort_name: EffortName
     memory_bytes: int
     device: torch.device
 
@@ -58,7 +59,7 @@ class GptqSettings:
         self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]
     ) -> Effort:
         """Return the effort with samples of shape [N, T], for linears of these schemes."""
-        return effort.EFFORTS[self.effort].for_samples(config, shape).for_schemes(schemes)
+        return effort.EFFORTS[self.effort_name].for_samples(config, shape).for_schemes(schemes)
 
     def with_effort(
         self, name: EffortName, length: int | None, config: ModelConfig
@@ -68,7 +69,7 @@ class GptqSettings:
         """
         return replace(
             self,
-            effort=name,
+            effort_name=name,
             length=effort.EFFORTS[name].length(config) if length is None else length,
         )
 
@@ -139,7 +140,7 @@ class GptqSettings:
         return replace(text, notes=(*notes, *text.notes))
 
 
-def sample_settings(
+def make_gptq_settings(
     tokenizer: Tokenizer,
     source: Checkpoint,
     *,
@@ -152,7 +153,7 @@ def sample_settings(
     device: torch.device,
     effort_name: EffortName = "default",
 ) -> GptqSettings:
-    """Return the settings of calibration samples, with defaults for what is None.
+    """Make the settings of GPTQ, with defaults for what is None.
 
     Raises:
         RequestError: if the samples are none, or longer than the model's context.
@@ -160,12 +161,8 @@ def sample_settings(
     context = source.config.max_context
     if samples is None:
         samples = effort.SAMPLES
-    else:
-        samples = samples
     if length is None:
         length = effort.EFFORTS[effort_name].length(source.config)
-    else:
-        length = length
     if length > context:
         raise RequestError(
             "samples are longer than the model's context",
@@ -186,7 +183,7 @@ def sample_settings(
         samples=samples,
         length=length,
         seed=seed,
-        effort=effort_name,
+        effort_name=effort_name,
         memory_bytes=int(activation_memory),
         device=device,
     )

@@ -46,7 +46,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _TRAINED = (Solver.SCALES_TRAINED, Solver.CODES_TRAINED)
 _NUM_WORST = 3
-# Columns in a group of int4.
+# The longest group of int4 in the baseline.
 _COARSEST = 128
 
 SLACK = 1.01
@@ -72,8 +72,9 @@ class TextResult:
         source_perplexity, perplexity: per token.
         kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None
             in manifests of earlier versions, and for too few tokens.
-        rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for
-            a result that is its own baseline.
+        rounding_kl: the mean KL of the RTN baseline; None where no second model was run: the result
+            is its own baseline and has no quantized KV cache, or the source is quantized. None also
+            in manifests of earlier versions.
     """
 
     text: str
@@ -122,12 +123,14 @@ class Gate:
         fallbacks: layers that the solver could not solve, with the reason.
         distorted: layers whose weights changed more than their schemes explain, with the error and
             its bound.
+        is_rounded: whether the weights are those of the RTN baseline; not in manifests.
     """
 
     texts: list[TextResult]
     perplexity_ratio_bound: float
     fallbacks: dict[str, str]
     distorted: dict[str, tuple[float, float]] = field(default_factory=dict)
+    is_rounded: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -223,22 +226,28 @@ def run_gate(
     assigned = schemes(result) if requested is None else requested
     has_cache = result.kv_cache is not None and source.kv_cache is None
     candidates: list[Checkpoint] = [result]
+    is_rounded = False
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
-        # The baseline must round as the result was rounded, or a rounded result would not equal it.
+        input_importance: Importance = {}
         if Solver.WEIGHTED in solvers:
-            weights = importance()
-        elif Solver.SEARCHED in solvers:
-            weights = {}
-        else:
-            weights = None
-        rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
-        if not is_baseline(result, rounded_again, records):
+            input_importance = importance()
+        # Only to recognize a result that was just rounded; the baseline of any other rounds on
+        # spanning scales.
+        same_rounding = RtnBaseline(
+            source,
+            assigned,
+            scale_dtype,
+            searched=Solver.WEIGHTED in solvers or Solver.SEARCHED in solvers,
+            importance=input_importance,
+        )
+        is_rounded = is_baseline(result, same_rounding, records)
+        if not is_rounded:
             candidates.append(RtnBaseline(source, assigned, scale_dtype))
         elif has_cache:
             # The result with floats in its cache.
-            candidates.append(rounded_again)
+            candidates.append(same_rounding)
     if inputs:
         candidates = [RoundedInputs(candidate, inputs) for candidate in candidates]
     bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
@@ -280,10 +289,11 @@ def run_gate(
         if record and "fallback" in record:
             fallbacks[name.removesuffix(".weight")] = str(record["fallback"])
     return Gate(
-        texts,
-        bound.perplexity_ratio,
-        fallbacks,
-        _find_distorted_layers(source, result, records, assigned, progress),
+        texts=texts,
+        perplexity_ratio_bound=bound.perplexity_ratio,
+        fallbacks=fallbacks,
+        distorted=_find_distorted_layers(source, result, records, assigned, progress),
+        is_rounded=is_rounded,
     )
 
 
@@ -304,8 +314,7 @@ def require_passed(
     if problem is None:
         return
     if remedy is None:
-        # Without a baseline, the result is rounded itself.
-        if any(text.rounding_kl is None for text in gate.texts):
+        if gate.is_rounded:
             solver: str = Message(Option("method", value="gptq"))
         elif all(_baseline_passes(text) for text in gate.texts):
             solver = Message("GPTQ with more text, or round with ", Option("method", value="rtn"))
@@ -350,11 +359,15 @@ def _find_distorted_layers(
     assigned: Mapping[str, QuantScheme],
     progress: Progress,
 ) -> dict[str, tuple[float, float]]:
-    """Find the layers whose recorded errors exceed `weight_bound`, with error and bound; for an
-    embedding, any row, as texts have few of the tokens.
+    """Find the layers whose recorded errors exceed their bound: `MAX_ERROR` for those that were
+    only rounded, else `weight_bound`; a layer without a recorded error counts as exceeding. An
+    embedding exceeds it if any row does, as texts have few of the tokens.
+
+    Returns:
+        The error and its bound by module.
     """
     distorted: dict[str, tuple[float, float]] = {}
-    worst = coarsest(assigned.values())
+    coarsest_scheme = coarsest(assigned.values())
     for index, (module, scheme) in enumerate(assigned.items()):
         progress("weights", index, len(assigned), "linears")
         record = records.get(module + ".weight") or {}
@@ -374,7 +387,7 @@ def _find_distorted_layers(
                 if solver == Solver.WEIGHTED:
                     compensated = scheme
                 else:
-                    compensated = worst
+                    compensated = coarsest_scheme
                 bound = weight_bound(*_load_pair(source, result, module), compensated)
         if not error <= bound:
             distorted[module] = (round_figure(error), round_figure(bound))
@@ -412,17 +425,20 @@ class RtnBaseline(CheckpointView):
         assigned: Mapping[str, QuantScheme],
         scale_dtype: DType | None = None,
         *,
-        importance: Importance | None = None,
+        searched: bool = False,
+        importance: Importance = MappingProxyType({}),
     ) -> None:
         """
         Args:
             assigned: the schemes by module.
             scale_dtype: of its scales; None is the source's.
-            importance: round int4 on scales that are searched with it, as `method="rtn"` does; None
-                is on those that span the groups.
+            searched: whether fewer than 8 bits are rounded on searched scales, as `method="rtn"`
+                does, instead of those that span the groups.
+            importance: of inputs by module, for the search.
         """
         super().__init__(source)
         self._scale_dtype = scale_dtype or DType(source.config.dtype)
+        self._searched = searched
         self._importance = importance
         self._shared = SharedScales(source, assigned)
         self._assigned = {}
@@ -451,13 +467,13 @@ class RtnBaseline(CheckpointView):
         if isinstance(value, Tensor):
             scale_dtype = self._scale_dtype.torch
             outer = self._shared.of(module)
-            if self._importance is None:
-                value = quantize_rtn(value, scheme, scale_dtype, outer)
-            else:
-                weights = self._importance.get(module)
+            if self._searched:
+                importance = self._importance.get(module)
                 value, _ = round_to_nearest(
-                    value, scheme, scale_dtype, select_column_kernels, weights, outer
+                    value, scheme, scale_dtype, select_column_kernels, importance, outer
                 )
+            else:
+                value = quantize_rtn(value, scheme, scale_dtype, outer)
         if part is None or by_rows:
             return value
         return part.of_weight(value)

@@ -1,8 +1,8 @@
 """The difference of two models' predictions, and the perplexity of one model.
 
-Figures are natural logarithms in float32. One decoder block is in memory at a time, and long texts
-are split into parts, whose hidden states are at most `STATES_BYTES` per model. Each weight is read
-once per part.
+Log probabilities are natural logarithms in float32; the figures made of them are float64. One
+decoder block is in memory at a time, and long texts are split into parts, whose hidden states are
+at most `STATES_BYTES` per model. Each weight is read once per part.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def collect_tallies(
         width = max(width, other.config.hidden_size)
     parts = _split_into_parts(texts, width)
     layers = reference.config.num_layers
-    head = count_head_layers(reference.config)
-    stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head))
+    head_layers = count_head_layers(reference.config)
+    stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head_layers))
     for part in parts:
         batches: list[Batch] = []
         targets: list[Tensor] = []
@@ -228,13 +228,13 @@ def collect_tallies(
             reference, batches, group=group, progress=stretches.next(layers)
         )
         # Models whose head is to be reported: the reference's with the first of the others.
-        heads = 1
+        unreported_heads = 1
         state_bytes = 4 * width * sum(target_counts)
         # Small models are compared in one pass, as each pass computes the reference's logits again.
         # In the budget, the reference's states count as those of one model.
-        for models in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
+        for run_slice in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
             model_states = []
-            for other, cache in compared[models]:
+            for other, cache in compared[run_slice]:
                 model_states.append(
                     final_hidden(
                         other,
@@ -244,17 +244,17 @@ def collect_tallies(
                         progress=stretches.next(layers),
                     )
                 )
-            head_report = stretches.next(head * (heads + len(model_states)))
-            heads = 0
+            head_report = stretches.next(head_layers * (unreported_heads + len(model_states)))
+            unreported_heads = 0
             pieces = list(head_pieces(target_counts, size))
             for done, rows in enumerate(pieces, start=1):
                 expected = _logits(reference, reference_states, rows, group, finite=finite)
-                numbers = range(models.start, models.stop)
-                for number, states in zip(numbers, model_states, strict=True):
-                    logits = _logits(compared[number][0], states, rows, group, finite=finite)
+                run_indices = range(run_slice.start, run_slice.stop)
+                for run, states in zip(run_indices, model_states, strict=True):
+                    logits = _logits(compared[run][0], states, rows, group, finite=finite)
                     for (batch, batch_rows), p, q in zip(rows, expected, logits, strict=True):
                         text = part[batch][0]
-                        result[text][number].add(p, q, targets[batch][batch_rows])
+                        result[text][run].add(p, q, targets[batch][batch_rows])
                 head_report("layers", done, len(pieces), "layers")
     return result
 
@@ -352,23 +352,23 @@ class Tally:
         self._largest = 0.0
         self._batch_figures: list[tuple[Tensor, ...]] = []
 
-    def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
+    def add(self, reference_logits: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Add the logits [N, V] of both and the targets [N], in the order of the text."""
-        difference = (p - q).abs().max().item()
+        difference = (reference_logits - logits).abs().max().item()
         # `max` of two floats drops a NaN that is its second argument.
         if math.isnan(difference):
             self._largest = difference
         else:
             self._largest = max(self._largest, difference)
-        log_p = p.log_softmax(-1)
-        log_q = q.log_softmax(-1)
+        log_p = reference_logits.log_softmax(-1)
+        log_q = logits.log_softmax(-1)
         # A KL near 0 is a sum of terms of both signs over the vocabulary, which cancel.
         kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
         loss_p = F.nll_loss(log_p, targets, reduction="none", ignore_index=NOT_SCORED)
         loss_q = F.nll_loss(log_q, targets, reduction="none", ignore_index=NOT_SCORED)
-        agreed = p.argmax(-1) == q.argmax(-1)
+        agreed = reference_logits.argmax(-1) == logits.argmax(-1)
         self._batch_figures.append(
             (kl, agreed.double(), loss_p.double(), loss_q.double(), targets != NOT_SCORED)
         )

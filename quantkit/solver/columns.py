@@ -26,14 +26,14 @@ PANEL_COLUMNS = 256
 
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
-Rounds = Callable[[Tensor, Tensor | None, int], None]
-"""Rounds what codes should be to codes less their zero point, in place; takes zero points and
-the number of codes.
+RoundCodes = Callable[[Tensor, Tensor | None, int], None]
+"""Rounds real-valued codes, in place, to the nearest valid codes less their zero points; takes the
+zero points and the number of codes.
 """
 ColumnStep = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None
 ]
-"""Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors;
+"""Takes start, target or inverse, ratios, columns, scale, zero, levels, size, codes and errors;
 see `ColumnKernels`.
 """
 
@@ -49,8 +49,8 @@ class ColumnKernels:
 
     Attributes:
         search_scales: finds scales and zero points.
-        round_in_turn: ``(start, wanted, ...)`` rounds `start` [C, O], which is `wanted` [C, O] with
-            the errors of earlier columns compensated, and writes `wanted` less the codes' values to
+        round_in_turn: ``(start, target, ...)`` rounds `start` [C, O], which is `target` [C, O] with
+            the errors of earlier columns compensated, and writes `target` less the codes' values to
             `errors` [C, O].
         improve_in_turn: ``(start, inverse, ...)`` replaces each code by the best one given all
             others, and writes by how much the values have decreased to `errors`. `start` is the
@@ -77,7 +77,7 @@ def _round_in_turn(
     codes: Tensor,
     errors: Tensor,
     *,
-    round_: Rounds | None = None,
+    round_: RoundCodes | None = None,
 ) -> None:
     # The columns that follow are changed in place.
     start = start.clone()
@@ -105,7 +105,7 @@ def _improve_in_turn(
     codes: Tensor,
     errors: Tensor,
     *,
-    round_: Rounds | None = None,
+    round_: RoundCodes | None = None,
 ) -> None:
     start = start.clone()
     factors = inverse.tolist()
@@ -123,12 +123,12 @@ def _improve_in_turn(
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
 
-def _round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
+def _round_(quotients: Tensor, zero: Tensor | None, levels: int) -> None:
     """Round to the nearest codes less their zero point, in place."""
     if zero is None:
-        steps.round_().clamp_(-(levels // 2), levels // 2 - 1)
+        quotients.round_().clamp_(-(levels // 2), levels // 2 - 1)
     else:
-        steps.round_().add_(zero).clamp_(0, levels - 1).sub_(zero)
+        quotients.round_().add_(zero).clamp_(0, levels - 1).sub_(zero)
 
 
 TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
@@ -145,8 +145,8 @@ def small_float_kernels(kind: Codes) -> ColumnKernels:
     values; there is no zero point.
     """
 
-    def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
-        steps.copy_(float_codes.round_to_code_values(steps, kind))
+    def round_(quotients: Tensor, zero: Tensor | None, levels: int) -> None:
+        quotients.copy_(float_codes.round_to_code_values(quotients, kind))
 
     in_turn = partial(_round_in_turn, round_=round_)
     improve = partial(_improve_in_turn, round_=round_)
@@ -168,11 +168,11 @@ def solve_codes(
         values, times the factor, [I, O] in the factor's order: its squares add up to the squared
         output errors.
     """
-    # In the order of the factor, the first column to round is the last. Columns that are done are
-    # replaced by whitened errors, to use no more memory.
-    remaining = grid.add_minima(target)[order.flip(0)]
-    errors = torch.empty_like(remaining)
-    codes = torch.empty_like(remaining)
+    # In the order of the factor, the first column to round is the last. The buffer holds the target
+    # on entry, and whitened errors where columns are done, to use no more memory.
+    buffer = grid.add_minima(target)[order.flip(0)]
+    errors = torch.empty_like(buffer)
+    codes = torch.empty_like(buffer)
     inputs = len(order)
     for first, last in _ranges(inputs, PANEL_COLUMNS):
         panel = slice(inputs - last, inputs - first)
@@ -181,7 +181,7 @@ def solve_codes(
         diagonal = corner.diagonal().unsqueeze(1)
         # The kernels take columns in the order of rounding, from the first to the last.
         ratios = (corner / diagonal).t().flip(0, 1)
-        panel_target = remaining[panel].flip(0)
+        panel_target = buffer[panel].flip(0)
         whitened = None
         start = panel_target
         panel_errors = torch.empty_like(panel_target)
@@ -203,8 +203,8 @@ def solve_codes(
         product = times(corner, errors[panel])
         if whitened is not None:
             product.add_(whitened)
-        remaining[panel] = product
-    return codes, remaining
+        buffer[panel] = product
+    return codes, buffer
 
 
 def descend(
@@ -240,12 +240,22 @@ def descend(
             rows = ordered[first:last]
         corner = rows[:, columns]
         start = times(rows, missing)
-        moved = torch.empty_like(start)
+        decrease = torch.empty_like(start)
         inverse = corner.diagonal().reciprocal()
-        _run(kernels, kernels.improve_in_turn, start, inverse, corner, columns, grid, codes, moved)
-        missing[columns] += moved
+        _run(
+            kernels,
+            kernels.improve_in_turn,
+            start,
+            inverse,
+            corner,
+            columns,
+            grid,
+            codes,
+            decrease,
+        )
+        missing[columns] += decrease
         # The change of a quadratic form: its gradient times the step, twice, and the step's square.
-        gain -= start.mul_(2).add_(times(corner, moved)).mul_(moved).sum(0)
+        gain -= start.mul_(2).add_(times(corner, decrease)).mul_(decrease).sum(0)
     return codes, gain
 
 
@@ -253,25 +263,25 @@ def _run(
     kernels: ColumnKernels,
     step: ColumnStep,
     start: Tensor,
-    other: Tensor,
+    target_or_inverse: Tensor,
     ratios: Tensor,
     columns: Tensor,
     grid: Grid,
     codes: Tensor,
-    errors: Tensor,
+    written: Tensor,
 ) -> None:
-    """Run a step over the columns of a panel, a few at a time, with the errors of earlier ones
-    compensated.
+    """Run a step over the columns of a panel, a few at a time, with what it has `written` for
+    earlier ones compensated.
     """
     for begin, end in _ranges(len(columns), kernels.max_columns):
         part = slice(begin, end)
         if begin:
-            moved = start[part] + times(ratios[:begin, part].t(), errors[:begin])
+            compensated = start[part] + times(ratios[:begin, part].t(), written[:begin])
         else:
-            moved = start[part]
+            compensated = start[part]
         step(
-            moved,
-            other[part],
+            compensated,
+            target_or_inverse[part],
             ratios[part, part],
             columns[part],
             grid.scale,
@@ -279,7 +289,7 @@ def _run(
             grid.scheme.levels,
             grid.size,
             codes,
-            errors[part],
+            written[part],
         )
 
 

@@ -29,7 +29,7 @@ from quantkit.solver.refit import refit_scales
 from quantkit.solver.two_sided import OUTPUT_DAMPING, OutputFactor, solve_two_sided
 from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor, concatenate_rows
+from quantkit.tensors.qtensor import QuantTensor, concatenate_rows, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 # Shares of the mean diagonal.
@@ -104,8 +104,11 @@ class Damped:
 
     @classmethod
     def of_(cls, hessian: Tensor, min_damping: float = DAMPING) -> Damped:
-        """Damp a Hessian [I, I] in place. NaN or Inf in it is a `NonFiniteError`; if adding the
-        whole mean diagonal is not enough, a `SingularError` is raised.
+        """Damp a Hessian [I, I] in place.
+
+        Raises:
+            NonFiniteError: if it holds NaN or Inf.
+            SingularError: if neither the whole mean diagonal nor `min_damping` times it is enough.
         """
         if not torch.isfinite(hessian).all():
             raise NonFiniteError("the Hessian holds NaN or Inf")
@@ -149,7 +152,7 @@ def solve(
     target: Tensor | None = None,
     kernels: ColumnKernels = TORCH,
     start: QuantTensor | None = None,
-    outputs: OutputFactor | None = None,
+    output_factor: OutputFactor | None = None,
 ) -> tuple[QuantTensor, GptqReport]:
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
@@ -161,8 +164,8 @@ def solve(
         target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.
         kernels: for the device.
         start: the weight rounded to nearest, for schemes in small floats: its scales are kept.
-        outputs: how errors of different outputs add up, for schemes whose scales are floats; see
-            `two_sided`. If that is not known, all outputs count alike. Not changed.
+        output_factor: how errors of different outputs add up, for schemes whose scales are floats;
+            see `two_sided`. If that is not known, all outputs count alike. Not changed.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -170,39 +173,47 @@ def solve(
     if not torch.isfinite(weight).all():
         raise NonFiniteError("the weight holds NaN or Inf")
     rows, columns = weight.shape
+    # A process has no rows where there are more processes than rows.
+    if rows == 0:
+        if start is None:
+            start = quantize_rtn(weight.new_zeros(1, columns), scheme, scale_dtype)
+        sums = torch.zeros(0, dtype=torch.float64, device=weight.device)
+        return start.rows(0, 0), GptqReport(hessian.damping, hessian.dead, sums, sums)
     step = max(1, weights_at_once(weight.device) // columns)
-    bounds = [*range(0, max(rows, 1), step), rows]
+    bounds = [*range(0, rows, step), rows]
     # Feedback between outputs refits the scales: it covers only integers with float scales.
     if start is not None or scheme.scales is not Scales.FLOATS:
-        outputs = None
-    if outputs is not None:
-        bounds = outputs.bounds
+        output_factor = None
+    if output_factor is not None:
+        bounds = output_factor.bounds
     if target is None:
         target = weight
-    weights = []
+    parts = []
     errors = []
     energies = []
     for number, (first, last) in enumerate(pairwise(bounds)):
         # float32 for some rows at a time only.
         rows_target = target[first:last].float().t().contiguous()
-        if outputs is not None:
-            block = outputs.blocks[number]
-            solution = _solve_two_sided(rows_target, hessian, block, scheme, scale_dtype, kernels)
+        if output_factor is not None:
+            output_block = output_factor.blocks[number]
+            solution = _solve_two_sided(
+                rows_target, hessian, output_block, scheme, scale_dtype, kernels
+            )
         elif start is not None:
             solution = _solve_small_floats(rows_target, hessian, start.rows(first, last))
         elif scheme.scales is Scales.FLOATS:
-            solution = _solve_rows(rows_target, hessian, scheme, scale_dtype, kernels)
+            solution = _solve_on_float_scales(rows_target, hessian, scheme, scale_dtype, kernels)
         else:
             solution = _solve_blocks(rows_target, hessian, scheme, kernels)
-        solved_weight, error, energy = solution
-        weights.append(solved_weight)
+        part, error, energy = solution
+        parts.append(part)
         errors.append(error)
         energies.append(energy)
     report = GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
-    return concatenate_rows(weights), report
+    return concatenate_rows(parts), report
 
 
-def _solve_rows(
+def _solve_on_float_scales(
     target: Tensor,
     hessian: Damped,
     scheme: QuantScheme,
@@ -237,19 +248,23 @@ def _solve_rows(
 
 def _solve_two_sided(
     target: Tensor,
-    hessian: Damped,
-    outputs: Tensor,
+    input_damped: Damped,
+    output_block: Tensor,
     scheme: QuantScheme,
     scale_dtype: torch.dtype,
     kernels: ColumnKernels,
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_rows`, given how their outputs add up: the factor [O, O] of these."""
-    searched_scale, zero = kernels.search_scales(target, hessian.diagonal, scheme, scale_dtype)
-    damped = Damped.of_(outputs.clone(), OUTPUT_DAMPING)
-    codes, scale = solve_two_sided(target, hessian, damped, searched_scale, zero, scheme, kernels)
-    del damped
+    """Solve rows as `_solve_on_float_scales`, given how their outputs add up: the factor [O, O] of
+    these.
+    """
+    searched_scale, zero = kernels.search_scales(target, input_damped.diagonal, scheme, scale_dtype)
+    output_damped = Damped.of_(output_block.clone(), OUTPUT_DAMPING)
+    codes, scale = solve_two_sided(
+        target, input_damped, output_damped, searched_scale, zero, scheme, kernels
+    )
+    del output_damped
     grid = Grid.of(scale, zero, scheme, len(target))
-    error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
+    error, energy = _errors(grid.values(codes).sub_(target), target, input_damped)
     return _build_weight(codes, scale, zero, scheme, grid.size), error, energy
 
 
@@ -271,7 +286,9 @@ def _build_weight(
 def _solve_small_floats(
     target: Tensor, hessian: Damped, start: QuantTensor
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_rows` for small floats, on the scales of `start`, by torch alone."""
+    """Solve rows as `_solve_on_float_scales` for small floats, on the scales of `start`, by torch
+    alone.
+    """
     kind = start.scheme.codes
     steps = start.steps.t().contiguous()
     grid = Grid(
@@ -303,7 +320,7 @@ def _errors(missing: Tensor, target: Tensor, hessian: Damped) -> tuple[Tensor, T
 def _solve_blocks(
     target: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_rows` for blocks of GGUF.
+    """Solve rows as `_solve_on_float_scales` for blocks of GGUF.
 
     The float16 scales are fitted to the codes; their integers stay.
     """

@@ -29,10 +29,10 @@ ENDLESS = 1e30
 WEIGHTS_AT_ONCE = 1 << 22
 _DIVIDED_AT_ONCE = 1 << 23
 _GPU_WEIGHTS = 1 << 28
-# Of GPU memory for each weight: twice what the solver needs.
+# GPU bytes reserved for each weight: twice what the solver needs.
 _GPU_BYTES = 80
 _REFIT_BYTES = 1 << 26
-# Weights; torch computes on as few in one thread.
+# Weights whose scales one thread searches at a time on a CPU.
 _SEARCHED = 1 << 15
 
 
@@ -137,7 +137,8 @@ def search_scales(
 
     Args:
         weight: [I, O] float32: inputs first.
-        importance: [I] float32, not negative: the diagonal of the layer's Hessian.
+        importance: [I] float32, not negative: how much the errors of an input's weights count; for
+            GPTQ the diagonal of the Hessian.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in; errors are those of stored scales.
         signed: whether symmetric scales may be negative.
@@ -148,7 +149,7 @@ def search_scales(
     columns, rows = weight.shape
     groups = scheme.groups(columns)
     grouped = weight.view(groups, -1, rows)
-    weights = importance.view(groups, 1, -1)
+    grouped_importance = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
     if scheme.symmetric:
         zero = None
@@ -160,7 +161,8 @@ def search_scales(
     def search(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
             part = grouped[tile[0], :, tile[1]].contiguous()
-            result = _Search(part, weights[tile[0]], scheme, scale_dtype, signed=signed)
+            tile_importance = grouped_importance[tile[0]]
+            result = _Search(part, tile_importance, scheme, scale_dtype, signed=signed)
             scale[tile] = result.scale
             if zero is not None:
                 zero[tile] = result.offset.to(torch.uint8)
@@ -207,14 +209,14 @@ class _Search:
     def __init__(
         self,
         grouped: Tensor,
-        weights: Tensor,
+        importance: Tensor,
         scheme: QuantScheme,
         scale_dtype: torch.dtype,
         *,
         signed: bool,
     ) -> None:
         self._grouped = grouped
-        self._weights = weights
+        self._importance = importance
         self._scheme = scheme
         self._top = scheme.levels - 1
         # Zero is always within the span, so that it has a code.
@@ -255,7 +257,7 @@ class _Search:
         else:
             codes.add_(offset.unsqueeze(1)).clamp_(0, self._top).sub_(offset.unsqueeze(1))
         error = codes.mul_(step).sub_(self._grouped).square_()
-        loss = torch.bmm(self._weights, error).squeeze(1)
+        loss = torch.bmm(self._importance, error).squeeze(1)
         # Never true of NaN, which a step of zero gives.
         better = loss < self._loss * _LESS
         self._loss = torch.where(better, loss, self._loss)

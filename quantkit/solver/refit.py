@@ -24,7 +24,7 @@ def refit_scales(
 
     Returns:
         The scales; by how much the squared output error of each row is less, [O]; and by how much
-        the squared outputs of the target are more than that was, [O].
+        the target's squared outputs exceed the squared output error before the fit, [O].
     """
     groups, rows = scale.shape
     size = codes.shape[0] // groups

@@ -94,7 +94,7 @@ def quantize_searched(
         importance = torch.ones(columns, device=weight.device)
     else:
         importance = importance.to(weight.device)
-    weights = importance.view(groups, -1)
+    grouped_importance = importance.view(groups, -1)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
     if scheme.symmetric:
@@ -110,7 +110,7 @@ def quantize_searched(
     # Smaller chunks than for the search, since each of several passes reads all of a chunk.
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
-        overflowing = grouped.square().mul_(weights).sum(-1).isinf()
+        overflowing = grouped.square().mul_(grouped_importance).sum(-1).isinf()
         if overflowing.any():
             # With an infinite loss for every scale, the search finds none.
             spanning = quantize_rtn(weight[start:stop], scheme, scale_dtype)
@@ -122,9 +122,12 @@ def quantize_searched(
             offset = scheme.levels // 2
         else:
             offset = zero[start:stop].float().unsqueeze(-1)
-        fitted, steps = _fit_scales(grouped, weights, scale[start:stop], offset, scheme)
+        fitted, signed_codes = _fit_scales(
+            grouped, grouped_importance, scale[start:stop], offset, scheme
+        )
         scale[start:stop] = fitted
-        codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
+        unsigned_codes = signed_codes.add_(offset).view(stop - start, columns)
+        codes[start:stop] = unsigned_codes.to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
 
 
@@ -136,52 +139,53 @@ def _quantize_blocks(
     A row has the scales that span its groups where these are better.
     """
     if importance is None:
-        weights = torch.ones(weight.shape[1], device=weight.device)
+        importance = torch.ones(weight.shape[1], device=weight.device)
     else:
-        weights = importance.to(weight.device)
+        importance = importance.to(weight.device)
     parts = []
     for start, stop in row_chunks(weight.shape[0], weight.shape[1], SEARCHED_ELEMENTS // 4):
         rows = weight[start:stop].float()
-        scales = search_blocks(rows.t().contiguous(), weights, scheme, kernels.search_scales)
+        scales = search_blocks(rows.t().contiguous(), importance, scheme, kernels.search_scales)
         grouped = rows.view(len(rows), scheme.groups(rows.shape[1]), -1)
         codes = nearest_codes(grouped, scales, scheme)
         searched = QuantTensor.of_blocks(codes, scales, scheme)
         spanning = quantize_rtn(rows, scheme, torch.float16)
         # By row, not by group: groups share the float16 numbers of a block.
-        searched_loss = (searched.dequantize() - rows).square_().mul_(weights).sum(1)
-        spanning_loss = (spanning.dequantize() - rows).square_().mul_(weights).sum(1)
+        searched_loss = (searched.dequantize() - rows).square_().mul_(importance).sum(1)
+        spanning_loss = (spanning.dequantize() - rows).square_().mul_(importance).sum(1)
         parts.append(searched.merge_rows(searched_loss <= spanning_loss, spanning))
     return concatenate_rows(parts)
 
 
 def _fit_scales(
-    grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
+    grouped: Tensor, importance: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
     """Choose the better of some scales [O, G] and those that fit their codes best; return them and
-    the codes less zero points [O, G, S]. `weights` [G, S] are those of squared errors.
+    the codes less zero points [O, G, S]. `importance` [G, S] is that of squared
+    errors.
 
     A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find
     it.
     """
     spanning = spanning_scales(grouped, scheme, scale.dtype)
     scale = torch.where(spanning.isfinite(), scale, spanning)
-    steps, loss = _round_to_grid(grouped, weights, scale, offset, scheme)
+    signed_codes, loss = _round_to_grid(grouped, importance, scale, offset, scheme)
     # Least squares of one unknown for each group.
-    weighted = steps * weights
-    fitted = ((weighted * grouped).sum(-1) / weighted.mul_(steps).sum(-1)).to(scale.dtype)
-    fitted_steps, fitted_loss = _round_to_grid(grouped, weights, fitted, offset, scheme)
+    weighted = signed_codes * importance
+    fitted = ((weighted * grouped).sum(-1) / weighted.mul_(signed_codes).sum(-1)).to(scale.dtype)
+    fitted_codes, fitted_loss = _round_to_grid(grouped, importance, fitted, offset, scheme)
     # Never true of NaN, which a scale of zero gives.
     better = fitted_loss < loss
-    chosen_steps = torch.where(better.unsqueeze(-1), fitted_steps, steps)
-    return torch.where(better, fitted, scale), chosen_steps
+    chosen_codes = torch.where(better.unsqueeze(-1), fitted_codes, signed_codes)
+    return torch.where(better, fitted, scale), chosen_codes
 
 
 def _round_to_grid(
-    grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
+    grouped: Tensor, importance: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
     """Round to codes less zero points [O, G, S]; return them, and their weighted squared errors
     [O, G].
     """
     wide = scale.float().unsqueeze(-1)
-    steps = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1).sub_(offset)
-    return steps, (steps * wide).sub_(grouped).square_().mul_(weights).sum(-1)
+    signed_codes = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1).sub_(offset)
+    return signed_codes, (signed_codes * wide).sub_(grouped).square_().mul_(importance).sum(-1)

@@ -1,5 +1,5 @@
-"""The names of llama.cpp's mixes of types, such as Q4_K_M; `jobs.gguf_mix` knows which tensors
-get which.
+"""The names of llama.cpp's mixes of types, such as Q4_K_M; `jobs.quantize.gguf_mix` knows which
+tensors get which.
 """
 
 from __future__ import annotations

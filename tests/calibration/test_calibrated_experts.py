@@ -105,7 +105,7 @@ def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_p
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
     floats, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
     assert _kl(floats, solved) < 0.8 * _kl(
-        floats, RtnBaseline(floats, schemes(solved), importance={})
+        floats, RtnBaseline(floats, schemes(solved), searched=True)
     )
     assert quantkit.verify(source, tmp_path / "gptq").ok
     assert quantkit.verify(tmp_path / "gptq").ok

@@ -255,7 +255,7 @@ def test_rounding_with_it_is_closer_to_the_source(tmp_path: Path) -> None:
     assert {one["solver"] for one in made["modules"].values() if one["scheme"]} == {Solver.WEIGHTED}
     result = open_checkpoint(tmp_path / "rtn")
     assert _kl(floats, result) < 0.8 * _kl(
-        floats, RtnBaseline(floats, schemes(result), importance={})
+        floats, RtnBaseline(floats, schemes(result), searched=True)
     )
 
 

@@ -75,6 +75,13 @@ def _names(source: quantkit.StoredCheckpoint) -> list[list[str]]:
     ]
 
 
+def _take_whole(factors: OutputFactors, names: list[str]) -> OutputFactor:
+    """The factor of all linears of a group together."""
+    whole, _ = factors.take(names)
+    assert whole is not None
+    return whole
+
+
 def _dense(factor: OutputFactor) -> Tensor:
     return torch.block_diag(*factor.blocks)
 
@@ -109,7 +116,7 @@ def test_factors_are_products_of_the_whole_models_gradients(
     for names in groups:
         found = torch.autograd.grad(loss, [outs[name] for name in names], retain_graph=True)
         gradients = torch.cat([one.flatten(0, -2) for one in found], 1)
-        whole = factors.take(names)[""]
+        whole = _take_whole(factors, names)
         assert max(map(len, whole.blocks)) <= most
         mask = torch.block_diag(*map(torch.ones_like, whole.blocks))
         expected = gradients.t() @ gradients * mask
@@ -140,8 +147,8 @@ def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) ->
     halves = [_Part(rank, 2) for rank in range(2)]
     parts, whole = [measured(half) for half in halves], measured(SINGLE)
     for names in groups:
-        first, second = (part.take(names)[""].blocks[0] for part in parts)
-        expected = whole.take(names)[""].blocks[0]
+        first, second = (_take_whole(part, names).blocks[0] for part in parts)
+        expected = _take_whole(whole, names).blocks[0]
         torch.testing.assert_close(
             first + second, expected, rtol=0, atol=1e-4 * expected.abs().max().item()
         )
@@ -169,7 +176,7 @@ def test_what_exceeds_the_memory_is_on_disk_and_the_same(demo_model: Path, tmp_p
         )
     assert kept == [0, source.config.num_layers * tokens.numel() * source.config.hidden_size * 2]
     for names in _names(source):
-        held, read = (factors.take(names)[""] for factors in found)
+        held, read = (_take_whole(factors, names) for factors in found)
         assert torch.equal(_dense(held), _dense(read))
     for store in stores:
         store.close()
@@ -181,13 +188,16 @@ def test_linears_are_found_together_or_apart_and_once(store: ActivationStore) ->
     for first in ("a", "d"):
         names = [first, first + "2"]
         factors.keep({names[0]: slice(0, 2), names[1]: slice(2, 6)}, [whole])
-    together = factors.take(["a", "a2"])
-    assert torch.equal(_dense(together[""]), whole)
-    assert torch.equal(_dense(together["a2"]), whole[2:, 2:])
-    (apart,) = factors.take(["d2"]).items()
-    assert apart[0] == "d2"
-    assert torch.equal(_dense(apart[1]), whole[2:, 2:])
-    assert factors.take(["a", "a2"]) == factors.take(["d"]) == factors.take(["unknown"]) == {}
+    together, by_name = factors.take(["a", "a2"])
+    assert together is not None
+    assert torch.equal(_dense(together), whole)
+    assert torch.equal(_dense(by_name["a2"]), whole[2:, 2:])
+    together, by_name = factors.take(["d2"])
+    assert together is None
+    assert list(by_name) == ["d2"]
+    assert torch.equal(_dense(by_name["d2"]), whole[2:, 2:])
+    for names in (["a", "a2"], ["d"], ["unknown"]):
+        assert factors.take(names) == (None, {})
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,10 +18,13 @@ import quantkit
 from quantkit.cli.main import quantkit as root
 from quantkit.cli.options import parse_file_size, parse_memory
 from quantkit.cli.output import note
+from quantkit.cli.quantize import may_need_gptq
 from quantkit.errors import RequestError
 from quantkit.evals.bench import bench
 from quantkit.evals.evaluate import evaluate
 from quantkit.model.device import float_type
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
 
 
 def _commands() -> dict[str, click.Command]:
@@ -221,3 +225,31 @@ def test_of_several_processes_the_first_has_notes(
         monkeypatch.setenv("RANK", rank)
         note(f"from {rank}")
     assert capfd.readouterr().err == "quantkit: note: from 0\n"
+
+
+INT4, INT8 = QuantScheme.parse("int4-g128"), QuantScheme.parse("int8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ({"scheme": INT8}, False),
+        ({"scheme": INT4}, True),
+        ({"scheme": QuantScheme.parse("q6_k")}, True),
+        ({"scheme": INT8, "head": "int4-g128"}, True),
+        ({"scheme": INT8, "head": "int8", "embedding": "int8"}, False),
+        ({"scheme": INT8, "embedding": "q6_k"}, True),
+        ({"scheme": Recipe(INT8, (Override("*.0.*", QuantScheme.parse("q5_k")),))}, True),
+        ({"scheme": Recipe(INT8, (Override("*.0.*", None),)), "embedding": "int8"}, False),
+        ({"scheme": "q4_k_m"}, True),
+        ({"scheme": None}, True),
+        ({"scheme": INT4, "method": "rtn"}, False),
+        ({"scheme": INT8, "method": "gptq"}, True),
+    ],
+    ids=repr,
+)
+def test_processes_share_all_that_the_job_may_solve(
+    arguments: dict[str, Any], needed: bool
+) -> None:
+    default: dict[str, Any] = {"method": None, "head": None, "embedding": None}
+    assert may_need_gptq(default | arguments) == needed

@@ -129,7 +129,7 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
         statistics = HessianAccumulator(8, 8, torch.device("cpu"))
         if paired:
             statistics.add_pair(inputs[:paired], inputs[:paired])
-        assert statistics.hessian is None  # held only once it is needed
+        assert statistics.unpaired is None  # held only once it is needed
         if paired < 32:
             statistics.add(inputs[paired:])
         calls = 0

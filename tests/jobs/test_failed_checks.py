@@ -68,9 +68,9 @@ def rounded(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHECKS = {
-    "gate": (solve, "quantkit.jobs.quantize.proof.run_gate"),
+    "gate": (solve, "quantkit.jobs.quantize.verification.run_gate"),
     "reading back": (solve, "quantkit.jobs.output.writer.open_unfinished"),
-    "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize.proof.run_gate"),
+    "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize.verification.run_gate"),
     "certificate": (solve_certified, "quantkit.jobs.quantize.certificate.divergence_by_position"),
     "exact comparison": (transcode, "quantkit.jobs.convert.convert.require_exact"),
 }
@@ -111,7 +111,7 @@ def test_a_check_that_raises_deletes_nothing_and_is_repeated_alone(
 def test_the_command_reports_what_is_kept(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.quantize.proof.run_gate", raiser(RequestError))
+    monkeypatch.setattr("quantkit.jobs.quantize.verification.run_gate", raiser(RequestError))
     code, _, err = run(
         capfd,
         "quantize",

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantkit
+from quantkit.base.messages import Option
 from quantkit.base.progress import silent
 from quantkit.calibration import quantizers
 from quantkit.calibration.cache_scales import scale_tokens, scales_of
@@ -183,6 +184,9 @@ def test_the_plan_names_the_cache_and_its_step(source: Path, tmp_path: Path) -> 
     found = quantkit.plan.quantize(source, tmp_path / "made", "int8", kv_cache="fp8")
     assert "KV cache: fp8" in found.lines()
     assert found.steps["scales of the KV cache"] > 0
+    # The gate also runs the result with floats in its cache.
+    plain = quantkit.plan.quantize(source, tmp_path / "made", "int8")
+    assert found.steps["gate"] > plain.steps["gate"]
 
 
 def test_the_same_call_gives_the_same_bytes(source: Path, made: Any, tmp_path: Path) -> None:
@@ -203,8 +207,12 @@ def test_a_cache_that_breaks_the_model_does_not_pass_the_gate(
     assert _made(source, tmp_path / "sound", method).quality.problem() is None
     monkeypatch.setattr(quantizers, "scales_of", _broken)
     monkeypatch.setattr("quantkit.calibration.cache_scales.scales_of", _broken)
-    with pytest.raises(QualityError, match="too far from its source"):
+    with pytest.raises(QualityError, match="too far from its source") as raised:
         _made(source, tmp_path / "broken", method, accept_quality_loss=False)
+    hint = raised.value.message
+    options = [part for part in hint.parts if isinstance(part, Option)]
+    other_method = "rtn" if method == "gptq" else "gptq"
+    assert {option.value for option in options if option.name == "method"} == {other_method}
 
 
 def test_verify_measures_a_model_with_its_cache(source: Path, made: Any, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_where_the_first_process_fails_the_others_exit_as_it_does(
 ) -> None:
     """Here after the gate, while the others wait for its result."""
     code = (
-        "import quantkit.jobs.quantize.proof as job\n"
+        "import quantkit.jobs.quantize.verification as job\n"
         "from quantkit.cli.main import main\n"
         "from quantkit.errors import QualityError\n"
         "def fail(*_):\n"

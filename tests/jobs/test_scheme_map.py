@@ -10,8 +10,10 @@ from command import Capture, run
 from config_cases import config_keys
 
 from quantkit.architectures.families import config_from_hf
+from quantkit.architectures.names import EMBEDDING
+from quantkit.errors import RequestError
 from quantkit.jobs.quantize.scheme_map import SchemeMap
-from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 
@@ -100,3 +102,13 @@ def test_the_notes_of_quantize_name_every_replacement(tmp_path: Path, capfd: Cap
     assert code == 2
     assert "int4-g64" in err
     assert "int8" in err
+
+
+def test_a_tied_head_can_be_kept_like_its_embedding() -> None:
+    config = config_from_hf(config_keys("llama", tie_word_embeddings=True), "config.json")
+    int8 = QuantScheme.parse("int8")
+    kept_head = Override("lm_head", None)
+    scheme_map = SchemeMap.of(Recipe(int8, (kept_head,)), config)
+    assert scheme_map.schemes == SchemeMap.of(Recipe(int8), config).schemes
+    with pytest.raises(RequestError):
+        SchemeMap.of(Recipe(int8, (Override(EMBEDDING, int8), kept_head)), config)

@@ -330,8 +330,18 @@ def test_a_result_that_is_too_far_from_its_source_is_named(
         _several(source, tmp_path / "out")
     assert caught.value.path == tmp_path / "out" / FORMATS[0]
     assert not (tmp_path / "out").exists()
-    made = _several(source, tmp_path / "out", resume=True, accept_quality_loss=True)
+    phases = set()
+    made = _several(
+        source,
+        tmp_path / "out",
+        resume=True,
+        accept_quality_loss=True,
+        progress=lambda phase, *_: phases.add(phase),
+    )
     assert sum("accepted" in note for note in made.notes) == len(FORMATS)
+    # All tensors are written: the resumed run only measures.
+    assert f"gate of {FORMATS[0]}" in phases
+    assert "quantize" not in phases
 
 
 def _no_loss(schemes: Any) -> Any:

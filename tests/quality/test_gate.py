@@ -457,19 +457,24 @@ def test_a_figure_just_beyond_its_bound_is_reported_with_the_digits_that_show_it
 
 
 @pytest.mark.parametrize(
-    ("rounding", "methods"),
-    # The last result is rounded itself.
-    [(0.01, {"rtn"}), (0.03, set()), (None, {"gptq"})],
+    ("rounding", "is_rounded", "methods"),
+    [(0.01, False, {"rtn"}), (0.03, False, set()), (None, True, {"gptq"}), (0.01, True, {"gptq"})],
 )
 def test_the_method_that_may_help_is_named(
-    rounding: float | None, methods: set[str], demo_model: Path, made_int8: Path, tmp_path: Path
+    rounding: float | None,
+    is_rounded: bool,
+    methods: set[str],
+    demo_model: Path,
+    made_int8: Path,
+    tmp_path: Path,
 ) -> None:
     text_result = gate.TextResult(
         "speech", "0", 1, 5.0, 0.0, 0.02, 1.0, 2.0, 2.0, rounding_kl=rounding
     )
     pair = open_checkpoint(demo_model), open_checkpoint(made_int8)
+    measured = gate.Gate([text_result], 1.25, {}, {}, is_rounded)
     with pytest.raises(QualityError) as raised:
-        gate.require_passed(gate.Gate([text_result], 1.25, {}, {}), *pair, tmp_path)
+        gate.require_passed(measured, *pair, tmp_path)
     hint = raised.value.message
     options = [part for part in hint.parts if isinstance(part, Option)]
     assert {option.value for option in options if option.name == "method"} == methods

@@ -23,6 +23,8 @@ from quantkit.solver.gptq import (
     solve,
 )
 from quantkit.solver.grid import Grid, search_scales
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.solver.two_sided import OutputFactor
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -400,3 +402,35 @@ def test_many_groups_are_fitted_with_several_threads() -> None:
         torch.testing.assert_close(
             found[:, row].double(), scale[:, row].double() + change, rtol=1e-3, atol=1e-3
         )
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "int8", "q4_k", "q6_k", "nvfp4"])
+def test_a_share_without_rows_is_like_one_with_rows(name: str) -> None:
+    scheme = QuantScheme.parse(name)
+    weight = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    start = None
+    if scheme.of_small_floats:
+        outer = torch.ones(1)
+        start, _ = round_to_nearest(weight, scheme, torch.float16, lambda _: TORCH, outer=outer)
+    damped = Damped.of_(torch.eye(256))
+    kinds = []
+    for rows in (0, 2):
+        solved, report = solve(
+            weight[:rows],
+            damped,
+            scheme,
+            torch.float16,
+            start=None if start is None else start.rows(0, rows),
+            output_factor=OutputFactor((torch.eye(rows),) if rows else ()),
+        )
+        tensors = [report.error, report.energy]
+
+        def keep(tensor: Tensor, tensors: list[Tensor] = tensors) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        solved.map(keep)
+        # What processes join has the same types and columns in each of them.
+        assert {len(tensor) for tensor in tensors[:3]} == {rows}
+        kinds.append([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+    assert kinds[0] == kinds[1]

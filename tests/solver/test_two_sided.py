@@ -78,7 +78,7 @@ def test_errors_that_add_up_are_smaller(scheme: str) -> None:
     parsed, before = any_scheme(scheme), factor.clone()
 
     def errors(outputs: OutputFactor | None) -> Tensor:
-        quantized, report = solve(weight, hessian, parsed, torch.float32, outputs=outputs)
+        quantized, report = solve(weight, hessian, parsed, torch.float32, output_factor=outputs)
         found = quantized.dequantize() - weight
         own = (found @ hessian.matrix * found).sum(1) - found.square() @ (
             hessian.matrix.diagonal() - hessian.diagonal
@@ -122,7 +122,7 @@ def test_rows_of_a_block_do_not_all_make_up_for_the_same_error(
     factor += 100 * torch.outer(direction, direction)
     losses = []
     for outputs in (None, OutputFactor((factor,))):
-        quantized, _ = solve(weight, hessian, G32, torch.float32, outputs=outputs)
+        quantized, _ = solve(weight, hessian, G32, torch.float32, output_factor=outputs)
         errors = quantized.dequantize() - weight
         losses.append(_loss(errors, hessian.matrix, factor))
         assert errors.norm() < 0.3 * weight.norm()
@@ -133,7 +133,7 @@ def test_uncorrelated_outputs_are_solved_one_by_one() -> None:
     weight, hessian, _ = _problem()
     alone, _ = solve(weight, hessian, G32, torch.float32)
     together, _ = solve(
-        weight, hessian, G32, torch.float32, outputs=OutputFactor((torch.eye(ROWS),))
+        weight, hessian, G32, torch.float32, output_factor=OutputFactor((torch.eye(ROWS),))
     )
     assert (
         alone.codes == together.codes
@@ -144,8 +144,9 @@ def test_uncorrelated_outputs_are_solved_one_by_one() -> None:
 def test_blocks_are_solved_as_if_they_were_layers() -> None:
     weight, hessian, factor = _problem()
     blocks = factor[:20, :20], factor[20:, 20:]
-    whole, _ = solve(weight, hessian, G32, torch.float32, outputs=OutputFactor(blocks))
-    first, _ = solve(weight[:20], hessian, G32, torch.float32, outputs=OutputFactor(blocks[:1]))
+    both_blocks, first_block = OutputFactor(blocks), OutputFactor(blocks[:1])
+    whole, _ = solve(weight, hessian, G32, torch.float32, output_factor=both_blocks)
+    first, _ = solve(weight[:20], hessian, G32, torch.float32, output_factor=first_block)
     assert torch.equal(whole.codes[:20], first.codes)
 
 

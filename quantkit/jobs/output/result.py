@@ -92,7 +92,7 @@ class QuantizeResult:
         allocation: how the schemes were chosen for a size; None where they were given.
         skipped: as in `ConvertResult`.
         effort: of GPTQ; None for rounding.
-        kv_cache: of which its scales are written, such as ``fp8``; None for none.
+        kv_cache: the type of the KV cache whose scales are written, such as ``fp8``; None for none.
         refined: with `refine`, the KL on samples that were held back, as it fell: evaluations with
             their ``step``.
         formats: the result in each format by name, if several were requested; empty for one. `path`
@@ -140,10 +140,10 @@ class QuantizeResult:
         return asdict(replace(self, allocation=None, formats={})) | values
 
     def lines(self) -> list[str]:
-        """Write the report for people: one line, with the divergence and the growth of perplexity
-        over all texts of the gate together, and those of a certificate; of a size to fit before it
-        what was chosen; and last what would make the model smaller. Of several formats those of
-        each, and last the size of all.
+        """Write the report for people: a table of the chosen schemes, if they were chosen for a
+        size; then one line with the divergence and the growth of perplexity over all texts of the
+        gate together; then the certificate; last, hints for a smaller model. Of several formats
+        those of each, and last the size of all.
         """
         duration = time_text(self.seconds)
         if not self.formats:

@@ -25,7 +25,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 _FEWEST_RUNS = 3
 _MEASURED_SECONDS = 0.1
-# That are rounded.
+# Weights of the matrix that is rounded to measure.
 _WEIGHTS = 1 << 19
 # Of the head whose gradients are computed.
 _HEAD_WEIGHTS = 1 << 23

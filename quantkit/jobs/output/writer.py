@@ -72,7 +72,8 @@ class Work:
     Attributes:
         side_files: the files that go with the weights, by name: content, or a file to copy.
         options: all options that determine the bytes of the weights.
-        computed_by: properties of the machine that determine these bytes.
+        computed_by: what else determines these bytes: properties of the machine, a fingerprint of
+            the samples, and the number of processes.
         scratch_bytes: temporary space that the job needs on the destination's disk.
     """
 

@@ -98,7 +98,7 @@ def model_card_files(
     command, recipe = _quantize_command(
         source_name or name, folder, request.command, format_plan, settings, drawn
     )
-    readers = _readers(format_plan, method, measured.unread)
+    readers = _readers(format_plan, method, measured.loading_problem)
     text = _template().render(
         metadata=_metadata(format_plan, method, base, readers),
         name=name,
@@ -263,7 +263,7 @@ def _quality(format_plan: FormatPlan, gate: Gate | WeightsOnly) -> dict[str, obj
     """Lay out the table of the gate's measurements, and list its bounds."""
     if not isinstance(gate, Gate):
         return {}
-    # A model that is only rounded is its own baseline, so that its gate has no such column.
+    # No second model is run for one that is only rounded and has no quantized KV cache.
     rounding = any(text.rounding_kl is not None for text in gate.texts)
     heads = [
         "text",
@@ -484,11 +484,11 @@ def _method_options(
         text = None
     else:
         text = _text_name(settings.text, drawn) or "TEXT"
-    length = EFFORTS[settings.effort].length(config)
+    length = EFFORTS[settings.effort_name].length(config)
     return {
         "method": "gptq",
         "calibration": text,
-        "effort": _omit_default(settings.effort, "default"),
+        "effort": _omit_default(settings.effort_name, "default"),
         # `effort` says the same.
         "thorough": None,
         "samples": _omit_default(settings.samples, SAMPLES),

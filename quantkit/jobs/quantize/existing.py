@@ -18,9 +18,9 @@ from quantkit.jobs.quantize.card import model_card_files
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.measured import Measured
 from quantkit.jobs.quantize.plan import Plan
-from quantkit.jobs.quantize.proof import collect_result, describe_work, open_result
 from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, parse_allocation
-from quantkit.jobs.quantize.work import finalize_schemes, work_of
+from quantkit.jobs.quantize.verification import collect_result, describe_work, open_result
+from quantkit.jobs.quantize.work import settle_schemes_and_samples, work_of
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
@@ -59,7 +59,7 @@ def read_existing_result(
         existing = existing_by_folder[folder]
         existing.require({key: existing.manifest.get(key) for key in expected}, expected)
     # The other processes only wait for the result, so that rank 0 draws all samples.
-    formats, samples = finalize_schemes(
+    formats, samples = settle_schemes_and_samples(
         formats, plan.solver, None, resume=False, group=SINGLE, progress=progress
     )
     plan = replace(plan, formats=formats)

@@ -276,6 +276,10 @@ class Formats:
                 files[name] = plan.side_files
         return merge_by_folder(files)
 
+    def require_side_files(self) -> None:
+        """Raise `UnsupportedError` if `side_files` would."""
+        _ = self.side_files
+
     def work(self, works: Mapping[str, Work]) -> Work:
         """Combine the works of all formats, given by folder."""
         if "" in works:

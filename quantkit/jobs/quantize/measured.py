@@ -18,12 +18,12 @@ class Measured:
         bits_per_weight: their average over all parameters.
         quality: the comparison with the source; by tensors if the model cannot be run.
         certificate: the loss by position; None if it was not requested.
-        unread: why transformers does not load the packed weights; None if it does, or if the model
-            does not need it.
+        loading_problem: why transformers does not load the packed weights; None if it does, or if
+            the model does not need it.
     """
 
     weight_bytes: int
     bits_per_weight: float
     quality: Gate | WeightsOnly
     certificate: PositionCertificate | None = None
-    unread: str | None = None
+    loading_problem: str | None = None

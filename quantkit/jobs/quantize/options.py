@@ -66,6 +66,15 @@ CHECKS = "Checks"
 MODEL_CARD = "Model card"
 OUTPUT = "Output"
 
+# GPTQ solves schemes of at most so many bits unless another method is requested; layers of more
+# bits are rounded.
+_SOLVED_BITS = 6
+
+
+def is_solved_by_default(scheme: QuantScheme) -> bool:
+    """Check whether GPTQ solves a scheme if no method is requested."""
+    return scheme.bits <= _SOLVED_BITS
+
 
 @dataclass(frozen=True)
 class QuantizeOptions:
@@ -373,7 +382,7 @@ class QuantizeOptions:
         elif self.via == "own":
             require_no_code(self.trust_remote_code, Message(Option("via", value="own")))
         if self.via == "transformers":
-            self._check_transformers()
+            self.require_run_by_transformers()
         types = tuple(Activations)
         if self.activations is not None and as_string("activations", self.activations) not in types:
             raise RequestError(
@@ -498,7 +507,6 @@ class QuantizeOptions:
             return
         excluded = {
             Message(Option("tensors_only")): self.tensors_only,
-            Message(Option("via", value="transformers")): self.via == "transformers",
             Message(Option("lora")): self.lora,
             Message(Option("dequantize")): self.dequantize,
             Message(Option("certify_positions")): self.certify_positions,
@@ -514,7 +522,8 @@ class QuantizeOptions:
                     hint="run `quantkit refine` on the result",
                 )
 
-    def _check_transformers(self) -> None:
+    def require_run_by_transformers(self) -> None:
+        """Raise a `RequestError` for an option that models run by transformers do not have."""
         for name in ("target_bits", "max_size", "certify_positions", "template"):
             if getattr(self, name) is not None:
                 raise RequestError(
@@ -535,6 +544,15 @@ class QuantizeOptions:
                 ),
                 found=", ".join(target.name for target in self.targets),
                 expected=NATIVE,
+            )
+        if self.refine:
+            raise RequestError(
+                Message(
+                    Option("refine", value=True),
+                    " cannot be combined with ",
+                    Option("via", value="transformers"),
+                ),
+                hint="run `quantkit refine` on the result",
             )
 
     def _check_method(self) -> None:

@@ -5,7 +5,6 @@ layer.
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ from quantkit.via_transformers.stacks import unstack
 
 
 def prepare(options: QuantizeOptions) -> Plan:
-    """Open a source of floats, assign the schemes and settle the method.
+    """Make the whole plan of a quantization, with every check that needs no weights.
 
     Raises:
         QuantkitError: as `quantize` does.
@@ -321,8 +320,7 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
                 ),
             )
     if source.config.run_by is not None:
-        # The checks of the options raise an error for those that transformers does not serve.
-        _ = replace(options, via="transformers")
+        options.require_run_by_transformers()
     return source
 
 

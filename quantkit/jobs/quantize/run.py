@@ -24,10 +24,10 @@ from quantkit.jobs.quantize.existing import read_existing_result
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.prepare import prepare
-from quantkit.jobs.quantize.proof import verify_output
 from quantkit.jobs.quantize.rounding_probe import is_probed, probe_rounding
 from quantkit.jobs.quantize.size_fit import set_up_size_fit
-from quantkit.jobs.quantize.work import Samples, finalize_schemes, quantizer_of, work_of
+from quantkit.jobs.quantize.verification import verify_output
+from quantkit.jobs.quantize.work import Samples, quantizer_of, settle_schemes_and_samples, work_of
 from quantkit.tensors.qtensor import ROUNDED
 
 
@@ -64,14 +64,14 @@ def run_quantization(
     if group.is_rank0:
         # Missing space and side files that do not fit are errors before anything takes long.
         require_buildable(formats.dst, formats.encoder, resume=options.resume)
-        _ = formats.side_files
+        formats.require_side_files()
         if on_estimate is not None:
             on_estimate(
                 estimate_quantization(plan, fit, length=options.length, resume=options.resume)
             )
     # Ctrl-C tells whether an earlier run's partial output is kept, or that nothing was written.
     try:
-        formats, samples = finalize_schemes(
+        formats, samples = settle_schemes_and_samples(
             formats, plan.solver, fit, resume=options.resume, group=group, progress=progress
         )
     except KeyboardInterrupt as error:
@@ -169,7 +169,9 @@ def _write(
     """
     with quantizer.running(blocks, existing_tensors):
         for block in blocks:
-            if not existing_tensors.names.issuperset(spec.name for spec in block.tensors):
+            # Tensors are reported once they are written: this begins the phase before the first one
+            # is made. There is none to make in a block that an earlier run has written.
+            if not block.is_complete_in(existing_tensors):
                 writer.report_progress()
             for name, tensor, record in quantizer.solve(block):
                 writer.put(name, tensor, record)
@@ -189,7 +191,8 @@ def _follow_rank0(
     """Solve with the other processes, and wait for the result of the first one, which writes."""
     with quantizer.running(blocks, existing_tensors):
         for block in blocks:
-            # The call takes part in the solution; the first process writes the tensors.
+            # The call itself solves the block with the other processes. The iterator that it
+            # returns only makes the tensors to write, which the first process does.
             quantizer.solve(block)
     result: QuantizeResult = group.receive_from_rank0()
     return result

@@ -162,8 +162,8 @@ class SchemeMap:
             scheme.
         schemes: the scheme of each that gets one.
         misfits: the requested scheme of modules whose rows it does not divide.
-        with_others: the requested scheme of experts for which it does not divide the rows of all
-            experts of the layer, which runtimes have as one module.
+        bank_misfits: the requested scheme of experts that got another one because it does not
+            divide the rows of every expert of their layer (runtimes load these as one module).
         reasons: why modules keep their floats, where it is not because the recipe says so.
     """
 
@@ -171,7 +171,7 @@ class SchemeMap:
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
-    with_others: dict[str, QuantScheme] = field(default_factory=dict)
+    bank_misfits: dict[str, QuantScheme] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -184,7 +184,7 @@ class SchemeMap:
         cls,
         recipe: Recipe,
         config: ModelConfig,
-        embeddings: Collection[QuantScheme] = (EMBEDDING_SCHEME,),
+        embedding_schemes: Collection[QuantScheme] = (EMBEDDING_SCHEME,),
     ) -> SchemeMap:
         """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches
         nothing, an override cannot be applied, or linears that are one module on disk would have
@@ -195,12 +195,12 @@ class SchemeMap:
         recurrent = recurrent_linears(config)
         if not columns:
             raise RequestError("nothing would be quantized: no weight of a linear layer was found")
-        embedding = _embedding_scheme(recipe, config, embeddings)
+        embedding = _embedding_scheme(recipe, config, embedding_schemes)
         if embedding is not None:
             columns = {EMBEDDING: config.hidden_size, **columns}
             kept = kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
-        _drop_tied_head_overrides(recipe, config).require_matches(
+        _drop_tied_head_overrides(recipe, config, embedding).require_matches(
             [*columns, *on_disk.values()], _routers(config)
         )
         recurrent_names = _add_disk_names(recurrent, on_disk)
@@ -221,19 +221,19 @@ class SchemeMap:
         for module, scheme in requested.items():
             if scheme:
                 schemes[module] = scheme.fit_to_columns(columns[module])
-        with_others = _fit_together(requested, schemes, columns)
+        bank_misfits = _fit_together(requested, schemes, columns)
         if not schemes.keys() - {EMBEDDING}:
             raise _build_empty_error(recurrent, set(columns) - kept)
         _require_one_scheme(schemes, config)
         misfits = {}
         for module, scheme in requested.items():
-            if scheme and scheme != schemes[module] and module not in with_others:
+            if scheme and scheme != schemes[module] and module not in bank_misfits:
                 misfits[module] = scheme
         reasons = {}
         for module in columns:
             if module in recurrent and module not in schemes:
                 reasons[module] = _RECURRENT
-        return cls(recipe, tuple(columns), schemes, misfits, with_others, reasons)
+        return cls(recipe, tuple(columns), schemes, misfits, bank_misfits, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
         """Let the modules of `too_far` keep their floats, each for a reason. Raises `QualityError`
@@ -251,7 +251,7 @@ class SchemeMap:
             self,
             schemes=schemes,
             misfits=_leave_out(self.misfits, too_far),
-            with_others=_leave_out(self.with_others, too_far),
+            bank_misfits=_leave_out(self.bank_misfits, too_far),
             reasons={**self.reasons, **too_far},
         )
 
@@ -286,7 +286,7 @@ class SchemeMap:
             lines.append(
                 f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
             )
-        for (requested, used), modules in self._by_change(self.with_others).items():
+        for (requested, used), modules in self._by_change(self.bank_misfits).items():
             lines.append(
                 f"{requested} does not divide the rows of all experts of a layer, which runtimes"
                 f" have as one module; {used} is used for {_layers(modules)}"
@@ -315,9 +315,9 @@ class SchemeMap:
             facts[module] = {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
             if module in self.misfits:
                 facts[module]["reason"] = f"{self.misfits[module]} does not divide the row"
-            if module in self.with_others:
+            if module in self.bank_misfits:
                 facts[module]["reason"] = (
-                    f"{self.with_others[module]} does not divide the rows of all experts"
+                    f"{self.bank_misfits[module]} does not divide the rows of all experts"
                 )
         return facts
 
@@ -446,7 +446,7 @@ def find_embedding_override(recipe: Recipe) -> Override | None:
 
 
 def _embedding_scheme(
-    recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]
+    recipe: Recipe, config: ModelConfig, embedding_schemes: Collection[QuantScheme]
 ) -> QuantScheme | None:
     """Find the scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it
     does not support the requested one, or a head that is tied to it has another.
@@ -461,7 +461,7 @@ def _embedding_scheme(
             "the embedding of a model that quantkit does not run itself cannot be quantized",
             found=format_value(override.pattern),
         )
-    if override is not None and scheme is not None and scheme not in embeddings:
+    if override is not None and scheme is not None and scheme not in embedding_schemes:
         raise RequestError(
             "the embedding does not support this scheme",
             found=f"{scheme} for {format_value(override.pattern)}",
@@ -487,16 +487,23 @@ def _embedding_scheme(
     return scheme
 
 
-def _drop_tied_head_overrides(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """Drop the overrides that name a tied head alone, which is the embedding."""
+def _drop_tied_head_overrides(
+    recipe: Recipe, config: ModelConfig, embedding: QuantScheme | None
+) -> Recipe:
+    """Drop the overrides that name a tied head alone, which is the embedding and has its scheme;
+    but not those that keep its floats if that scheme quantizes it.
+    """
     if not config.tied_embeddings:
         return recipe
     # A tied head is no module of its own, so that its name would count as a pattern without match.
     other_modules = (*linear_columns(config), EMBEDDING)
     overrides = []
     for override in recipe.overrides:
-        names_head = override.scheme is not None and override.matches(_HEAD)
-        if not names_head or any(override.matches(module) for module in other_modules):
+        contradicts_embedding = override.scheme is None and embedding is not None
+        names_head_alone = override.matches(_HEAD) and not any(
+            override.matches(module) for module in other_modules
+        )
+        if contradicts_embedding or not names_head_alone:
             overrides.append(override)
     return Recipe(recipe.default, tuple(overrides))
 

@@ -30,9 +30,9 @@ from quantkit.jobs.quantize.measured import Measured
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.prepare import prepare
-from quantkit.jobs.quantize.proof import collect_result, write_manifest_entries
 from quantkit.jobs.quantize.run import run_quantization
 from quantkit.jobs.quantize.sequence_estimate import estimate_sequence
+from quantkit.jobs.quantize.verification import collect_result, write_manifest_entries
 from quantkit.jobs.quantize.work import work_of
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING
 from quantkit.jobs.refine.options import RefineOptions

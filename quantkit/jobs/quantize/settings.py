@@ -10,17 +10,13 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
 from quantkit.calibration.effort import every_group
-from quantkit.calibration.settings import GptqSettings, sample_settings
+from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.quantize.options import QuantizeOptions
+from quantkit.jobs.quantize.options import QuantizeOptions, is_solved_by_default
 from quantkit.model.device import check_device
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
-
-# Schemes of at most so many bits are solved by GPTQ unless another method is requested; layers of
-# more bits are rounded.
-_SOLVED_BITS = 6
 
 
 def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
@@ -43,17 +39,18 @@ def gptq_settings(
     source: Checkpoint,
     tokenizer: Tokenizer | None,
 ) -> GptqSettings | None:
-    """Choose the settings of GPTQ; None for rounding. GPTQ solves int4, and chooses schemes for a
-    size, unless another method was requested.
+    """Choose the settings of GPTQ; None for rounding. GPTQ solves schemes of at most 6 bits, and
+    chooses schemes for a size, unless another method was requested.
 
     Raises:
-        RequestError: if the source cannot be calibrated though int4 or a size needs it; if options
-            of GPTQ are given for a model that is rounded; if the source has no tokenizer; if the
-            samples are none, or longer than the model's context.
+        RequestError: if the source cannot be calibrated though a scheme or a size needs it; if
+            options of GPTQ are given for a model that is rounded; if the source has no tokenizer;
+            if the samples are none, or longer than the model's context.
     """
     sized = options.size is not None
+    solved_schemes = [scheme for scheme in schemes if is_solved_by_default(scheme)]
     # A choice of schemes for a size compares losses on GPTQ's samples.
-    solved = sized or any(scheme.bits <= _SOLVED_BITS for scheme in schemes)
+    solved = sized or bool(solved_schemes)
     if options.method == "rtn" or (options.method is None and not solved):
         options.require_no_calibration()
         return None
@@ -71,7 +68,8 @@ def gptq_settings(
                 hint=Message("choose a scheme and ", Option("method", value="rtn"), " instead"),
             )
         raise RequestError(
-            f"int4 requires GPTQ by default, and the source cannot be calibrated: {lack}",
+            f"{solved_schemes[0]} requires GPTQ by default, and the source cannot be calibrated:"
+            f" {lack}",
             path=source.path,
             hint=Message("round to nearest with ", Option("method", value="rtn")),
         )
@@ -81,7 +79,7 @@ def gptq_settings(
             path=source.path,
             hint=Message("round to nearest with ", Option("method", value="rtn")),
         )
-    return sample_settings(
+    return make_gptq_settings(
         tokenizer,
         source,
         calibration=options.calibration,

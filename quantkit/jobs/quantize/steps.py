@@ -41,7 +41,7 @@ def quantization_steps(
     plan: Plan,
     fit: Fit | None,
     sizes: Sequence[WeightSizes],
-    checked: int,
+    checked_tokens: int,
     length: int | None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Estimate the seconds of each step, in order; and of all steps with each effort of GPTQ, if it
@@ -50,19 +50,19 @@ def quantization_steps(
     Args:
         fit: the choice of schemes for a size, if there is one.
         sizes: of the weights of the source and of the output in each format.
-        checked: tokens on which the source is checked.
+        checked_tokens: those on which the source is checked.
         length: the requested tokens of a sample; None is each effort's own.
     """
     settings = plan.solver.settings
     config = plan.formats.source.config
     speed = Speed(config)
-    steps = _steps(plan, settings, fit, speed, sizes, checked)
+    steps = _steps(plan, settings, fit, speed, sizes, checked_tokens)
     efforts: dict[str, float] = {}
     # The plan shows all efforts, so that a user can compare them before a job begins.
     if settings is not None:
         for name in EFFORTS:
             effort_settings = settings.with_effort(name, length, config)
-            effort_steps = _steps(plan, effort_settings, fit, speed, sizes, checked)
+            effort_steps = _steps(plan, effort_settings, fit, speed, sizes, checked_tokens)
             efforts[name] = math.fsum(effort_steps.values())
     return steps, efforts
 
@@ -73,7 +73,7 @@ def _steps(
     fit: Fit | None,
     speed: Speed,
     sizes: Sequence[WeightSizes],
-    checked: int,
+    checked_tokens: int,
 ) -> dict[str, float]:
     formats = plan.formats
     scheme_map = formats.first.scheme_map
@@ -83,9 +83,9 @@ def _steps(
     weights = _weights(formats.first)
     writing = speed.writing(sum(size.output_bytes for size in sizes), sizes[0].source_bytes)
     if config.measurable:
-        measured = count_gate_tokens(source)
+        gate_tokens = count_gate_tokens(source)
     else:
-        measured = 0
+        gate_tokens = 0
     steps: dict[str, float] = {}
     if settings is None and not config.measurable:
         steps["rounding errors"] = speed.rounding(weights, searched=True)
@@ -93,11 +93,11 @@ def _steps(
         steps |= _estimate_steps_before_check(settings, fit, speed)
         shape = settings.samples, settings.length
         effort = settings.effort_on(config, shape, scheme_map.linears.values())
-    if checked:
-        steps[SOURCE_CHECK] = speed.forward(checked)
+    if checked_tokens:
+        steps[SOURCE_CHECK] = speed.forward(checked_tokens)
     if is_probed(source, settings):
-        passes = speed.forward(window_length(source), models=2)
-        steps[PROBE] = passes + speed.rounding(weights, searched=False)
+        forward_seconds = speed.forward(window_length(source), models=2)
+        steps[PROBE] = forward_seconds + speed.rounding(weights, searched=False)
     if settings is not None:
         flops = costs.gradient_flops(config, shape, effort)
         # Only the thorough effort has a backward pass.
@@ -122,14 +122,16 @@ def _steps(
         steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
     for folder in formats.by_folder:
         # A model that is only rounded is its own baseline: two models run instead of three, and the
-        # weights are rounded once more.
+        # weights are rounded once more. With a quantized KV cache it also runs with floats there,
+        # and its weights are rounded again for that.
         if config.measurable and settings is None:
-            gate_seconds = speed.forward(measured, models=2)
-            gate_seconds += speed.rounding(weights, searched=True)
+            extra_models = int(plan.solver.kv_cache is not None)
+            gate_seconds = speed.forward(gate_tokens, models=2 + extra_models)
+            gate_seconds += (1 + extra_models) * speed.rounding(weights, searched=True)
             steps[phase_of("gate", folder)] = gate_seconds
         # After GPTQ, weights are rounded for the baseline, and once more to compare their errors.
         elif config.measurable:
-            gate_seconds = speed.forward(measured, models=3)
+            gate_seconds = speed.forward(gate_tokens, models=3)
             gate_seconds += 2 * speed.rounding(weights, searched=False)
             steps[phase_of("gate", folder)] = gate_seconds
         if certified is not None:
@@ -163,10 +165,14 @@ def _estimate_steps_before_check(
         steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
     if fit is not None:
         _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
-        passes = speed.products(choice_flops(config, shape, settings.memory_bytes))
-        head = speed.head_gradients(for_gradients * settings.length)
-        rounding = speed.rounding(count_trial_weights(fit.units, fit.options), searched=True)
-        steps[CHOICE] = _OVERHEAD * (passes + head) + rounding + _SECONDS_OF_CHOICE * speed.linears
+        pass_seconds = speed.products(choice_flops(config, shape, settings.memory_bytes))
+        head_seconds = speed.head_gradients(for_gradients * settings.length)
+        trial_weights = count_trial_weights(fit.units, fit.options)
+        rounding_seconds = speed.rounding(trial_weights, searched=True)
+        choice_seconds = _SECONDS_OF_CHOICE * speed.linears
+        steps[CHOICE] = (
+            _OVERHEAD * (pass_seconds + head_seconds) + rounding_seconds + choice_seconds
+        )
     return steps
 
 

@@ -73,7 +73,7 @@ class Samples:
     survey: Survey | None
 
 
-def finalize_schemes(
+def settle_schemes_and_samples(
     formats: Formats,
     solver: SolverPlan,
     fit: Fit | None,
@@ -140,7 +140,7 @@ def quantizer_of(
     scheme_map = plan.scheme_map
     settings = solver.settings
     shared = SharedScales(source, scheme_map.schemes)
-    kernels_of = _choose_kernels(plan)
+    kernels_of = _choose_kernel_selector(plan)
     if settings is None or samples is None:
         quantizer = RtnQuantizer(
             source,
@@ -203,7 +203,7 @@ def quantizer_of(
     )
 
 
-def _choose_kernels(plan: FormatPlan) -> Callable[[torch.device], ColumnKernels]:
+def _choose_kernel_selector(plan: FormatPlan) -> Callable[[torch.device], ColumnKernels]:
     """Choose the solver's kernels for a device. Scales stay positive where readers round the inputs
     of int4: vLLM's kernels for that were seen to take no others (vllm-project/vllm#48905).
     """
@@ -251,7 +251,7 @@ def work_of(
     if settings is None and (is_weighted or solver.kv_cache is not None):
         computed_by = machine(torch.device("cpu"))
     elif settings is not None and drawn is not None:
-        recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
+        recorded |= {"calibration": drawn.to_json(), "effort": settings.effort_name}
         device = settings.device
         if device.type == "cuda":
             device_kind = torch.cuda.get_device_name(device)

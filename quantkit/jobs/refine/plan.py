@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quantkit.base.arguments import as_path
-from quantkit.calibration.settings import GptqSettings, sample_settings
+from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
 from quantkit.formats.container import StoredCheckpoint
@@ -94,7 +94,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         )
     names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
     require_scales_change(plan, names.weights)
-    settings = sample_settings(
+    settings = make_gptq_settings(
         tokenizer,
         reference,
         calibration=options.calibration,

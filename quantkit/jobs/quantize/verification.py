@@ -91,7 +91,7 @@ def collect_result(
         *format_plan.source.notes,
         *plan.notes,
         *format_plan.notes,
-        *_note_loading_problem(format_plan, measured.unread),
+        *_note_loading_problem(format_plan, measured.loading_problem),
         *format_plan.target.container.notes(format_plan.output),
         *_note_rounded_inputs(format_plan),
         *_note_accepted_losses(format_plan.dst, measured.quality, measured.certificate),
@@ -101,7 +101,7 @@ def collect_result(
         calibration = drawn.to_json()
     effort = None
     if solver.settings is not None:
-        effort = solver.settings.effort
+        effort = solver.settings.effort_name
     embedding = None
     if format_plan.scheme_map.embedding is not None:
         embedding = str(format_plan.scheme_map.embedding)
