@@ -38,6 +38,18 @@ def set_command(command: click.Command | None) -> None:
 
 
 @contextmanager
+def no_command() -> Iterator[None]:
+    """Spell options of no particular command meanwhile, as in the definition of another one."""
+    global _command
+    outer_command = _command
+    _command = None
+    try:
+        yield
+    finally:
+        _command = outer_command
+
+
+@contextmanager
 def command_scope() -> Iterator[None]:
     """Forget the running command at the end: what a script does later concerns no command."""
     try:

@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from quantkit.base.messages import Message
-from quantkit.cli.hints import command_scope, spell
+from quantkit.cli.hints import command_scope, no_command, spell
 from quantkit.cli.options import COMPLETION, Context, exit_codes
 from quantkit.cli.output import drop_output, mention, report_interrupted, say, with_kept
 from quantkit.cli.processes import INTERNAL_ERROR
@@ -73,7 +73,9 @@ class _LateCommands(MutableMapping[str, click.Command]):
     def __getitem__(self, name: str) -> click.Command:
         if name not in self._loaded:
             entry = _ENTRIES[name]
-            module = importlib.import_module(f"quantkit.cli.{entry.module}")
+            # Its help names its own options, and it is imported while the group is the command.
+            with no_command():
+                module = importlib.import_module(f"quantkit.cli.{entry.module}")
             self._loaded[name] = getattr(module, entry.function)
         return self._loaded[name]
 
