@@ -293,7 +293,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_file_size(text: str) -> int:
-    """Parse the size of a file: as `memory` does, or a number of bytes.
+    """Parse the size of a file: as `parse_memory` does, or a number of bytes.
 
     Raises `RequestError` otherwise.
     """

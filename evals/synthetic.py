@@ -183,7 +183,7 @@ def open_shape_checkpoint(source: str | Path, scheme: str | None) -> Checkpoint:
     if not folder.exists() and str(source) in _SHAPES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"
-    if HF.present(folder) or not path.is_file():
+    if HF.find_weight_kinds(folder) or not path.is_file():
         if scheme is not None:
             raise RequestError(
                 "a folder with weights defines its own schemes",

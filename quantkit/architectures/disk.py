@@ -420,7 +420,7 @@ def _orient_experts(
         transposed_tensors[tensor.name] = replace(tensor, shape=transposed_shape, stacked=stacked)
         # The shape of a square matrix does not tell its orientation.
         if rows != columns and shapes.get(tensor.name) == transposed_shape:
-            transposed_layers.add(_cut_layer_prefix(tensor.name))
+            transposed_layers.add(_stack_prefix(tensor.name))
     oriented = []
     for tensor in tensors:
         transposed = transposed_tensors.get(tensor.name, tensor)
@@ -429,13 +429,13 @@ def _orient_experts(
             use_transposed = tensor.stacked is not None and tensor.stacked.transposed
         else:
             use_transposed = (
-                shape == transposed.shape and _cut_layer_prefix(tensor.name) in transposed_layers
+                shape == transposed.shape and _stack_prefix(tensor.name) in transposed_layers
             )
         oriented.append(transposed if use_transposed else tensor)
     return oriented
 
 
-def _cut_layer_prefix(name: str) -> str:
+def _stack_prefix(name: str) -> str:
     """Cut the common prefix of a layer's stacked tensors out of a name."""
     return name.rpartition(".")[0]
 

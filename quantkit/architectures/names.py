@@ -75,10 +75,10 @@ def _column(number: int, block: str) -> dict[str, str]:
 
 CANONICAL = _column(1, BLOCK)
 """Modules by role, those that fused linears get among them."""
-META = _column(2, "layers.{layer}.")
-GGUF = _column(3, "blk.{layer}.")
+META_NAMES = _column(2, "layers.{layer}.")
+GGUF_NAMES = _column(3, "blk.{layer}.")
 """llama.cpp's names."""
-GPT_FAST = META | dict.fromkeys(
+GPT_FAST = META_NAMES | dict.fromkeys(
     ("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv"
 )
 """Meta's, except for queries, keys and values, which are one linear in this order of rows."""

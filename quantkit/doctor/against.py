@@ -19,11 +19,11 @@ from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.checkpoint import read_as_floats, resolve_stored_name, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, resolve_stored_name, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, same_norms, weight_bound
-from quantkit.quality.transcoded import offset_of
+from quantkit.quality.transcoded import norm_offset_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 
@@ -44,7 +44,7 @@ def check(
         reference, patient = open_pair(source, folder.path)
     except QuantkitError as error:
         return [finding("other-model", location, str(error))], []
-    if schemes(reference) or read_as_floats(reference):
+    if schemes(reference) or list_uncarried_weights(reference):
         raise RequestError(
             Message(Option("against"), " is quantized itself"),
             path=source,
@@ -131,7 +131,7 @@ class _Comparison:
         if before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after):
             return True
         dtypes = [DType(self.reference.config.dtype), DType(self.patient.config.dtype)]
-        if same_norms(before, after, offset_of(self.reference.config, name), dtypes):
+        if same_norms(before, after, norm_offset_of(self.reference.config, name), dtypes):
             return True
         return same_bits(before, after)
 

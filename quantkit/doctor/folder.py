@@ -15,7 +15,7 @@ from quantkit.doctor.side_files import CONFIG, PARAMS, SideFiles
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.gguf_io import GgufHeader, read_header
-from quantkit.files.gguf_types import split_name, split_stem
+from quantkit.files.gguf_types import name_part, parse_part_stem
 from quantkit.files.located import locate_existing_model
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.containers.hf_files import index_path
@@ -221,14 +221,14 @@ class Folder(SideFiles):
         # llama.cpp stores the encoder of images in a companion file that is no language model.
         ranked = sorted(paths, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
-        stem = split_stem(first.name)
+        stem = parse_part_stem(first.name)
         count = _PART.search(first.name)
         if stem is None or count is None or int(count[2]) > _MAX_FILES:
             self.other_models = [path for path in ranked if path != first]
             return [first]
         parts = []
         for index in range(int(count[2])):
-            parts.append(first.with_name(split_name(stem, index, int(count[2]))))
+            parts.append(first.with_name(name_part(stem, index, int(count[2]))))
         self.other_models = [path for path in ranked if path not in parts]
         return parts
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
-GGUF = ".gguf"
+GGUF_SUFFIX = ".gguf"
 """The suffix of a model that is one file, or several, and no folder."""
 STEM = "model"
 """The first part of the names of files in a folder."""
@@ -198,13 +198,13 @@ class Split:
         return metadata
 
 
-def split_name(stem: str, index: int, count: int) -> str:
+def name_part(stem: str, index: int, count: int) -> str:
     """Build the file name of part number `index`, from 0, of a model that is split."""
     # Names count parts from 1, metadata from 0.
     return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
 
 
-def split_stem(name: str) -> str | None:
+def parse_part_stem(name: str) -> str | None:
     """Extract the common first part of the names of a model's parts; None if `name` is not the name
     of a part.
     """
@@ -212,7 +212,7 @@ def split_stem(name: str) -> str | None:
     return match["stem"] if match else None
 
 
-def split_count(name: str) -> int:
+def parse_part_count(name: str) -> int:
     """Extract the number of parts of a model from the name of one; 1 for any other name."""
     match = _SPLIT_NAME.fullmatch(name)
     if match:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from quantkit.base.json_values import format_value
 from quantkit.errors import NoSpaceError, QuantkitError, RequestError, UnreachableError
-from quantkit.files.gguf_types import split_stem
+from quantkit.files.gguf_types import parse_part_stem
 from quantkit.files.hub_answers import (
     COMMIT,
     HubFile,
@@ -204,14 +204,14 @@ def select_download_files(names: Collection[str], model: HubModel) -> list[str]:
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf"):
-            models.setdefault(split_stem(name) or name, []).append(name)
+            models.setdefault(parse_part_stem(name) or name, []).append(name)
     # A GGUF file holds config and tokenizer, so no side files are needed.
     if model.file is not None:
         if model.file not in names:
             raise RequestError(
                 "the repository has no such file", path=str(model), found=format_value(model.file)
             )
-        return models[split_stem(model.file) or model.file]
+        return models[parse_part_stem(model.file) or model.file]
     for kind in _WEIGHTS:
         weights = [name for name in names if kind.fullmatch(name)]
         # An index without weights does not count.

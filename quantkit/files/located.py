@@ -14,7 +14,7 @@ from pathlib import Path
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
+from quantkit.files.gguf_types import GGUF_SUFFIX, name_part, parse_part_count, parse_part_stem
 from quantkit.files.hub import PREFIX, HubModel, download, parse_hub_name
 from quantkit.files.source import make_damaged_file_error
 
@@ -41,9 +41,9 @@ def locate_model(path: str | Path) -> Path:
     model = parse_hub_name(str(path))
     if model is None:
         file = Path(path)
-        if file.suffix != GGUF or file.exists():
+        if file.suffix != GGUF_SUFFIX or file.exists():
             return file
-        pattern = f"{glob.escape(file.stem)}-00001-of-{'[0-9]' * 5}{GGUF}"
+        pattern = f"{glob.escape(file.stem)}-00001-of-{'[0-9]' * 5}{GGUF_SUFFIX}"
         first_parts = list(file.parent.glob(pattern))
         # Several are models that were split into different numbers of parts.
         if len(first_parts) == 1:
@@ -101,9 +101,9 @@ def gguf_models(folder: Path) -> list[Path]:
     """List the GGUF models in a folder: the first file of each."""
     first_files: dict[str, Path] = {}
     # Reversed, so that the first part of a split model overwrites the others.
-    for path in sorted(folder.glob(f"*{GGUF}"), reverse=True):
+    for path in sorted(folder.glob(f"*{GGUF_SUFFIX}"), reverse=True):
         if not path.name.lower().startswith(_NO_MODELS):
-            first_files[split_stem(path.name) or path.name] = path
+            first_files[parse_part_stem(path.name) or path.name] = path
     return list(first_files.values())[::-1]
 
 
@@ -118,7 +118,7 @@ def gguf_file(path: Path) -> Path | None:
         return None
     if not path.is_file():
         return None
-    if path.suffix == GGUF:
+    if path.suffix == GGUF_SUFFIX:
         return path
     # Blobs in the hub's cache have no suffix.
     with path.open("rb") as file:
@@ -127,7 +127,7 @@ def gguf_file(path: Path) -> Path | None:
         return None
 
 
-def read_parts(path: Path) -> list[GgufHeader]:
+def read_part_headers(path: Path) -> list[GgufHeader]:
     """Read the headers of all files of the model that a file belongs to, in order.
 
     Raises:
@@ -136,21 +136,21 @@ def read_parts(path: Path) -> list[GgufHeader]:
     """
     header = read_header(path)
     if header.split is None or header.split.count == 1:
-        if split_count(path.name) > 1:
+        if parse_part_count(path.name) > 1:
             raise CheckpointError(
                 "is named like a part of a model, but is a complete model", path=path
             )
         return [header]
-    stem = split_stem(path.name)
+    stem = parse_part_stem(path.name)
     index = header.split.index
     count = header.split.count
     # The names of the other parts follow from the name of this one.
-    if stem is None or path.name != split_name(stem, index, count):
+    if stem is None or path.name != name_part(stem, index, count):
         problem = f"is part {index + 1} of {count} of a model, but is not named like it"
         raise CheckpointError(
-            problem, path=path, expected=split_name(stem or path.stem, index, count)
+            problem, path=path, expected=name_part(stem or path.stem, index, count)
         )
-    files = [path.with_name(split_name(stem, number, count)) for number in range(count)]
+    files = [path.with_name(name_part(stem, number, count)) for number in range(count)]
     missing = [file for file in files if not file.exists()]
     if missing:
         raise make_damaged_file_error(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.files.located import gguf_file, read_parts
+from quantkit.files.located import gguf_file, read_part_headers
 
 CARD = "README.md"
 LICENSE_DETAILS = ("license_name", "license_link")
@@ -369,7 +369,7 @@ def _read_general(path: Path) -> dict[str, Any]:
 def _read_general_metadata(file: Path, size: int, modified: int) -> dict[str, Any]:
     """Read the keys once, since a header with a large vocabulary takes a second."""
     general_metadata: dict[str, Any] = {}
-    for key, value in read_parts(file)[0].metadata.items():
+    for key, value in read_part_headers(file)[0].metadata.items():
         if key.startswith("general."):
             general_metadata[key] = value
     return general_metadata

@@ -133,9 +133,9 @@ def schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     return module_schemes
 
 
-def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
-    """Collect the tensors that are stored as integers whose codes are not carried, with the kind of
-    these integers.
+def list_uncarried_weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """Collect the weights that are stored as codes but read as floats, with the kind of the
+    codes.
     """
     storage_kinds: dict[str, str] = {}
     for name in checkpoint.names():

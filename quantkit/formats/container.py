@@ -16,9 +16,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.files.gguf_types import GGUF, STEM
+from quantkit.files.gguf_types import GGUF_SUFFIX, STEM
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.checkpoint import Checkpoint, parameter_count, read_as_floats, schemes
+from quantkit.formats.checkpoint import Checkpoint, list_uncarried_weights, parameter_count, schemes
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Weight
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, GgmlBlocks
 from quantkit.formats.kv_cache import KvCache
@@ -193,7 +193,7 @@ class Output:
     @property
     def alone(self) -> bool:
         """Return whether it consists of files without side files, except for the manifest."""
-        return self.dst.suffix == GGUF
+        return self.dst.suffix == GGUF_SUFFIX
 
     @property
     def stem(self) -> str:
@@ -229,7 +229,7 @@ class Container(Protocol):
         model_parallel: whether its weights may be split into shards that are loaded together.
         derived: whether its weights are made from others in the same folder, which are preferred.
         read_only: whether it is not written.
-        one_file: whether all weights are in one file unless a largest size is requested.
+        unsplit_by_default: whether all weights are in one file unless a largest size is requested.
     """
 
     name: str
@@ -243,9 +243,9 @@ class Container(Protocol):
     model_parallel: bool = False
     derived: bool = False
     read_only: bool = False
-    one_file: bool = False
+    unsplit_by_default: bool = False
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         """Find the sets of weights at a path, the preferred one first."""
         ...
 
@@ -254,8 +254,8 @@ class Container(Protocol):
         return False
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        """Adapt one of its checkpoints to read all codes as such, also those for which there are
-        no kernels: to prove what was written.
+        """Adapt one of its checkpoints to read all codes as such, also those for which there are no
+        kernels: to carry them to another file, and to compare what was written.
         """
         return checkpoint
 
@@ -337,7 +337,7 @@ def describe_format(checkpoint: StoredCheckpoint) -> str:
     kinds: Counter[str] = Counter()
     for scheme in schemes(checkpoint).values():
         kinds[type_names.get(scheme, str(scheme))] += 1
-    kinds.update(read_as_floats(checkpoint).values())
+    kinds.update(list_uncarried_weights(checkpoint).values())
     if not kinds:
         return checkpoint.format
     kinds_by_count = [kind for kind, _ in kinds.most_common()]

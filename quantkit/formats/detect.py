@@ -64,21 +64,21 @@ def open_checkpoint(
     """
     path = locate_model(as_path("path", path))
     require_finished(path, manifest.NAME)
-    if tensors_only or not made_of_tensors(path):
-        return open_unfinished(
+    if tensors_only or not was_written_tensors_only(path):
+        return open_finished_or_not(
             path, weights, tensors_only=tensors_only, text_part=text_part, floats_as=floats_as
         )
     try:
-        return open_unfinished(path, weights, text_part=text_part, floats_as=floats_as)
+        return open_finished_or_not(path, weights, text_part=text_part, floats_as=floats_as)
     except (CheckpointError, UnsupportedError):
-        return open_unfinished(path, weights, tensors_only=True, floats_as=floats_as)
+        return open_finished_or_not(path, weights, tensors_only=True, floats_as=floats_as)
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
     """Open two checkpoints to compare: if one is opened by its tensors only, so is the other; see
     `open_checkpoint`.
     """
-    if made_of_tensors(a) or made_of_tensors(b):
+    if was_written_tensors_only(a) or was_written_tensors_only(b):
         # All tensors of Meta's folders are known.
         with contextlib.suppress(RequestError):
             return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)
@@ -94,7 +94,7 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
     return first, second
 
 
-def open_unfinished(
+def open_finished_or_not(
     path: str | Path,
     weights: str | None = None,
     *,
@@ -162,7 +162,7 @@ def with_codes(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
     return CONTAINERS[checkpoint.format].with_codes(checkpoint)
 
 
-def made_of_tensors(path: str | Path) -> bool:
+def was_written_tensors_only(path: str | Path) -> bool:
     """Check whether a manifest says that quantkit copied the tensors of an unknown
     architecture.
     """
@@ -183,7 +183,7 @@ def is_model_folder(folder: Path) -> bool:
 def _find_candidates(folder: Path) -> list[Found]:
     candidates: list[Found] = []
     for container in CONTAINERS.values():
-        for kind in container.present(folder):
+        for kind in container.find_weight_kinds(folder):
             candidates.append((kind, container))
     return candidates
 

@@ -24,7 +24,7 @@ from quantkit.text.chat_template import (
     read_named_template,
     template_paths,
 )
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
@@ -69,8 +69,8 @@ def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[s
     if not source.config.measurable:
         # Its files are copied without being read.
         return None, []
-    folder = find_text_folder(source.path)
-    if not present(folder, TOKENIZER_FILES[:2]):
+    folder = locate_or_extract_text_folder(source.path)
+    if not find_copyable_files(folder, TOKENIZER_FILES[:2]):
         require_no_unread_tokenizer(folder)
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer = load_tokenizer(source.path)
@@ -133,7 +133,7 @@ def code_files(source: Checkpoint) -> list[SourceFile]:
     return files
 
 
-def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
+def find_copyable_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
     """Find the files of a folder that exist and may be copied, by name; see
     `is_private_license`.
     """
@@ -235,7 +235,7 @@ def with_templates(
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
     """Open the tokenizer's files and chat templates of a folder; see `SourceFile` for errors."""
-    tokenizer_paths = [folder / name for name in present(folder, TOKENIZER_FILES)]
+    tokenizer_paths = [folder / name for name in find_copyable_files(folder, TOKENIZER_FILES)]
     # Each once: some templates are among the tokenizer's files.
     paths = dict.fromkeys([*tokenizer_paths, *template_paths(folder)])
     return [SourceFile(path) for path in paths]

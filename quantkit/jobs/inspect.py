@@ -14,7 +14,7 @@ from quantkit.base.messages import Message
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import StoredCheckpoint, weight_size
-from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
+from quantkit.formats.detect import WeightKind, open_checkpoint, was_written_tensors_only
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
 from quantkit.quality.figures import manifest_or_empty
@@ -180,7 +180,7 @@ def inspect(
     require_flags(tensors_only=tensors_only)
     path = as_path("path", path)
     checkpoint = _open_for_inspection(
-        path, weights, tensors_only=tensors_only or made_of_tensors(path)
+        path, weights, tensors_only=tensors_only or was_written_tensors_only(path)
     )
     manifest = manifest_or_empty(checkpoint.path)
     run_by = manifest.get("run_by")

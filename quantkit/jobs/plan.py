@@ -28,7 +28,7 @@ from quantkit.jobs.convert.conversion import plan_conversion
 from quantkit.jobs.convert.estimate import estimate_conversion
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.estimate import Estimate, require_buildable
-from quantkit.jobs.output.existing import is_finished
+from quantkit.jobs.output.existing import may_accept_existing
 from quantkit.jobs.quantize.estimate import estimate_quantization
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.prepare import prepare
@@ -233,7 +233,7 @@ def training(
 def _require_room(
     dst: Path, encoder: Encoder, estimate: Estimate, options: ConvertOptions | QuantizeOptions
 ) -> None:
-    if is_finished(dst, options.if_exists):
+    if may_accept_existing(dst, options.if_exists):
         estimate.notes.append(f"{dst}: exists already; it would only be compared")
         return
     require_buildable(dst, encoder, resume=options.resume)

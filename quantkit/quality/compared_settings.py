@@ -14,7 +14,7 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.text.generation_settings import read_other_settings
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.special_tokens import read_tokenizer_config
 from quantkit.text.tokenizer import ids_around_text
 
@@ -41,7 +41,10 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     if not (CONTAINERS[a.format].states_tokens and CONTAINERS[b.format].states_tokens):
         return []
     # The text files of a GGUF file are written to another folder from its metadata.
-    are_folders = find_text_folder(a.path) == a.path and find_text_folder(b.path) == b.path
+    are_folders = (
+        locate_or_extract_text_folder(a.path) == a.path
+        and locate_or_extract_text_folder(b.path) == b.path
+    )
     neutral = dict(_NEUTRAL)
     if are_folders:
         for key in _READERS_DIFFER:

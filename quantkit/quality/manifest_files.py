@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import CheckpointError
-from quantkit.files.gguf_types import GGUF, split_stem
+from quantkit.files.gguf_types import GGUF_SUFFIX, parse_part_stem
 from quantkit.files.located import gguf_file
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
@@ -55,9 +55,9 @@ def _require_own(path: Path, listed: Iterable[str]) -> None:
     # The manifest of a folder has no name of a model, and moves with its files.
     if model_name == path.name:
         return
-    stem = model_name.removesuffix(GGUF)
+    stem = model_name.removesuffix(GGUF_SUFFIX)
     for name in listed:
-        if name != model_name and split_stem(name) != stem:
+        if name != model_name and parse_part_stem(name) != stem:
             raise CheckpointError(
                 "the manifest belongs to another file",
                 path=path,

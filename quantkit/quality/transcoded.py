@@ -35,6 +35,8 @@ from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobe
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
+EXACT_COMPARISON = "exact"
+"""The phase of the comparison."""
 _BUG = "a bug in quantkit, or a disk that fails"
 # Elements that are compared at a time.
 _AT_ONCE = 1 << 23
@@ -51,6 +53,8 @@ class Exact:
         norms: norms that differ, as GGUF adds one to them, which rounds small weights.
         scales_cast: quantized tensors with the source's codes and zero points, and its scales
             rounded to another type.
+        cast: float tensors that are the source's, or what its codes mean, rounded once to another
+            type.
     """
 
     tensors: int
@@ -58,12 +62,13 @@ class Exact:
     floats: int
     norms: int = 0
     scales_cast: int = 0
+    cast: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's form."""
         result: dict[str, Any] = {}
         for name, count in asdict(self).items():
-            if count or name not in ("norms", "scales_cast"):
+            if count or name in ("tensors", "equal", "floats"):
                 result[name] = count
         return result
 
@@ -73,8 +78,12 @@ class Exact:
             lost = f", but {self.norms} norms rounded, to which GGUF adds 1"
         else:
             lost = ""
+        if not self.tensors and self.cast:
+            return (
+                f"all {self.floats + self.cast} tensors equal, {self.cast} of them once cast{lost}"
+            )
         if not self.tensors:
-            return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
+            return f"all {self.floats} tensors equal bit for bit{lost}"
         if self.scales_cast:
             count = f"{self.equal} of {self.tensors} quantized tensors"
             return (
@@ -88,66 +97,69 @@ def require_exact(
     source: Checkpoint,
     result: Checkpoint,
     rounded: Collection[str] = (),
-    cast: Mapping[str, tuple[DType, ...]] = MappingProxyType({}),
+    scale_casts: Mapping[str, tuple[DType, ...]] = MappingProxyType({}),
     *,
+    dequantize: bool = False,
     progress: Progress = silent,
 ) -> Exact:
     """Compare a written model, as its own reader loads it, with its source.
 
-    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may be
-    rounded by that, and are counted.
+    A tensor of another float type must be the source's, rounded once. Norms to which GGUF adds one
+    may be rounded by that, and are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
-        cast: the types to which the scales of other tensors were cast, one after the other, by
-            name.
+        scale_casts: the types to which the scales of other tensors were cast, one after the other,
+            by name.
+        dequantize: whether codes became floats, each rounded once.
 
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
     names = result.names()
-    quantized = floats = norms = scales_cast = 0
+    quantized = floats = norms = scales_cast = casts = 0
     for index, name in enumerate(names):
-        progress("exact", index, len(names), "tensors")
+        progress(EXACT_COMPARISON, index, len(names), "tensors")
         before = source.info(resolve_stored_name(source, name))
         if name in rounded:
             continue
-        if before.scheme is not None:
+        if before.scheme is not None and not dequantize:
             quantized += 1
-            equal = _same_codes(source, result, before.name, name)
+            equal = _same_weight(source, result, before.name, name)
             # A cast to the type that the source has changes nothing, and is not counted.
-            if not equal and name in cast:
-                equal = _same_codes(source, result, before.name, name, cast[name])
+            if not equal and name in scale_casts:
+                equal = _same_weight(source, result, before.name, name, scale_casts[name])
                 scales_cast += equal
-        elif result.format == "gguf" and offset_of(result.config, name):
+        elif result.format == "gguf" and norm_offset_of(result.config, name):
             weight = source.load(name)
             stored = result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
             equal = same_norms(
-                weight, stored, offset_of(result.config, name), [DType(result.config.dtype)]
+                weight, stored, norm_offset_of(result.config, name), [DType(result.config.dtype)]
             )
             norms += equal and not _equal(weight, stored.to(weight.dtype))
-        elif before.dtype == result.info(name).dtype:
+        elif before.scheme is None and before.dtype == result.info(name).dtype:
             floats += 1
-            equal = _same_pieces(source, result, before.name, name)
+            equal = _same_floats(source.load(before.name), result.load(name))
         else:
-            # The tensor was cast to another float type.
-            continue
+            casts += 1
+            equal = _same_once_cast(source.load(before.name), result.load(name))
         if not equal:
             problem = f"tensor '{name}' differs from the source when it is read back"
             raise QuantkitError(problem, path=result.path, hint=_BUG)
-    progress("exact", len(names), len(names), "tensors")
+    progress(EXACT_COMPARISON, len(names), len(names), "tensors")
     return Exact(
         tensors=quantized,
         equal=quantized - scales_cast,
         floats=floats,
         norms=norms,
         scales_cast=scales_cast,
+        cast=casts,
     )
 
 
-def offset_of(config: ModelConfig, name: str) -> float:
+def norm_offset_of(config: ModelConfig, name: str) -> float:
     """Return the offset that a model adds to a tensor; 0 if it is not the weight of a norm."""
     if "norm" in name:
         return config.norm_offset
@@ -209,20 +221,20 @@ def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | 
         yield TensorSlice(0, ((start, min(start + step, shape[0])),))
 
 
-def _same_codes(
+def _same_weight(
     source: Checkpoint,
     result: Checkpoint,
     before_name: str,
     name: str,
-    cast: tuple[DType, ...] = (),
+    scale_cast: tuple[DType, ...] = (),
 ) -> bool:
-    """Return whether codes and zero points are the same, and scales after they are cast to the
-    types in `cast`.
+    """Return whether the weights are the same numbers, once the scales of the source are cast to
+    the types in `scale_cast`.
     """
     before = source.load(before_name)
     after = result.load(name)
-    if isinstance(before, QuantTensor) and cast:
-        before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
+    if isinstance(before, QuantTensor) and scale_cast:
+        before = cast_scales(before, *(dtype.torch for dtype in scale_cast)) or before
     if not isinstance(before, QuantTensor):
         return False
     if isinstance(after, QuantTensor):
@@ -236,9 +248,19 @@ def _same_codes(
     return True
 
 
-def _same_pieces(source: Checkpoint, result: Checkpoint, before_name: str, name: str) -> bool:
-    for piece in row_pieces(result.info(name).shape, result.config.head_dim):
-        if not _same_floats(source.load(before_name, piece), result.load(name, piece)):
+def _same_once_cast(before: Tensor | QuantTensor, after: Tensor | QuantTensor) -> bool:
+    """Return whether `after` has the numbers of `before`, each rounded once to its type."""
+    if isinstance(after, QuantTensor) or before.shape != after.shape:
+        return False
+    if isinstance(before, Tensor) and before.dim() < 2:
+        return _equal(before.to(after.dtype), after)
+    # In parts, because the float32 products of all rows would need more memory than the weight.
+    for start, stop in row_chunks(before.shape[0], math.prod(before.shape[1:])):
+        if isinstance(before, QuantTensor):
+            rows = before.rows(start, stop).dequantize()
+        else:
+            rows = before[start:stop]
+        if not _equal(rows.to(after.dtype), after[start:stop]):
             return False
     return True
 

@@ -88,7 +88,7 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
         errors[module] = float(records[f"{module}.weight"]["relative_error"])
     worst = max(errors, key=lambda module: errors[module])
     quantized = sum(math.prod(result.info(f"{module}.weight").shape) for module in assigned)
-    carried = len(_find_carried_tensors(result))
+    carried = len(_find_unquantized_tensors(result))
     return WeightsOnly(
         parameters=parameter_count(result),
         quantized=quantized,
@@ -98,12 +98,12 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
     )
 
 
-def describe_carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
+def describe_unquantized_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     """Describe how each tensor that is not quantized was stored, by name; `source` is the
     `StoredCheckpoint` it comes from.
     """
     descriptions: dict[str, str] = {}
-    for name, part in _find_carried_tensors(result).items():
+    for name, part in _find_unquantized_tensors(result).items():
         spec = result.info(part)
         before = source.info(part)
         # Codes take fewer bytes than the floats as which they are read.
@@ -117,7 +117,7 @@ def describe_carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     return descriptions
 
 
-def _find_carried_tensors(model: Checkpoint) -> dict[str, str]:
+def _find_unquantized_tensors(model: Checkpoint) -> dict[str, str]:
     """Find the tensors on disk that are not quantized, each with one of the tensors in it."""
     quantized = schemes(model)
     tensors = disk_tensors(model.config, quantized)
@@ -159,7 +159,7 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     model_manifest = manifest_or_empty(checkpoint.path)
     if model_manifest.get("tensors_only") is not True:
         return []
-    carried = set(_find_carried_tensors(checkpoint))
+    carried = set(_find_unquantized_tensors(checkpoint))
     descriptions = model_manifest.get("carried")
     listed: set[str] | None = None
     if isinstance(descriptions, dict):

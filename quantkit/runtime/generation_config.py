@@ -12,7 +12,7 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.text.end_tokens import tokenizer_eos
 from quantkit.text.generation_settings import list_unapplied
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             expected=f"at most {config.vocab_size - 1}",
         )
     tokens = [*config.eos_token_ids, *generation_ends]
-    eos = tokenizer_eos(find_text_folder(folder))
+    eos = tokenizer_eos(locate_or_extract_text_folder(folder))
     # The reader of the tokenizer reports one of another model.
     if eos is not None and eos < config.vocab_size:
         tokens.append(eos)
@@ -205,5 +205,5 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 def _settings(folder: Path) -> Settings:
     """Read a folder's generation_config.json; no settings if there is none."""
-    path = find_text_folder(folder) / NAME
+    path = locate_or_extract_text_folder(folder) / NAME
     return Settings(read_settings(path) if path.is_file() else {}, path)

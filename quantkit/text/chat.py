@@ -23,7 +23,7 @@ from quantkit.text.chat_template import (
     read_named_template,
 )
 from quantkit.text.end_tokens import find_answer_end
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.message_trace import Conversation, require_traces
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.template_process import Budget
@@ -379,7 +379,7 @@ def template_chat(
     model_path: Path, tokenizer: Tokenizer, template: str | None = None
 ) -> TemplateChat:
     """Do the work of `chat_format` for a template in Jinja."""
-    folder = find_text_folder(model_path)
+    folder = locate_or_extract_text_folder(model_path)
     specials = tokenizer.special_tokens or {}
     spellings = {number: spelling for spelling, number in specials.items()}
     bos_eos_ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}

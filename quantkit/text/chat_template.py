@@ -22,7 +22,7 @@ from quantkit.base.arguments import wrong_type
 from quantkit.base.json_values import format_value, read_json, require_plain_file
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.template_process import Budget, check_template, render
 
 ChatMessage = Mapping[str, Any]
@@ -215,7 +215,7 @@ class ChatTemplates:
         """
         # The path as the caller gave it, which errors name.
         self.folder = Path(folder)
-        self._sources = _read_sources(find_text_folder(folder))
+        self._sources = _read_sources(locate_or_extract_text_folder(folder))
         self._tokens = dict(tokens or {})
 
     def __bool__(self) -> bool:

@@ -30,7 +30,7 @@ from quantkit.text.folder_vocabulary import (
 from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
 from quantkit.text.gguf_tokenizer import (
     SAMPLING,
-    find_text_folder,
+    locate_or_extract_text_folder,
     run_merges,
     tokenizer_json,
     write_folder,
@@ -68,7 +68,7 @@ def tokenizer_metadata(
         UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
     """
     model = folder
-    folder = find_text_folder(folder)
+    folder = locate_or_extract_text_folder(folder)
     tokenizer = load_tokenizer(folder)
     folder_vocabulary = read_folder_vocabulary(folder)
     vocabulary = _fill_vocabulary(folder_vocabulary.vocabulary, rows, folder)

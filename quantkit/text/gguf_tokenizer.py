@@ -17,7 +17,7 @@ from typing import Any
 
 from quantkit.base.json_values import Settings, format_value, parse_object, shorten_float32
 from quantkit.errors import CheckpointError, name_as
-from quantkit.files.located import gguf_file, locate_model, read_parts
+from quantkit.files.located import gguf_file, locate_model, read_part_headers
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
@@ -59,7 +59,7 @@ _folders: dict[tuple[Path, int, int], Path] = {}
 _unstated: dict[Path, GgufUnstated] = {}
 
 
-def find_text_folder(path: str | Path) -> Path:
+def locate_or_extract_text_folder(path: str | Path) -> Path:
     """Find the folder with a model's tokenizer, chat templates and generation settings. For a GGUF
     file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
     until the process ends.
@@ -79,7 +79,7 @@ def find_text_folder(path: str | Path) -> Path:
     state = file.stat()
     version = (file.resolve(), state.st_size, state.st_mtime_ns)
     if version not in _folders or not _folders[version].is_dir():
-        folder = write_folder(read_parts(file)[0].metadata, file)
+        folder = write_folder(read_part_headers(file)[0].metadata, file)
         _folders[version] = folder
         # Errors name the file that the user knows.
         name_as(folder, file)

@@ -19,7 +19,7 @@ from quantkit.files.located import locate_existing_model
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import convert_library_errors, is_panic, quiet_on_failure
-from quantkit.text.gguf_tokenizer import find_text_folder, find_unstated
+from quantkit.text.gguf_tokenizer import find_unstated, locate_or_extract_text_folder
 from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import (
@@ -495,7 +495,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         CheckpointError: if there is none, or the file is of no known kind.
         UnsupportedError: if it is in files that are not read, such as vocab.json.
     """
-    folder = find_text_folder(locate_existing_model(folder))
+    folder = locate_or_extract_text_folder(locate_existing_model(folder))
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"

@@ -194,7 +194,7 @@ def tokenize(out: Path) -> None:
 
 def compare(out: Path) -> None:
     from quantkit.base.json_values import read_json
-    from quantkit.text.gguf_tokenizer import find_text_folder
+    from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
     from quantkit.text.tokenizer import load_tokenizer
 
     lines = json.loads((out / TEXTS).read_text())
@@ -215,7 +215,9 @@ def compare(out: Path) -> None:
                     f"{path.stem}, {name}, {special=}: {len(wrong)} of {len(lines)} differ",
                     *(repr(line[:SHOWN]) for line in wrong[:3]),
                 )
-        ends = read_json(find_text_folder(path) / "generation_config.json")["eos_token_id"]
+        ends = read_json(locate_or_extract_text_folder(path) / "generation_config.json")[
+            "eos_token_id"
+        ]
         print(f"{path.stem}: ends {sorted(ends)}, llama.cpp's {theirs['ends']}")
 
 

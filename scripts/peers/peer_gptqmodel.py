@@ -91,7 +91,7 @@ def weights(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    from quantkit.formats.checkpoint import read_as_floats, schemes
+    from quantkit.formats.checkpoint import list_uncarried_weights, schemes
     from quantkit.formats.detect import open_checkpoint
     from quantkit.tensors.qtensor import QuantTensor
 
@@ -107,7 +107,7 @@ def compare(options: argparse.Namespace) -> None:
         equal += torch.equal(ours, wanted)
         farthest = max(farthest, (ours - wanted).abs().max().item())
     found = {str(scheme) for scheme in schemes(checkpoint).values()} | set(
-        read_as_floats(checkpoint).values()
+        list_uncarried_weights(checkpoint).values()
     )
     print(
         json.dumps(

@@ -22,9 +22,14 @@ from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.gguf.config import build_config, build_metadata, notes_of, shorten_float32
+from quantkit.formats.gguf.config import (
+    build_config,
+    build_metadata,
+    describe_llama_cpp_differences,
+    shorten_float32,
+)
 from quantkit.formats.gguf.names import ROPE_FREQS, get_norm_offset, gguf_tensors, keeps_float32
-from quantkit.formats.gguf.rope import rope_tensors
+from quantkit.formats.gguf.rope import compute_rope_factors
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -61,7 +66,9 @@ def _read(config: ModelConfig, **changes: Any) -> ModelConfig:
     }
     metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"] = 1, 2
     shapes = {tensor.name: tensor.shape for tensor in gguf_tensors(config)}
-    factors = {name: tuple(map(_stored, values)) for name, values in rope_tensors(config).items()}
+    factors = {
+        name: tuple(map(_stored, values)) for name, values in compute_rope_factors(config).items()
+    }
     stated = {key.replace("__", "."): value for key, value in changes.items()}
     return build_config(
         metadata | stated,
@@ -94,7 +101,7 @@ def test_rope_scaling_goes_there_and_back(kind: str, rope: str) -> None:
     scaling = ROPES[rope]
     config = _config(kind, rope_parameters={"rope_theta": 5e5, **scaling}, head_dim=64)
     assert _read(config).differences(config) == []
-    assert (ROPE_FREQS in rope_tensors(config)) == rope.startswith("llama3")
+    assert (ROPE_FREQS in compute_rope_factors(config)) == rope.startswith("llama3")
 
 
 @pytest.mark.parametrize("stated", [None, 16])
@@ -106,8 +113,8 @@ def test_llama3_settings_are_found_by_their_factors(stated: int | None) -> None:
         changes = {"llama__rope__scaling__original_context_length": None}
     rope_read = _read(config, **changes).rope
     assert rope_read.type == "llama3"
-    factors = rope_tensors(replace(config, rope=rope_read))[ROPE_FREQS]
-    assert factors == pytest.approx(rope_tensors(config)[ROPE_FREQS], rel=1e-5)
+    factors = compute_rope_factors(replace(config, rope=rope_read))[ROPE_FREQS]
+    assert factors == pytest.approx(compute_rope_factors(config)[ROPE_FREQS], rel=1e-5)
 
 
 def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
@@ -228,9 +235,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused() -> None:
 
 
 def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
-    (note,) = notes_of(_config("mistral", sliding_window=7))
+    (note,) = describe_llama_cpp_differences(_config("mistral", sliding_window=7))
     assert " 7 " in note
-    assert notes_of(_config("olmo3")) == []
+    assert describe_llama_cpp_differences(_config("olmo3")) == []
 
 
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:
@@ -364,4 +371,4 @@ def test_numbers_are_the_decimals_that_they_were() -> None:
 
 
 def test_a_rope_without_factors_needs_no_tensor() -> None:
-    assert rope_tensors(replace(_config("llama"), rope=RopeConfig())) == {}
+    assert compute_rope_factors(replace(_config("llama"), rope=RopeConfig())) == {}

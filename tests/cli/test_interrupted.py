@@ -339,7 +339,7 @@ def test_an_interruption_that_the_parent_ignores_is_ignored(demo_model: Path) ->
 def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.output.writer.SAFE_POINT_BYTES", 50_000)
     dst = tmp_path / "out"
     before = contents(interrupted(quantkit.convert, demo_model, dst))
 

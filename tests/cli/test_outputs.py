@@ -25,7 +25,7 @@ from quantkit.errors import DestinationError, RequestError
 from quantkit.formats import manifest
 
 LINES = {
-    "convert": r"2\.62 MB, 16\.00 bits a weight, [\d.]+ s\n",
+    "convert": r"2\.62 MB, 16\.00 bits a weight, all 39 tensors equal bit for bit, [\d.]+ s\n",
     "quantize": (
         r"int4-g64-asym \(28 linears\) and int8 \(1 linear\), 1\.\d+ MB, smaller than the source's"
         r" 2\.65 MB,"

@@ -309,8 +309,8 @@ def test_a_command_leaves_nothing_but_its_result_on_a_terminal(
     code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path)
     assert code == 0
     drawn = [part for part in text.split("\r") if "%|" in part]
-    assert drawn[0].startswith("step 1 of 2, check of the source: ")
-    assert drawn[-1].startswith("step 2 of 2, convert: ")
+    assert drawn[0].startswith("step 1 of 3, check of the source: ")
+    assert drawn[-1].startswith("step 3 of 3, exact: ")
     shares = [int(re.search(r"(\d+)%\|", part)[1]) for part in drawn]  # type: ignore[index]
     assert shares == sorted(shares)
     assert max(shares) <= 99

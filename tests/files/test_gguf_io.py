@@ -19,8 +19,8 @@ from quantkit.files.gguf_types import (
     Split,
     Typed,
     ValueType,
-    split_name,
-    split_stem,
+    name_part,
+    parse_part_stem,
 )
 
 TENSORS = [
@@ -106,9 +106,9 @@ def test_the_last_tensor_needs_no_padding_after_it(tmp_path: Path) -> None:
 def test_a_part_says_which_it_is(tmp_path: Path) -> None:
     split = Split(1, 3, 20)
     assert _read(_content(split.metadata(), []), tmp_path).split == split
-    assert split_name("model", 1, 3) == "model-00002-of-00003.gguf"
-    assert split_stem("my-model-00002-of-00003.gguf") == "my-model"
-    assert split_stem("model.gguf") is None
+    assert name_part("model", 1, 3) == "model-00002-of-00003.gguf"
+    assert parse_part_stem("my-model-00002-of-00003.gguf") == "my-model"
+    assert parse_part_stem("model.gguf") is None
     for wrong in (Split(3, 3, 20), Split(0, 0, 20), Split(0, 2, -1)):
         with raises(CheckpointError, path=tmp_path / "a.gguf"):
             _read(_content(wrong.metadata(), []), tmp_path)

@@ -776,7 +776,7 @@ def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) ->
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr("quantkit.jobs.output.writer.SAFE_POINT_BYTES", 1)
     whole = quantkit.convert(folders["int4"], tmp_path / "whole", source_check=False)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:

@@ -69,7 +69,7 @@ def rounded(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CHECKS = {
     "gate": (solve, "quantkit.jobs.quantize.verification.run_gate"),
-    "reading back": (solve, "quantkit.jobs.output.writer.open_unfinished"),
+    "reading back": (solve, "quantkit.jobs.output.writer.open_finished_or_not"),
     "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize.verification.run_gate"),
     "certificate": (solve_certified, "quantkit.jobs.quantize.certificate.divergence_by_position"),
     "exact comparison": (transcode, "quantkit.jobs.convert.convert.require_exact"),

@@ -17,7 +17,7 @@ from partial import contents, interrupted, partial
 import quantkit
 from quantkit.errors import DestinationError, InterruptedRunError, RequestError
 from quantkit.jobs.output import machine as machine_module
-from quantkit.jobs.quantize import quantize as quantize_job
+from quantkit.jobs.quantize import run as quantize_run
 
 GPTQ: dict[str, Any] = {"samples": 4, "length": 64}
 
@@ -87,7 +87,7 @@ def test_gptq_is_not_repeated(
     source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(quantized)
-    monkeypatch.setattr(quantize_job, "quantizer_of", None)
+    monkeypatch.setattr(quantize_run, "quantizer_of", None)
     made = quantkit.quantize(
         source, quantized, "int4-g64", **GPTQ, effort="default", if_exists="skip"
     )

@@ -809,7 +809,7 @@ CHILD = """
 import os, signal, sys
 import quantkit
 from quantkit.jobs.output import writer as output
-output.CHECKPOINT_BYTES = 10_000
+output.SAFE_POINT_BYTES = 10_000
 
 def progress(phase, done, total, unit):
     if phase == "convert" and 0.5 * total <= done < total:
@@ -844,7 +844,7 @@ def test_a_killed_merge_resumes_with_the_same_adapter_only(base: Path, tmp_path:
 def test_a_quantization_resumes_with_the_same_adapter_only(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 10_000)
+    monkeypatch.setattr(output, "SAFE_POINT_BYTES", 10_000)
     adapter, other = (
         lora.save_adapter(base, tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 5))
     )

@@ -81,7 +81,7 @@ from quantkit.calibration.importance import IMPORTANCE
 from quantkit.data.files import EXCERPT
 from quantkit.jobs.output import writer as output
 from quantkit.jobs.output import target
-output.CHECKPOINT_BYTES = 50_000
+output.SAFE_POINT_BYTES = 50_000
 target.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -95,7 +95,7 @@ def progress(phase, done, total, unit):
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "SAFE_POINT_BYTES", 50_000)
     monkeypatch.setattr("quantkit.jobs.output.target.SHARD_BYTES", 300_000)
 
 
@@ -406,7 +406,7 @@ SLOW = (
     "from quantkit.cli.entry import main\n"
     "from quantkit.formats.output import sink\n"
     "from quantkit.jobs.output import target, writer as output\n"
-    "output.CHECKPOINT_BYTES = 50_000\n"
+    "output.SAFE_POINT_BYTES = 50_000\n"
     "target.SHARD_BYTES = 300_000\n"
     "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
     "def slowly(self, name, data):\n"

@@ -46,7 +46,7 @@ import json, os, signal, sys
 import torch
 import quantkit
 from quantkit.jobs.output import writer as output
-output.CHECKPOINT_BYTES = 50_000
+output.SAFE_POINT_BYTES = 50_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, wanted, share, formats, job = sys.argv[1:]
 
@@ -60,7 +60,7 @@ quantkit.quantize(src, dst, to=formats.split(","), source_check=False, progress=
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.output.writer.SAFE_POINT_BYTES", 50_000)
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quantkit.jobs.output.writer.CHECKPOINT_BYTES", 1 << 30)
-        patched.setattr(Writer, "checkpoint", stop)
+        patched.setattr("quantkit.jobs.output.writer.SAFE_POINT_BYTES", 1 << 30)
+        patched.setattr(Writer, "record_safe_point", stop)
         with pytest.raises(KeyboardInterrupt):
             _several(source, tmp_path / "out", "gptq")
     _several(source, tmp_path / "out", "gptq", resume=True)

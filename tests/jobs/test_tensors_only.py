@@ -333,7 +333,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         nonlocal count
         count += 1
         if count > 9:
-            self.checkpoint()
+            self.record_safe_point()
             raise KeyboardInterrupt
         put(self, *arguments)
 

@@ -18,9 +18,17 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL, EXCERPT
-from quantkit.errors import NonFiniteError, QuantkitError, RequestError, UnsupportedError
+from quantkit.errors import (
+    NonFiniteError,
+    NotRepresentableError,
+    QuantkitError,
+    RequestError,
+    UnsupportedError,
+)
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.gptq_linear import GptqLinear
+from quantkit.formats.containers.layout import ShardedEncoder
+from quantkit.formats.containers.meta_encoder import MetaEncoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.quality.transcoded import equal_as_numbers
@@ -213,7 +221,7 @@ def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
         code, _, err = run(
             capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check"
         )
-        assert code == 4
+        assert code == 4, err
         assert (
             f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}:"
             f" {reason}" in err
@@ -221,6 +229,62 @@ def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
         assert ("--requantize casts scales" in err) == by_scales
         assert ("--requantize requantizes it" in err) != by_scales
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
+def test_small_floats_are_not_blocks_of_gguf(
+    scheme: str, floats: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    source = quantkit.quantize(floats, tmp_path / "source", scheme, method="rtn", **UNCHECKED).path
+    file = tmp_path / "out.gguf"
+    for words in (("convert",), ("plan", "convert")):
+        code, _, err = run(capfd, *words, source, file, "--no-source-check")
+        assert code == 4
+        assert "q_proj.weight' cannot be held exactly as gguf" in err
+        assert "--requantize" in err
+    with pytest.raises(NotRepresentableError):
+        quantkit.convert(source, file, source_check=False)
+    assert not file.exists()
+    result = quantkit.convert(source, file, requantize=True, source_check=False)
+    assert (result.rounded, result.exact and result.exact.tensors) == (14, 0)
+    expected = {"fp8": "int8-g32", "mxfp4": "int4-g32"}[scheme]
+    assert set(map(str, schemes(open_checkpoint(file)).values())) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "cast"),
+    [
+        (None, {}, 0),
+        (None, {"dtype": "fp16", "to": "meta"}, 21),
+        ("int8", {"dequantize": True}, 14),
+    ],
+)
+def test_floats_are_compared_with_the_source(
+    scheme: str | None,
+    options: dict[str, Any],
+    cast: int,
+    floats: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = floats if scheme is None else folders[scheme]
+    result = quantkit.convert(source, tmp_path / "whole", source_check=False, **options)
+    assert (result.exact.tensors, result.exact.floats, result.exact.cast) == (0, 21 - cast, cast)
+    assert _manifest(tmp_path / "whole")["exact"].get("cast", 0) == cast
+    encoder_type = MetaEncoder if options.get("to") == "meta" else ShardedEncoder
+    encode = encoder_type.encode
+
+    def damage(self: Any, index: int, value: torch.Tensor) -> Any:
+        if self.planned[index].name == f"{DOWN}.weight":
+            value = value.clone()
+            value[3, 5] += 1
+        return encode(self, index, value)
+
+    monkeypatch.setattr(encoder_type, "encode", damage)
+    with pytest.raises(QuantkitError, match=rf"{DOWN}\.weight' differs from the source"):
+        quantkit.convert(source, tmp_path / "damaged", source_check=False, **options)
+    assert not (tmp_path / "damaged").exists()
 
 
 @pytest.fixture

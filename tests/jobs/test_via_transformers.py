@@ -168,7 +168,7 @@ def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_by
         solved.extend(linears)
         return solve(self, linears, *arguments, **options)
 
-    monkeypatch.setattr(Writer, "checkpoint", stopped)
+    monkeypatch.setattr(Writer, "record_safe_point", stopped)
     with pytest.raises(KeyboardInterrupt):
         _quantize(tiny_model("mixtral"), dst, via="transformers")
     assert not dst.exists()

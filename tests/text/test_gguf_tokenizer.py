@@ -28,7 +28,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json, tokenizer_metadata
-from quantkit.text.gguf_tokenizer import build_folder_files, find_text_folder
+from quantkit.text.gguf_tokenizer import build_folder_files, locate_or_extract_text_folder
 from quantkit.text.pipeline import NAMES, patterns_by_name, patterns_of, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
@@ -382,7 +382,11 @@ def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_pa
     path = tmp_path / "model.gguf"
     path.write_bytes(build_header(metadata, []))
     tokenizer = load_tokenizer(path)
-    assert find_text_folder(path) == find_text_folder(str(path)) == find_text_folder(tmp_path)
+    assert (
+        locate_or_extract_text_folder(path)
+        == locate_or_extract_text_folder(str(path))
+        == locate_or_extract_text_folder(tmp_path)
+    )
     assert tokenizer.encode("the 12 things") == load_tokenizer(folders["smollm"]).encode(
         "the 12 things"
     )

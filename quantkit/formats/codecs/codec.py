@@ -227,10 +227,11 @@ class CodeFormat:
 
     Attributes:
         name: its name for ``--to``.
-        schemes: to which weights can be rounded that it cannot store exactly; none if it is only
-            read.
+        schemes: the schemes to which a weight is rounded if the format cannot store it exactly;
+            none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
         scales: how scales may be held in what is quantized for it.
+        carried_scales: how the scales of a source in the same format may be held in addition.
         embeddings: what an embedding may be quantized to, if it may be.
         codes: what codes may be.
     """
@@ -239,12 +240,15 @@ class CodeFormat:
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
     scales: frozenset[Scales] = frozenset({Scales.FLOATS})
+    carried_scales: frozenset[Scales] = frozenset()
     embeddings: tuple[QuantScheme, ...] = (EMBEDDING_SCHEME,)
     codes: frozenset[Codes] = frozenset({Codes.INTEGERS})
 
-    def other_scales(self, scheme: QuantScheme) -> Reason | None:
+    def explain_unsupported_kinds(
+        self, scheme: QuantScheme, *, is_carried: bool = False
+    ) -> Reason | None:
         """Explain why the format cannot represent a scheme's kind of codes and scales; None if it
-        can.
+        can. For `is_carried` see `choose_codec`.
         """
         if scheme.codes not in self.codes:
             return Reason(
@@ -254,6 +258,8 @@ class CodeFormat:
             )
         if scheme.scales in self.scales:
             return None
+        if is_carried and scheme.scales in self.carried_scales:
+            return None
         return Reason(
             "its scales are those of GGUF's blocks",
             found=scheme,
@@ -261,17 +267,23 @@ class CodeFormat:
         )
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-        """Choose the codec of linears in a scheme, or of an embedding."""
+        """Choose the codec of linears, or of an embedding, in a scheme with kinds of codes and
+        scales that the format has, see `choose_codec`.
+        """
         return Reason("the format can only be read, not written")
 
 
 def choose_codec(
-    codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False
+    codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False, is_carried: bool = False
 ) -> HoldsCodes | Reason:
     """Choose the codec of a format for linears in a scheme, or for an embedding; or explain why it
     has no such codes or scales.
+
+    Args:
+        is_carried: whether the codes are those of a source, not what `quantize` makes.
     """
-    return codes.other_scales(scheme) or codes.codec(scheme, embedding=embedding)
+    reason = codes.explain_unsupported_kinds(scheme, is_carried=is_carried)
+    return reason or codes.codec(scheme, embedding=embedding)
 
 
 class QuantMethod(CodeFormat):

@@ -171,7 +171,9 @@ Q4_0 = BlockType(GgmlType.Q4_0, QuantScheme(4, BLOCK))
 Q8_0 = BlockType(GgmlType.Q8_0, QuantScheme(8, BLOCK))
 
 BLOCK_TYPES = {Q4_0.type: Q4_0, Q8_0.type: Q8_0}
-"""The types that are read as codes; weights in others are read as floats, but for proof."""
+"""The types that are read as codes; weights in others are read as floats, unless
+`Container.with_codes` is used.
+"""
 CODED_TYPES = BLOCK_TYPES | {
     kind: BlockType(kind, layout.scheme, layout) for kind, layout in LAYOUTS.items()
 }
@@ -188,7 +190,9 @@ def block_type(scheme: QuantScheme) -> BlockType:
 
 
 class GgmlBlocks(CodeFormat):
-    """All types with codes, as the format of quantized weights in a file."""
+    """All types with codes, as the format of quantized weights in a file; a weight that none holds
+    exactly is rounded to one of the first two.
+    """
 
     name = "gguf"
     schemes = (Q4_0.scheme, Q8_0.scheme)

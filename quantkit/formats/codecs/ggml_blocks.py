@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from quantkit.tensors.block_scales import BlockScales
 
-_HALF = 2
-"""Bytes of a float16."""
+_FLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class BlockLayout:
     unpack: Callable[[Tensor], tuple[Tensor, BlockScales]]
 
 
-def _bytes(values: Tensor) -> Tensor:
+def _as_bytes(values: Tensor) -> Tensor:
     """View float16 [N, K] as bytes [N, 2 K]."""
     # `contiguous` keeps the strides of an axis of length 1, as rows with one block have, and a view
     # of bytes needs 1.
     return values.half().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _halves(data: Tensor) -> Tensor:
+def _as_float16(data: Tensor) -> Tensor:
     """View bytes [N, 2 K] as float16 [N, K]."""
     # Floats need aligned bytes.
     return data.clone(memory_format=torch.contiguous_format).view(torch.float16)
@@ -65,30 +64,30 @@ def _negate(values: Tensor) -> Tensor:
     return (values.contiguous().view(torch.int16) ^ -(1 << 15)).view(torch.float16)
 
 
-def _nibbles(codes: Tensor, size: int) -> Tensor:
+def _pack_nibbles(codes: Tensor, size: int) -> Tensor:
     """Pack codes [N, B] of 4 bits into bytes [N, B / 2]: in each run of two times `size`, the
-    first go to the low halves.
+    first go to the low nibbles.
     """
     runs = codes.reshape(len(codes), -1, 2, size)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 
 
-def _from_nibbles(data: Tensor, size: int) -> Tensor:
+def _unpack_nibbles(data: Tensor, size: int) -> Tensor:
     runs = data.reshape(len(data), -1, size)
     return torch.stack((runs & 0xF, runs >> 4), 2).flatten(1)
 
 
-def _bits(flags: Tensor) -> Tensor:
+def _pack_bits(flags: Tensor) -> Tensor:
     """Pack flags [N, 8 K] into bytes [N, K]: byte j has those from 8 j on, the first lowest."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8)
     return (flags.reshape(len(flags), -1, 8) * weights).sum(-1, dtype=torch.uint8)
 
 
-def _from_bits(data: Tensor) -> Tensor:
+def _unpack_bits(data: Tensor) -> Tensor:
     return ((data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
-def _planes(values: Tensor, bits: int, size: int) -> Tensor:
+def _pack_planes(values: Tensor, bits: int, size: int) -> Tensor:
     """Pack values [N, K * size] of some bits into bytes: byte j of each run of `size` has those of
     weights j, j + size, and so on, the first lowest, as many as it has room for.
     """
@@ -99,7 +98,7 @@ def _planes(values: Tensor, bits: int, size: int) -> Tensor:
     return shifted.sum(2, dtype=torch.uint8).flatten(1)
 
 
-def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
+def _unpack_planes(data: Tensor, bits: int, size: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
@@ -110,107 +109,109 @@ def _build_small_layout(scheme: QuantScheme) -> BlockLayout:
     size = 16
 
     def pack(codes: Tensor, scales: BlockScales) -> Tensor:
-        fields = [_bytes(scales.scale)]
+        fields = [_as_bytes(scales.scale)]
         if scales.minimum is not None:
             # These blocks add `m`; `BlockScales` subtracts its minimum, as K-quants do.
-            fields.append(_bytes(_negate(scales.minimum)))
+            fields.append(_as_bytes(_negate(scales.minimum)))
         if has_fifth_bit:
-            fields.append(_bits(codes >> 4))
-        return torch.cat((*fields, _nibbles(codes & 0xF, size)), 1)
+            fields.append(_pack_bits(codes >> 4))
+        return torch.cat((*fields, _pack_nibbles(codes & 0xF, size)), 1)
 
     def unpack(data: Tensor) -> tuple[Tensor, BlockScales]:
-        scale = _halves(data[:, :_HALF])
-        fields = data[:, _HALF:]
+        scale = _as_float16(data[:, :_FLOAT16_BYTES])
+        fields = data[:, _FLOAT16_BYTES:]
         minimum = None
         if not scheme.symmetric:
-            minimum = _negate(_halves(fields[:, :_HALF]))
-            fields = fields[:, _HALF:]
-        codes = _from_nibbles(fields[:, -size:], size)
+            minimum = _negate(_as_float16(fields[:, :_FLOAT16_BYTES]))
+            fields = fields[:, _FLOAT16_BYTES:]
+        codes = _unpack_nibbles(fields[:, -size:], size)
         if has_fifth_bit:
-            codes = codes | _from_bits(fields[:, :-size]) << 4
+            codes = codes | _unpack_bits(fields[:, :-size]) << 4
         return codes, block_scales.BlockScales(scale, minimum, None, None)
 
     return BlockLayout(scheme, pack, unpack)
 
 
-def _pack_minima(scales: BlockScales) -> Tensor:
+def _pack_scales_and_minima(scales: BlockScales) -> Tensor:
     """Pack ``d``, ``dmin`` and eight pairs of 6 bits in 12 bytes."""
     assert (
         scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
     )
     # Bytes 0 to 3 have the first four scales and bytes 4 to 7 the first four minima, each with the
-    # two high bits of the last four; bytes 8 to 11 have the low halves of the last four.
+    # two high bits of the last four; bytes 8 to 11 have the low nibbles of the last four.
     first, last = torch.split(scales.scale.to(torch.uint8), 4, 1)
     low, high = torch.split(scales.minimum.to(torch.uint8), 4, 1)
     inner = (first | last >> 4 << 6, low | high >> 4 << 6, (last & 0xF) | high << 4)
-    return torch.cat((_bytes(scales.outer), _bytes(scales.outer_minimum), *inner), 1)
+    return torch.cat((_as_bytes(scales.outer), _as_bytes(scales.outer_minimum), *inner), 1)
 
 
-def _unpack_minima(data: Tensor) -> BlockScales:
-    outer = _halves(data[:, :_HALF])
-    outer_minimum = _halves(data[:, _HALF : 2 * _HALF])
-    first, second, third = torch.split(data[:, 2 * _HALF :], 4, 1)
+def _unpack_scales_and_minima(data: Tensor) -> BlockScales:
+    outer = _as_float16(data[:, :_FLOAT16_BYTES])
+    outer_minimum = _as_float16(data[:, _FLOAT16_BYTES : 2 * _FLOAT16_BYTES])
+    first, second, third = torch.split(data[:, 2 * _FLOAT16_BYTES :], 4, 1)
     scale = torch.cat((first & 0x3F, (third & 0xF) | first >> 6 << 4), 1)
     minimum = torch.cat((second & 0x3F, third >> 4 | second >> 6 << 4), 1)
     return block_scales.BlockScales(scale.half(), minimum.half(), outer, outer_minimum)
 
 
 def _pack_q4(codes: Tensor, scales: BlockScales) -> Tensor:
-    return torch.cat((_pack_minima(scales), _nibbles(codes, 32)), 1)
+    return torch.cat((_pack_scales_and_minima(scales), _pack_nibbles(codes, 32)), 1)
 
 
 def _unpack_q4(data: Tensor) -> tuple[Tensor, BlockScales]:
-    return _from_nibbles(data[:, 16:], 32), _unpack_minima(data[:, :16])
+    return _unpack_nibbles(data[:, 16:], 32), _unpack_scales_and_minima(data[:, :16])
 
 
 def _pack_q5(codes: Tensor, scales: BlockScales) -> Tensor:
-    fifth_bits = _planes(codes >> 4, 1, 32)
-    return torch.cat((_pack_minima(scales), fifth_bits, _nibbles(codes & 0xF, 32)), 1)
+    fifth_bits = _pack_planes(codes >> 4, 1, 32)
+    return torch.cat(
+        (_pack_scales_and_minima(scales), fifth_bits, _pack_nibbles(codes & 0xF, 32)), 1
+    )
 
 
 def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
-    codes = _from_nibbles(data[:, 48:], 32) | _from_planes(data[:, 16:48], 1, 32) << 4
-    return codes, _unpack_minima(data[:, :16])
+    codes = _unpack_nibbles(data[:, 48:], 32) | _unpack_planes(data[:, 16:48], 1, 32) << 4
+    return codes, _unpack_scales_and_minima(data[:, :16])
 
 
 def _pack_q6(codes: Tensor, scales: BlockScales) -> Tensor:
     assert scales.outer is not None
-    low = _nibbles(codes & 0xF, 64)
-    high = _planes(codes >> 4, 2, 32)
+    low = _pack_nibbles(codes & 0xF, 64)
+    high = _pack_planes(codes >> 4, 2, 32)
     inner = scales.scale.to(torch.int8).view(torch.uint8)
-    return torch.cat((low, high, inner, _bytes(scales.outer)), 1)
+    return torch.cat((low, high, inner, _as_bytes(scales.outer)), 1)
 
 
 def _unpack_q6(data: Tensor) -> tuple[Tensor, BlockScales]:
-    low, high, inner, outer = torch.split(data, [128, 64, 16, _HALF], 1)
-    codes = _from_nibbles(low, 64) | _from_planes(high, 2, 32) << 4
+    low, high, inner, outer = torch.split(data, [128, 64, 16, _FLOAT16_BYTES], 1)
+    codes = _unpack_nibbles(low, 64) | _unpack_planes(high, 2, 32) << 4
     scale = inner.contiguous().view(torch.int8).half()
-    return codes, block_scales.BlockScales(scale, None, _halves(outer), None)
+    return codes, block_scales.BlockScales(scale, None, _as_float16(outer), None)
 
 
 def _pack_q3(codes: Tensor, scales: BlockScales) -> Tensor:
-    """Pack scales with an offset of 32: their low halves by eights, then the high two bits by
-    fours.
+    """Pack the codes' highest bits, then their low two bits, then the scales plus 32: their low
+    nibbles by eights, and their high two bits by fours; last ``d``.
     """
     assert scales.outer is not None
     inner = (scales.scale + 32).to(torch.uint8)
     return torch.cat(
         (
-            _planes(codes >> 2, 1, 32),
-            _planes(codes & 3, 2, 32),
-            _nibbles(inner & 0xF, 8),
-            _planes(inner >> 4, 2, 4),
-            _bytes(scales.outer),
+            _pack_planes(codes >> 2, 1, 32),
+            _pack_planes(codes & 3, 2, 32),
+            _pack_nibbles(inner & 0xF, 8),
+            _pack_planes(inner >> 4, 2, 4),
+            _as_bytes(scales.outer),
         ),
         1,
     )
 
 
 def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
-    high, low, halves, pairs, outer = torch.split(data, [32, 64, 8, 4, _HALF], 1)
-    codes = _from_planes(low, 2, 32) | _from_planes(high, 1, 32) << 2
-    inner = _from_nibbles(halves, 8) | _from_planes(pairs, 2, 4) << 4
-    return codes, block_scales.BlockScales(inner.half() - 32, None, _halves(outer), None)
+    high, low, nibbles, pairs, outer = torch.split(data, [32, 64, 8, 4, _FLOAT16_BYTES], 1)
+    codes = _unpack_planes(low, 2, 32) | _unpack_planes(high, 1, 32) << 2
+    inner = _unpack_nibbles(nibbles, 8) | _unpack_planes(pairs, 2, 4) << 4
+    return codes, block_scales.BlockScales(inner.half() - 32, None, _as_float16(outer), None)
 
 
 LAYOUTS = {

@@ -281,6 +281,8 @@ class Mlx(QuantMethod):
     joins_experts = True
     runtimes = ("mlx",)
     schemes = tuple(QuantScheme(bits, size) for bits in _READ_BITS for size in (32, 64, 128))
+    # Other programs make the minima that are carried.
+    carried_scales = frozenset({Scales.BLOCKS})
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         """Do as `QuantMethod.claims`: tensors decide which modules are quantized; settings give

@@ -28,7 +28,7 @@ from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Container
-from quantkit.formats.containers.hf_parts import decode, read_floats, share
+from quantkit.formats.containers.hf_parts import decode_place, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -57,7 +57,7 @@ class GptFast(Container):
     derived = True
     read_only = True
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         kinds: list[str] = []
         for kind, file_pattern in _FILES.items():
             if path.is_dir() and any(path.glob(file_pattern)):
@@ -157,7 +157,7 @@ class GptFastCheckpoint:
             return read_floats(self._file, self._file.view(tensor.name), tensor, place, part)
         files_by_tensor = dict.fromkeys(self._file.tensors, self._file)
         raw = RawModule(tensor.module, files_by_tensor, self._file.path)
-        return decode(_Int8Rows(), raw, spec, tensor, place, part)
+        return decode_place(_Int8Rows(), raw, spec, tensor, place, part)
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         """Read the config of the download, with the float type of the file.

@@ -30,12 +30,12 @@ from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.containers.hf_files import index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
-from quantkit.formats.folder import json_bytes, present, side_names, with_templates
+from quantkit.formats.folder import find_copyable_files, json_bytes, side_names, with_templates
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import export_json
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 
 
 class HuggingFace(Container):
@@ -54,7 +54,7 @@ class HuggingFace(Container):
         self.methods = methods
         self.native = native
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         if path.is_dir():
             return weight_kinds(path)
         return []
@@ -133,9 +133,11 @@ class HuggingFace(Container):
             raw |= dict.fromkeys(method.keys, settings)
             settings_files = method.side_files(settings)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **settings_files}
-        files.update(present(find_text_folder(source.path), side_names(source)))
+        files.update(
+            find_copyable_files(locate_or_extract_text_folder(source.path), side_names(source))
+        )
         if source.format != self.name:
-            files.update(_export_tokenizer(find_text_folder(source.path)))
+            files.update(_export_tokenizer(locate_or_extract_text_folder(source.path)))
             token_ids = {}
             for key in ("bos_token_id", "eos_token_id"):
                 if raw[key] is not None:

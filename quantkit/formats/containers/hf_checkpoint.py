@@ -60,7 +60,7 @@ from quantkit.formats.codecs.vllm import (
     vllm_problems,
 )
 from quantkit.formats.containers.hf_files import read_headers
-from quantkit.formats.containers.hf_parts import Decodes, decode, read_floats, share
+from quantkit.formats.containers.hf_parts import Decodes, decode_place, read_floats, share
 from quantkit.formats.containers.hf_settings import (
     NOT_CARRIED,
     SETTINGS,
@@ -309,7 +309,7 @@ class HFCheckpoint:
             codec = home
         if codec is not None:
             spec = self._disk_specs[tensor.name]
-            return decode(codec, self._raw(tensor), spec, tensor, place, part)
+            return decode_place(codec, self._raw(tensor), spec, tensor, place, part)
         file = self._files[tensor.name]
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 

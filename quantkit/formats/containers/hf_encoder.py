@@ -17,7 +17,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguou
 from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Weight
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.container import Chunk, tensor_bytes
-from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.containers.hf_parts import decode_place, read_floats
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.kv_scales import is_scale
 from quantkit.tensors.late import torch
@@ -70,7 +70,7 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         self._method = method.name
         self._extra_tensors = extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
-        count = self._shard_of[-1] + 1
+        count = self._file_of_unit[-1] + 1
         # transformers looks for a single file under its name without numbers.
         if count == 1:
             self._names = ["model.safetensors"]
@@ -102,8 +102,8 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
     def decode(self, index: int, folder: Path) -> Weight:
         """Read tensor number `index` back from the files so far."""
-        (number,) = self._of_part[index]
-        shard = self._shard_of[number]
+        (number,) = self._units_of_tensor[index]
+        shard = self._file_of_unit[number]
         unit = self._units[number]
         views = {}
         start = len(self._headers[shard]) + self._offsets[number]
@@ -121,7 +121,7 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             return read_floats(unchecked_file, view, unit.tensor, place, None)
         file = TensorFile(source, views)
         raw = RawModule(unit.tensor.module, dict.fromkeys(views, file), file.path)
-        return decode(unit.codec, raw, unit.spec, unit.tensor, place, None)
+        return decode_place(unit.codec, raw, unit.spec, unit.tensor, place, None)
 
     def finish(self) -> Iterator[Chunk]:
         for _, data in self._extra_tensors:
@@ -139,7 +139,7 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
 
     def _list_shard_tensors(self, shard: int) -> list[StoredTensor]:
         tensors: list[StoredTensor] = []
-        for unit, unit_shard in zip(self._units, self._shard_of, strict=True):
+        for unit, unit_shard in zip(self._units, self._file_of_unit, strict=True):
             if unit_shard == shard:
                 tensors.extend(unit.stored)
         is_last_shard = shard == len(self._names) - 1

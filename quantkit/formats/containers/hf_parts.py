@@ -48,7 +48,7 @@ class Decodes(Protocol):
     def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> Weight: ...
 
 
-def decode(
+def decode_place(
     codec: Decodes,
     raw: RawModule | None,
     spec: TensorSpec,
@@ -56,9 +56,11 @@ def decode(
     place: Place,
     part: TensorSlice | None,
 ) -> Weight:
-    """Decode a canonical tensor, or a part of it, from one that has this spec on disk; of a stacked
-    one only the expert is decoded, floats [1, O, I], or [1, I, O] if they are transposed, or codes
-    [O, I].
+    """Decode the canonical tensor [O, I] at `place` of a tensor that has this spec on disk, or a
+    part of it.
+
+    Of stacked experts only one is decoded. The codec returns its floats as [1, O, I], or [1, I, O]
+    if they are transposed, or its codes as [O, I].
     """
     place_rows = TensorSlice(0, ((place.first, place.first + place.shape[0]),))
     if place.expert is not None:

@@ -58,7 +58,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         """
         self.planned = planned
         self._units = units
-        self._shard_of = numbers
+        self._file_of_unit = numbers
         self._names: list[str] = []
         # After the header of the file.
         self._offsets: list[int] = []
@@ -68,10 +68,10 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
                 offset = self._offsets[-1] + sizes[index - 1]
             self._offsets.append(offset)
         # A list for each part: GGUF may store a tied embedding a second time, as the head.
-        self._of_part: list[list[int]] = [[] for _ in planned]
+        self._units_of_tensor: list[list[int]] = [[] for _ in planned]
         for number, unit in enumerate(units):
             for part in range(len(unit.tensor.places)):
-                self._of_part[unit.first + part].append(number)
+                self._units_of_tensor[unit.first + part].append(number)
         self._pending_parts: list[Weight] = []
 
     @property
@@ -85,7 +85,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         return dict(zip(self._names, self._headers, strict=True))
 
     def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
-        for number in self._of_part[index]:
+        for number in self._units_of_tensor[index]:
             unit = self._units[number]
             self._pending_parts.append(value)
             # Counted from the index, because an encoder that resumes has not seen earlier parts.
@@ -103,8 +103,8 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         Args:
             part: the number of the first of its parts in `value`.
         """
-        shard = self._shard_of[number]
-        if part == 0 and (number == 0 or self._shard_of[number - 1] != shard):
+        shard = self._file_of_unit[number]
+        if part == 0 and (number == 0 or self._file_of_unit[number - 1] != shard):
             yield self._names[shard], self._headers[shard]
         for data in self._encode_unit(self._units[number], part, value):
             yield self._names[shard], data

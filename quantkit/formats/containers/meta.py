@@ -20,7 +20,7 @@ from quantkit.architectures.meta_params import (
     config_to_meta,
     find_assumed_rope_factor,
 )
-from quantkit.architectures.names import META, is_derived_buffer
+from quantkit.architectures.names import META_NAMES, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.base.json_values import Settings, read_settings
 from quantkit.data.files import gate_texts
@@ -32,7 +32,13 @@ from quantkit.formats.checkpoint import Checkpoint, raise_unexpected, require_te
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Encoder, Output
 from quantkit.formats.containers.meta_tensors import meta_name, to_rotate_half
-from quantkit.formats.folder import LICENSES, TOKENIZER_FILES, json_bytes, present, with_templates
+from quantkit.formats.folder import (
+    LICENSES,
+    TOKENIZER_FILES,
+    find_copyable_files,
+    json_bytes,
+    with_templates,
+)
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
@@ -40,16 +46,16 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.compare import first_difference
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.tokenizer import load_original_tokenizer, load_tokenizer
 
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
-_EMBEDDING = f"{META['embedding']}.weight"
-_HEAD = f"{META['head']}.weight"
+_EMBEDDING = f"{META_NAMES['embedding']}.weight"
+_HEAD = f"{META_NAMES['head']}.weight"
 # Of the first layer.
-_QUERY = f"{META['attention.q'].format(layer=0)}.weight"
-_GATE = f"{META['mlp.gate'].format(layer=0)}.weight"
+_QUERY = f"{META_NAMES['attention.q'].format(layer=0)}.weight"
+_GATE = f"{META_NAMES['mlp.gate'].format(layer=0)}.weight"
 _OTHER_MODEL = "the shards are of different models"
 
 
@@ -64,7 +70,7 @@ class Meta(Container):
     states_tokens = False
     model_parallel = True
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         if path.is_dir() and shard_paths(path):
             return ["meta"]
         return []
@@ -95,7 +101,7 @@ class Meta(Container):
         """Build the side files, see `Container.side_files`; Meta's code reads tokenizer.model,
         which must be the same as tokenizer.json.
         """
-        folder = find_text_folder(output.source.path)
+        folder = locate_or_extract_text_folder(output.source.path)
         files: dict[str, bytes | Path] = {
             self.config_file: json_bytes(config_to_meta(output.config))
         }
@@ -116,14 +122,14 @@ class Meta(Container):
                     found=f"a difference in {difference}",
                     hint="remove the one that does not belong to the model",
                 )
-        files.update(present(folder, names + LICENSES))
+        files.update(find_copyable_files(folder, names + LICENSES))
         return with_templates(files, output.templates, in_settings=not has_original)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         return (*TOKENIZER_FILES, ADDITIONAL_TEMPLATES, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
-        folder = find_text_folder(output.source.path)
+        folder = locate_or_extract_text_folder(output.source.path)
         if output.tokenizer is None or (folder / _TOKENIZER).is_file():
             return []
         return [f"{folder}: has no tokenizer.model; tokenizer.json is written instead"]
@@ -279,7 +285,7 @@ class MetaCheckpoint:
         for required_name in (_EMBEDDING, _QUERY, _GATE):
             if required_name not in self._weights:
                 # Names of other formats or quantizations explain more than the missing one.
-                patterns = {f"{module.format(layer='{}')}.weight" for module in META.values()}
+                patterns = {f"{module.format(layer='{}')}.weight" for module in META_NAMES.values()}
                 unexpected = []
                 for name in self._weights:
                     if re.sub(r"\.\d+\.", ".{}.", name) not in patterns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.architectures.names import META
+from quantkit.architectures.names import META_NAMES
 from quantkit.architectures.topology import Parameter
 from quantkit.tensors.late import torch
 
@@ -10,7 +10,7 @@ from quantkit.tensors.late import torch
 def meta_name(parameter: Parameter) -> str:
     """Return Meta's name of a tensor that its format has."""
     assert parameter.leaf == "weight", parameter.name
-    return f"{META[parameter.role].format(layer=parameter.layer)}.weight"
+    return f"{META_NAMES[parameter.role].format(layer=parameter.layer)}.weight"
 
 
 def to_rotate_half(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from quantkit.base.json_values import Settings, format_value, shorten_float32
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import gguf_architecture, sharing_families
 from quantkit.formats.gguf.rope import KEYS as ROPE_KEYS
-from quantkit.formats.gguf.rope import read_rope, rope_tensors, write_rope
+from quantkit.formats.gguf.rope import compute_rope_factors, read_rope, write_rope
 
 MODEL_TYPE = "quantkit.model_type"
 EOS_IDS = "quantkit.eos_token_ids"
@@ -64,7 +64,7 @@ def build_config(
 
     Args:
         shapes: of its tensors, by name, rows first.
-        factors: the values of its tensors among `rope_tensors`.
+        factors: the values of its tensors among `compute_rope_factors`.
         tied: whether its head is the embedding.
         dtype: its float type.
 
@@ -209,7 +209,7 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
     return metadata
 
 
-def notes_of(config: ModelConfig) -> list[str]:
+def describe_llama_cpp_differences(config: ModelConfig) -> list[str]:
     """List what llama.cpp does differently, for the user."""
     window = only_window(config)
     if window is None or gguf_architecture(config).window_period is not None:
@@ -480,7 +480,7 @@ def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None
         shapes["blk.0.ffn_gate.bias"] = (1,)
     shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)
     factors = {}
-    for name, values in rope_tensors(config).items():
+    for name, values in compute_rope_factors(config).items():
         factors[name] = tuple(map(_as_stored, values))
     config_read_back = build_config(
         stored_metadata,

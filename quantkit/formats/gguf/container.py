@@ -21,7 +21,7 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import FILE_TYPES, GgmlType, GgufTensor
-from quantkit.files.located import gguf_file, read_parts
+from quantkit.files.located import gguf_file, read_part_headers
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.authorship import gguf_authorship
@@ -37,8 +37,13 @@ from quantkit.formats.codecs.ggml import (
     GgmlBlocks,
 )
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
-from quantkit.formats.folder import LICENSES, SIDE_FILES, present
-from quantkit.formats.gguf.config import MODEL_TYPE, build_config, build_metadata, notes_of
+from quantkit.formats.folder import LICENSES, SIDE_FILES, find_copyable_files
+from quantkit.formats.gguf.config import (
+    MODEL_TYPE,
+    build_config,
+    build_metadata,
+    describe_llama_cpp_differences,
+)
 from quantkit.formats.gguf.names import (
     ROPE_TENSORS,
     get_norm_offset,
@@ -46,15 +51,15 @@ from quantkit.formats.gguf.names import (
     has_merged_qkv,
     keeps_float32,
 )
-from quantkit.formats.gguf.rope import rope_tensors
-from quantkit.formats.gguf.tensor_reader import read_place, view_of
+from quantkit.formats.gguf.rope import compute_rope_factors
+from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import tokenizer_metadata
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
 _TEXTS = "texts"
@@ -63,7 +68,7 @@ _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 _EMBEDDING = "token_embd.weight"
 _HEAD = "output.weight"
 _QUANTIZATION_VERSION = 2
-_EXACT = "read as float32, which is exact"
+_EXACT_NOTE = "read as float32, which is exact"
 _MAX_FACTORS = 2**16
 # The type of a model without float matrices.
 _DEFAULT = DType.BFLOAT16
@@ -80,9 +85,9 @@ class Gguf(Container):
     weights: Mapping[str, str] = {"gguf": "*.gguf"}
     native = GgmlBlocks()
     derived = True
-    one_file = True
+    unsplit_by_default = True
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         if gguf_file(path) is None:
             return []
         return ["gguf"]
@@ -135,13 +140,18 @@ class Gguf(Container):
         if output.mix is not None:
             metadata["general.file_type"] = output.mix.file_type
         return GgufEncoder(
-            output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem
+            output.planned,
+            config,
+            metadata,
+            compute_rope_factors(config),
+            output.shard_bytes,
+            output.stem,
         )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         if output.alone:
             return {}
-        return present(find_text_folder(output.source.path), LICENSES)
+        return find_copyable_files(locate_or_extract_text_folder(output.source.path), LICENSES)
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
@@ -153,7 +163,7 @@ class Gguf(Container):
     def notes(self, output: Output) -> list[str]:
         _, text_notes = _text_metadata(output)
         notes = list(text_notes)
-        for config_note in notes_of(output.config):
+        for config_note in describe_llama_cpp_differences(output.config):
             notes.append(f"{output.source.path}: {config_note}")
         return notes
 
@@ -204,7 +214,7 @@ class GgufCheckpoint:
             CheckpointError: if a file is missing, damaged or contradicts itself.
             UnsupportedError: for unknown architectures and types of tensors.
         """
-        self._headers = read_parts(path)
+        self._headers = read_part_headers(path)
         self._codes = BLOCK_TYPES
         self.path = self._headers[0].path
         self.notes: list[str] = []
@@ -251,18 +261,20 @@ class GgufCheckpoint:
         self._order = [parameter.name for parameter in parameters(self.config)]
         # Else quantkit wrote it, with these notes.
         if MODEL_TYPE not in metadata:
-            for config_note in notes_of(self.config):
+            for config_note in describe_llama_cpp_differences(self.config):
                 self.notes.append(f"{self.path}: {config_note}")
         for name in (_EMBEDDING, _HEAD):
             if name in self._disk and self._exact_floats(self._disk[name]):
-                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, {_EXACT}")
+                self.notes.append(
+                    f"{self.path}: {name} is {self._stored[name].type}, {_EXACT_NOTE}"
+                )
 
     def with_codes(self) -> GgufCheckpoint:
         """Copy this checkpoint to one that reads all codes as such; see `Container.with_codes`."""
         coded = copy.copy(self)
         coded._codes = CODED_TYPES
         # Tensors with codes are not read as floats.
-        coded.notes = [note for note in self.notes if not note.endswith(_EXACT)]
+        coded.notes = [note for note in self.notes if not note.endswith(_EXACT_NOTE)]
         return coded
 
     @property
@@ -333,7 +345,7 @@ class GgufCheckpoint:
         file = self._files[tensor.name]
         view = self._view(tensor)
         offset = get_norm_offset(self.config, tensor)
-        return read_place(file, view, kind, spec, tensor, place, offset, part)
+        return read_canonical_tensor(file, view, kind, spec, tensor, place, offset, part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
         kind = self._stored[tensor.name].type

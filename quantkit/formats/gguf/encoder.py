@@ -17,7 +17,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.errors import ResumeError
 from quantkit.files.gguf_io import ALIGNMENT, build_header, padding
-from quantkit.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_name
+from quantkit.files.gguf_types import GGUF_SUFFIX, GgmlType, GgufTensor, Split, name_part
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
@@ -25,7 +25,7 @@ from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
 from quantkit.formats.gguf.names import get_norm_offset, gguf_tensors, keeps_float32
-from quantkit.formats.gguf.tensor_reader import read_place, view_of
+from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import Scales
@@ -127,9 +127,9 @@ class GgufEncoder(ShardedEncoder[_Written]):
         super().__init__(planned, units, data_sizes, numbers)
         count = numbers[-1] + 1
         if count == 1:
-            self._names = [stem + GGUF]
+            self._names = [stem + GGUF_SUFFIX]
         else:
-            self._names = [split_name(stem, index, count) for index in range(count)]
+            self._names = [name_part(stem, index, count) for index in range(count)]
         self._headers = [self._header(index, count) for index in range(count)]
         self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
 
@@ -157,13 +157,13 @@ class GgufEncoder(ShardedEncoder[_Written]):
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Read tensor number `index` back from the files so far."""
-        number = self._of_part[index][0]
+        number = self._units_of_tensor[index][0]
         unit = self._units[number]
-        shard = self._shard_of[number]
+        shard = self._file_of_unit[number]
         stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
         # Without views, which must be within the file: it may be incomplete.
         file = TensorFile(SourceFile(folder / self._names[shard]), {})
-        value = read_place(
+        value = read_canonical_tensor(
             file,
             view_of(stored),
             stored.type,
@@ -226,7 +226,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         if count > 1:
             metadata = metadata | Split(index, count, len(self._units)).metadata()
         tensors = []
-        for unit, number in zip(self._units, self._shard_of, strict=True):
+        for unit, number in zip(self._units, self._file_of_unit, strict=True):
             if number == index:
                 tensors.append(unit.stored)
         return build_header(metadata, tensors)

@@ -10,7 +10,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, build_disk_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
-from quantkit.architectures.names import GGUF
+from quantkit.architectures.names import GGUF_NAMES
 from quantkit.architectures.topology import Parameter
 from quantkit.errors import UnsupportedError
 
@@ -29,7 +29,7 @@ def has_merged_qkv(names: Collection[str]) -> bool:
     """Return whether a file with tensors of these names stores queries, keys and values as one
     tensor.
     """
-    return f"{GGUF[_QKV].format(layer=0)}.weight" in names
+    return f"{GGUF_NAMES[_QKV].format(layer=0)}.weight" in names
 
 
 @functools.cache
@@ -114,15 +114,15 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     else:
         role = parameter.role
     assert role is not None
-    if role not in GGUF:
+    if role not in GGUF_NAMES:
         raise UnsupportedError(
             "this architecture cannot be written as GGUF", found=f"'{parameter.name}'"
         )
-    return f"{GGUF[role].format(layer=parameter.layer)}.{parameter.leaf}"
+    return f"{GGUF_NAMES[role].format(layer=parameter.layer)}.{parameter.leaf}"
 
 
 def _find_expert_stack(parameter: Parameter) -> StackedExperts | None:
     """Describe how the tensor with a parameter stacks all experts, if it does."""
     if parameter.role in EXPERT_ROLES:
-        return StackedExperts(GGUF[parameter.role], (parameter.role,))
+        return StackedExperts(GGUF_NAMES[parameter.role], (parameter.role,))
     return None

@@ -88,7 +88,7 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
     raise _make_unsupported_error(architecture, f"{rope.type} rope scaling", rope.type)
 
 
-def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
+def compute_rope_factors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
     """Compute the tensors, float32, of factors that divide the frequency of each pair.
 
     Raises:
@@ -119,8 +119,8 @@ def read_rope(
     head_dim: int,
     context: int,
 ) -> dict[str, Any]:
-    """Translate the rotary positions of a file, and its tensors among `rope_tensors`, to keys of a
-    config.json.
+    """Translate the rotary positions of a file, and its tensors among `compute_rope_factors`, to
+    keys of a config.json.
 
     Raises:
         CheckpointError: for values of the wrong type, or that contradict each other.

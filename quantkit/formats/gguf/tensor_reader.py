@@ -8,47 +8,44 @@ from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides
 from quantkit.formats.codecs.codec import Weight
-from quantkit.formats.codecs.ggml import (
-    FLOATS,
-    GgmlRows,
-)
-from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.codecs.ggml import FLOATS, GgmlRows
+from quantkit.formats.containers.hf_parts import decode_place, read_floats
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 
-def read_place(
+def read_canonical_tensor(
     file: TensorFile,
     view: View,
     kind: GgmlType,
     spec: TensorSpec,
     tensor: DiskTensor,
     place: Place,
-    offset: float,
+    norm_offset: float,
     part: TensorSlice | None = None,
 ) -> Weight:
-    """Read a canonical tensor, or a part of it, from a tensor at a place of a file, see
-    `view_of`.
+    """Read the canonical tensor at `place` of a GGUF tensor, or a part of it.
 
     Args:
-        kind, spec: its type in the file, and the spec with which it is read.
-        offset: see `get_norm_offset`.
+        view: where the data of the GGUF tensor is in `file`, see `view_of`.
+        kind, spec: how the GGUF tensor is stored, and as what it is read.
+        norm_offset: see `get_norm_offset`.
     """
     if kind in FLOATS:
         floats = read_floats(file, view, tensor, place, part)
         # In float32, so that the difference is rounded once.
-        if offset:
-            return (floats.float() - offset).to(floats.dtype)
+        if norm_offset:
+            return (floats.float() - norm_offset).to(floats.dtype)
         return floats
     rows = GgmlRows(
         file=file, view=view, type=kind, coded=spec.scheme is not None, dtype=spec.dtype
     )
     if place.expert is None:
-        return decode(rows, None, spec, tensor, place, part)
+        return decode_place(rows, None, spec, tensor, place, part)
     expert_spec = replace(spec, shape=spec.shape[1:])
     expert_rows = rows.of_expert(place.expert)
-    return decode(expert_rows, None, expert_spec, tensor, replace(place, expert=None), part)
+    return decode_place(expert_rows, None, expert_spec, tensor, replace(place, expert=None), part)
 
 
 def view_of(tensor: GgufTensor) -> View:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from quantkit.base.memory import size_text
 from quantkit.base.messages import Message, Option
 from quantkit.errors import DestinationError, NoSpaceError, ResumeError
-from quantkit.files.gguf_types import GGUF, STEM, split_stem
+from quantkit.files.gguf_types import GGUF_SUFFIX, STEM, parse_part_stem
 
 MANIFEST = "quantkit.json"
 SPACE_MARGIN = 16 << 20
@@ -40,33 +40,33 @@ def manifest_path(model: Path) -> Path:
         model: a folder or a file; for a model in several files any of them, or the name that they
             begin with.
     """
-    if model.suffix != GGUF or model.is_dir():
+    if model.suffix != GGUF_SUFFIX or model.is_dir():
         return model / MANIFEST
     beside_file = _file_manifest(model)
     in_folder = model.with_name(MANIFEST)
     # A folder that holds a GGUF model gives its file this name, and has one manifest for all files.
-    has_name_in_folder = beside_file.name == f"{STEM}{GGUF}.{MANIFEST}"
+    has_name_in_folder = beside_file.name == f"{STEM}{GGUF_SUFFIX}.{MANIFEST}"
     if has_name_in_folder and in_folder.is_file() and not beside_file.is_file():
         return in_folder
     return beside_file
 
 
-def order_output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
+def list_placed_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
     """List the files of an output in the order in which they are renamed, the one that readers
     open last; None for a folder.
 
     Args:
         weights: names of the files of weights, in order.
     """
-    if dst.suffix == GGUF:
+    if dst.suffix == GGUF_SUFFIX:
         return [_file_manifest(dst).name, *reversed(weights)]
     return None
 
 
 def _file_manifest(file: Path) -> Path:
     """Name the manifest beside a model's file; all parts of a model share one."""
-    stem = split_stem(file.name)
-    model_name = file.name if stem is None else stem + GGUF
+    stem = parse_part_stem(file.name)
+    model_name = file.name if stem is None else stem + GGUF_SUFFIX
     return file.with_name(f"{model_name}.{MANIFEST}")
 
 

@@ -18,7 +18,7 @@ from quantkit.formats.output.destination import (
     destination_errors,
     place_output,
 )
-from quantkit.formats.output.staging import Staging, mark_kept
+from quantkit.formats.output.staging import Staging, note_partial_output
 
 NAME = "lines.jsonl"
 """In the partial folder: the lines so far in the order of `add`, each with its sha256 as
@@ -99,7 +99,7 @@ class ResumableLines:
             self._staging.discard()
             return
         if error is not None:
-            mark_kept(error, self._staging.path)
+            note_partial_output(error, self._staging.path)
         self._staging.close()
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:

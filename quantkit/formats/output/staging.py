@@ -22,7 +22,7 @@ from quantkit.errors import (
     RequestError,
     ResumeError,
 )
-from quantkit.files.gguf_types import GGUF, split_stem
+from quantkit.files.gguf_types import GGUF_SUFFIX, parse_part_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
 from quantkit.files.located import PARTIAL
 from quantkit.formats.output.destination import (
@@ -110,7 +110,7 @@ class Staging:
             cleanup.callback(self._journal.close)
             self._sweep()
             # The journal has the fingerprint as JSON reads it, with lists in place of tuples.
-            entries = self._match_fingerprint(json.loads(json.dumps(fingerprint)))
+            entries = self._begin_or_check_journal(json.loads(json.dumps(fingerprint)))
             self.entries = [entry for entry in entries if ENTRY not in entry]
             self.folder.add_folders(folders)
             if self._placed is not None:
@@ -212,7 +212,7 @@ class Staging:
             raise DestinationError("was removed after it was written", path=missing_path)
         self.require_in_place()
 
-    def _match_fingerprint(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+    def _begin_or_check_journal(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
         """Compare the journal's fingerprint with this one, which begins a new journal, and select
         the entries after it.
         """
@@ -273,16 +273,16 @@ def require_name(dst: Path) -> None:
         problem = f"names that end in {PARTIAL} are for unfinished outputs"
         raise RequestError(problem, found=dst, hint="choose another destination")
     # Another spelling would make a folder of a model that is meant to be a file.
-    if dst.suffix != GGUF and dst.suffix.lower() == GGUF:
+    if dst.suffix != GGUF_SUFFIX and dst.suffix.lower() == GGUF_SUFFIX:
         raise RequestError(
             "the extension of a GGUF file must be in lower case",
             found=dst.name,
-            hint=f"write {dst.stem}{GGUF}",
+            hint=f"write {dst.stem}{GGUF_SUFFIX}",
         )
-    stem = split_stem(dst.name)
+    stem = parse_part_stem(dst.name)
     if stem is not None:
         problem = "the destination has the name of a part of a model"
-        hint = f"write the whole model: {stem}{GGUF}"
+        hint = f"write the whole model: {stem}{GGUF_SUFFIX}"
         raise RequestError(problem, found=dst.name, hint=hint)
 
 
@@ -369,7 +369,7 @@ def require_finished(model: Path, manifest: str) -> None:
     raise CheckpointError(problem, path=folder, hint=hint)
 
 
-def mark_kept(error: BaseException, partial: Path) -> None:
+def note_partial_output(error: BaseException, partial: Path) -> None:
     """Add a note to an error or an interruption that the partial output is kept, or that there
     is none.
     """
@@ -377,8 +377,8 @@ def mark_kept(error: BaseException, partial: Path) -> None:
 
 
 def find_kept_note(error: BaseException | None) -> str | None:
-    """Find the note of `mark_kept` on an error or its cause, unless a partial output that it
-    names no longer exists.
+    """Find the note of `note_partial_output` on an error or its cause, unless a partial output that
+    it names no longer exists.
     """
     while error is not None:
         notes: Sequence[str] = getattr(error, "__notes__", ())

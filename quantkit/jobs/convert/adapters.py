@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter, Requested, parse_adapters
 from quantkit.formats.lora.adapter_config import note_folder_adapter
@@ -43,7 +43,7 @@ def merge_adapters(
     requested = parse_adapters(lora)
     if not requested:
         return source
-    quantized = schemes(source) or read_as_floats(source)
+    quantized = schemes(source) or list_uncarried_weights(source)
     if quantized and not dequantize:
         raise UnsupportedError(
             "adapters can only be merged into unquantized weights, and the base model is quantized",

@@ -17,8 +17,15 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import collect_default_floats, linear_columns
 from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
-from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
+from quantkit.formats.checkpoint import Checkpoint, list_uncarried_weights, schemes
+from quantkit.formats.codecs.codec import (
+    NO_EMBEDDING,
+    CodeFormat,
+    HoldsCodes,
+    Reason,
+    choose_codec,
+    exact_scale,
+)
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.model.column_kernels import select_column_kernels
@@ -59,7 +66,7 @@ class Changes:
     """
 
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
-    cast: Mapping[str, ScaleCast] = field(default_factory=dict)
+    scale_casts: Mapping[str, ScaleCast] = field(default_factory=dict)
 
 
 def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) -> Changes:
@@ -80,7 +87,7 @@ def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) 
     casts: dict[str, ScaleCast] = {}
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
-        if is_widened_embedding(source, module, codes):
+        if must_write_embedding_as_float32(source, module, codes):
             continue
         reason = _find_misfit_or_cast(source, name, scheme, codes, weights=weights)
         if isinstance(reason, ScaleCast):
@@ -90,7 +97,7 @@ def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) 
             roundings[name] = Rounding(closest, reason.problem)
     # The same choice as `quantize` without a recipe: heads and the like become floats.
     linears = linear_columns(source.config).keys() - collect_default_floats(source.config)
-    for name, stored_as in read_as_floats(source).items():
+    for name, stored_as in list_uncarried_weights(source).items():
         if name.removesuffix(".weight") in linears:
             similar = _choose_scheme_by_size(source, name)
             closest = _choose_closest_scheme(source, name, similar, codes)
@@ -101,7 +108,7 @@ def plan_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool) 
     return Changes(roundings, remaining_casts)
 
 
-def is_widened_embedding(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
+def must_write_embedding_as_float32(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     """Return whether a module is the embedding, in codes, and becomes float32, which has each of
     its numbers.
 
@@ -127,7 +134,7 @@ def require_representable(
     """
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
-        if name in to_round or is_widened_embedding(source, module, codes):
+        if name in to_round or must_write_embedding_as_float32(source, module, codes):
             continue
         reason = _find_misfit_in_header(source, name, scheme, codes)
         if reason is not None:
@@ -144,12 +151,12 @@ def choose_common_scale_dtype(
     """
     if codes.scale_dtype is not None:
         return codes.scale_dtype
-    if changes.cast:
-        return next(iter(changes.cast.values())).dtypes[-1]
+    if changes.scale_casts:
+        return next(iter(changes.scale_casts.values())).dtypes[-1]
     model_dtype = DType(source.config.dtype)
     for module in schemes(source):
         name = f"{module}.weight"
-        if name in changes.rounded or is_widened_embedding(source, module, codes):
+        if name in changes.rounded or must_write_embedding_as_float32(source, module, codes):
             continue
         if source.info(name).dtype == model_dtype:
             continue
@@ -166,7 +173,7 @@ def _can_represent_with_scales(
     value = source.load(name)
     assert isinstance(value, QuantTensor)
     rescaled = convert_scales_exactly(value, dtype)
-    codec = codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
+    codec = _choose_codec_of(name, value.scheme, codes)
     if rescaled is None or isinstance(codec, Reason):
         return False
     return not isinstance(codec.encode(rescaled), Reason)
@@ -256,7 +263,7 @@ def _find_misfit_or_cast(
     if it can be held as it is.
     """
     reason = _find_misfit_in_header(source, name, scheme, codes)
-    codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
+    codec = _choose_codec_of(name, scheme, codes)
     if reason is not None or isinstance(codec, Reason) or not weights:
         return reason
     value = source.load(name)
@@ -273,11 +280,16 @@ def _find_misfit_or_cast(
     return ScaleCast(stored.scale_types, stored.problem)
 
 
+def _choose_codec_of(name: str, scheme: QuantScheme, codes: CodeFormat) -> HoldsCodes | Reason:
+    """Choose the codec of a format for a weight by its name, or explain why it has none."""
+    return choose_codec(codes, scheme, embedding=name == f"{EMBEDDING}.weight", is_carried=True)
+
+
 def _find_misfit_in_header(
     source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat
 ) -> Reason | None:
     """Find why no weight of this scheme and these sizes can be held; None if some can."""
-    codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
+    codec = _choose_codec_of(name, scheme, codes)
     if isinstance(codec, Reason):
         return codec
     return codec.misfit(source.info(name).shape)

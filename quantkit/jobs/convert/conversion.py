@@ -19,7 +19,12 @@ from quantkit.base.arguments import as_path
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.authorship import CARD, read_authorship
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, resolve_stored_name, schemes
+from quantkit.formats.checkpoint import (
+    Checkpoint,
+    list_uncarried_weights,
+    resolve_stored_name,
+    schemes,
+)
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.dequantized_checkpoint import may_be_in_blocks
@@ -31,7 +36,7 @@ from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.convert import carried_codes
 from quantkit.jobs.convert.adapters import describe_adapters, merge_adapters
 from quantkit.jobs.convert.card import write_conversion_card
-from quantkit.jobs.convert.carried_codes import Changes, is_widened_embedding
+from quantkit.jobs.convert.carried_codes import Changes, must_write_embedding_as_float32
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (
@@ -52,7 +57,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.via_transformers.stacks import unstack
 
 # Elements of the largest tensor that is read to compare types: norms and biases are smaller.
-_MAX_WIDENED = 1 << 24
+_MAX_COMPARED_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Conversion:
 
     Attributes:
         changes: what happens to weights that the format cannot hold exactly.
-        precise: the source for weights that are rounded anew: it reads stored integers as float32.
+        rounding_source: the source for weights that are rounded anew: it reads stored integers as
+            float32.
         kv_cache: the settings of a quantized KV cache to write; None for none.
     """
 
@@ -70,7 +76,7 @@ class Conversion:
     work: Work
     target: Target
     changes: Changes
-    precise: Checkpoint
+    rounding_source: Checkpoint
     notes: list[str]
     kv_cache: KvCache | None
 
@@ -85,7 +91,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         QuantkitError: as `convert` does before it writes.
     """
     dst = as_path("dst", options.dst)
-    cast = options.float_type
+    float_type = options.float_type
     dequantize = options.dequantize
     requantize = options.requantize
     # Options are checked before the source is opened: opening a large folder takes longer.
@@ -93,11 +99,11 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     require_name(dst)
     src = as_path("src", options.src)
     require_causal_model(src)
-    source = _open(src, options, cast)
+    source = _open(src, options, float_type)
     target = requested or choose_default_target(source, dequantize=dequantize)
-    if not dequantize and _carries_all_codes(source, target):
+    if not dequantize and _must_read_all_codes(source, target):
         source = with_codes(source)
-    precise = source
+    rounding_source = source
     container = target.container
     if options.mp != 1 and not container.model_parallel:
         parallel_names: list[str] = []
@@ -115,10 +121,10 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     authorship = read_authorship(source.path)
     has_card = bool(authorship) and container is not GGUF
     notes += note_left_behind(source, container, dst, has_card=has_card)
-    if cast is None:
+    if float_type is None:
         config = source.config
     else:
-        config = source.config.with_dtype(cast)
+        config = source.config.with_dtype(float_type)
     changes = Changes()
     scale_dtype = None
     if target.codes is not None and not dequantize:
@@ -128,8 +134,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             carried_codes.require_representable(source, target.codes, changes.rounded)
         # Weights are rounded from float32. Stored integers that are read in the model's type would
         # be rounded twice.
-        if changes.rounded.keys() & read_as_floats(source).keys():
-            precise = _open(src, options, DType.FLOAT32)
+        if changes.rounded.keys() & list_uncarried_weights(source).keys():
+            rounding_source = _open(src, options, DType.FLOAT32)
         scale_dtype = carried_codes.choose_common_scale_dtype(
             source, target.codes, changes, look=not headers_only
         )
@@ -137,12 +143,12 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             source, dst, target, scale_dtype, changes, requantize=requantize
         )
     spec_changes = None if dequantize else changes
-    specs = _plan_specs(source, cast, spec_changes, scale_dtype, target)
+    specs = _plan_specs(source, float_type, spec_changes, scale_dtype, target)
     # A `dtype` that changes no tensor is recorded like none: the outputs are the same.
-    if cast == config.dtype == source.config.dtype:
+    if float_type == config.dtype == source.config.dtype:
         uncast_specs = _plan_specs(source, None, spec_changes, scale_dtype, target)
         if specs == uncast_specs:
-            cast = None
+            float_type = None
     kv_cache, kv_notes = choose_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )
@@ -168,7 +174,9 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     if has_card:
         side_files[CARD] = write_conversion_card(output)
     notes += [*kv_notes, *container.notes(output)]
-    recorded = options.to_record(target.name, cast=cast, tensors_only=not source.config.runnable)
+    recorded = options.to_record(
+        target.name, float_type=float_type, tensors_only=not source.config.runnable
+    )
     recorded |= describe_adapters(source)
     work = Work(
         job="convert", source=source, encoder=encoder, side_files=side_files, options=recorded
@@ -180,15 +188,17 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         work=work,
         target=target,
         changes=changes,
-        precise=precise,
+        rounding_source=rounding_source,
         notes=notes,
         kv_cache=kv_cache,
     )
 
 
-def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
-    """Return whether codes for which there are no kernels are carried too: those of GGUF's blocks
-    to a file of GGUF, and those with MLX's offsets to another folder of MLX.
+def _must_read_all_codes(source: StoredCheckpoint, target: Target) -> bool:
+    """Return whether codes for which there are no kernels are read as codes, not as floats.
+
+    Those with MLX's offsets are, for another folder of MLX. For a file of GGUF, those of all other
+    sources are: blocks of GGUF are carried, and others, such as FP8, are refused or rounded anew.
     """
     if source.method == Mlx.name:
         return target.method is not None and target.method.name == Mlx.name
@@ -241,7 +251,7 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
     they would change codes.
     """
     quantized = schemes(source)
-    integers = read_as_floats(source)
+    integers = list_uncarried_weights(source)
     if not source.config.runnable:
         if not target.container.methods:
             raise RequestError(
@@ -329,10 +339,10 @@ def _describe_code_changes(
     quantized = schemes(source)
     # Integers that are read as floats are quantized tensors too, which `schemes` does not list.
     total = len(quantized.keys() | {name.removesuffix(".weight") for name in to_round})
-    if changes.cast:
-        name, cast = next(iter(changes.cast.items()))
+    if changes.scale_casts:
+        name, cast = next(iter(changes.scale_casts.items()))
         notes.append(
-            f"{dst}: {len(changes.cast)} of {total} quantized tensors are kept, except"
+            f"{dst}: {len(changes.scale_casts)} of {total} quantized tensors are kept, except"
             f" that their scales are cast to {cast.dtypes[-1]} ('{name}': {cast.reason})"
         )
     if to_round:
@@ -342,7 +352,7 @@ def _describe_code_changes(
             f"{dst}: {len(to_round)} of {total} quantized tensors cannot be stored exactly as"
             f" {target.name} and are requantized to {kinds} ('{name}': {first.reason})"
         )
-    elif requantize and not changes.cast:
+    elif requantize and not changes.scale_casts:
         notes.append(
             Message(
                 f"{dst}: ",
@@ -353,13 +363,13 @@ def _describe_code_changes(
     if (
         target.codes is not None
         and EMBEDDING in quantized
-        and is_widened_embedding(source, EMBEDDING, target.codes)
+        and must_write_embedding_as_float32(source, EMBEDDING, target.codes)
     ):
         notes.append(
             f"{dst}: the embedding, {source.info(f'{EMBEDDING}.weight').scheme}, becomes float32,"
             f" which is exact: few or no readers of {target.name} support quantized embeddings"
         )
-    as_floats = [name for name in read_as_floats(source) if name not in to_round]
+    as_floats = [name for name in list_uncarried_weights(source) if name not in to_round]
     if as_floats:
         remaining = f" and {len(as_floats) - 1} more" if len(as_floats) > 1 else ""
         notes.append(
@@ -376,7 +386,7 @@ def _describe_code_changes(
 
 def _plan_specs(
     source: Checkpoint,
-    cast: DType | None,
+    float_type: DType | None,
     changes: Changes | None,
     scale_dtype: DType | None,
     target: Target,
@@ -404,7 +414,7 @@ def _plan_specs(
         if (
             changes is not None
             and target.codes is not None
-            and is_widened_embedding(source, parameter.module, target.codes)
+            and must_write_embedding_as_float32(source, parameter.module, target.codes)
         ):
             # The product of a code and its scale can need more digits than the model's type has.
             dtype = DType.FLOAT32
@@ -418,12 +428,16 @@ def _plan_specs(
                 dtype = info.dtype
             else:
                 dtype = model_dtype
-        elif cast is not None and (config.runnable or info.dtype in FLOATS):
-            dtype = cast
+        elif float_type is not None and (config.runnable or info.dtype in FLOATS):
+            dtype = float_type
         else:
             # GGUF blocks that may store a matrix are read as float32 where that is exact.
             blocks = changes is None and may_be_in_blocks(source, info)
-            if info.scheme is not None or blocks or _is_widened(source, info, model_dtype):
+            if (
+                info.scheme is not None
+                or blocks
+                or _is_float32_without_need(source, info, model_dtype)
+            ):
                 dtype = model_dtype
             else:
                 dtype = info.dtype
@@ -431,7 +445,7 @@ def _plan_specs(
     return specs
 
 
-def _is_widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
+def _is_float32_without_need(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
     """Check whether GGUF stores a tensor as float32, such as a norm, though the model's type holds
     it exactly.
 
@@ -440,7 +454,7 @@ def _is_widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
     if (
         source.format != GGUF.name
         or info.dtype != DType.FLOAT32
-        or math.prod(info.shape) > _MAX_WIDENED
+        or math.prod(info.shape) > _MAX_COMPARED_ELEMENTS
     ):
         return False
     value = source.load(info.name)

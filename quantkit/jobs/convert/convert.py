@@ -19,14 +19,14 @@ from quantkit.jobs.convert.conversion import Conversion, plan_conversion, sugges
 from quantkit.jobs.convert.estimate import estimate_conversion
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.estimate import Estimate
-from quantkit.jobs.output.existing import Existing, is_finished
+from quantkit.jobs.output.existing import Existing, may_accept_existing
 from quantkit.jobs.output.result import ConvertResult
 from quantkit.jobs.output.writer import Writer, model_summary, open_writer
 from quantkit.quality.changed_tensors import REFINED, rehash_changes
 from quantkit.quality.figures import manifest_or_empty, read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
-from quantkit.quality.weights_only import describe_carried_tensors
+from quantkit.quality.weights_only import describe_unquantized_tensors
 from quantkit.tensors.finite import cast_finite, require_finite_codes
 from quantkit.tensors.qtensor import QuantTensor, Solver, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -47,12 +47,14 @@ class ConvertArguments(ConvertOptions):
     progress: Progress | None = None
 
 
+# The decorator fills in Args of the docstring.
 @accept_fields_of(ConvertArguments)
 def convert(options: ConvertArguments) -> ConvertResult:
     """Write the model in `src` to the new folder, or GGUF file, `dst`.
 
     The codes, scales and zero points of a quantized model stay as they are; otherwise the
-    conversion is refused. The result is read back and compared with the source, tensor by tensor.
+    conversion is refused. The result is read back and compared with the source, tensor by tensor;
+    tensors that were rounded anew are measured by the gate.
 
     Args:
 
@@ -60,7 +62,7 @@ def convert(options: ConvertArguments) -> ConvertResult:
         What was written: path, size, bits per weight, which tensors are proven equal, notes.
 
     Raises:
-        QuantkitError: its type says what is wrong; `dst` does not exist then.
+        QuantkitError: its type says what is wrong; nothing is written at `dst` then.
 
     Example:
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
@@ -70,7 +72,7 @@ def convert(options: ConvertArguments) -> ConvertResult:
     started = time.monotonic()
     progress = skip_repeated_reports(options.progress)
     plan = plan_conversion(options)
-    if is_finished(plan.dst, options.if_exists):
+    if may_accept_existing(plan.dst, options.if_exists):
         return _read_existing_result(plan, started, progress)
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
@@ -117,10 +119,7 @@ def _read_existing_result(plan: Conversion, started: float, progress: Progress) 
         gate = existing.read_passed_check(Gate, "quality")
     else:
         gate = None
-    if "exact" in manifest:
-        exact = read_record(Exact, manifest["exact"], path, "what is equal")
-    else:
-        exact = None
+    exact = read_record(Exact, manifest.get("exact"), path, "what is equal")
     return ConvertResult(
         plan.dst,
         *weight_size(existing.open_weights(work)),
@@ -144,7 +143,7 @@ def _load_output_value(
     allow_nonfinite = plan.options.allow_nonfinite
     dtype = spec.dtype.torch
     if spec.name in changes.rounded:
-        source = plan.precise
+        source = plan.rounding_source
     else:
         source = plan.work.source
     value = source.load(resolve_stored_name(source, spec.name))
@@ -155,8 +154,8 @@ def _load_output_value(
         return carried_codes.round_weight(value, spec.scheme, dtype, spec.name, source.path)
     if isinstance(value, Tensor):
         return cast_finite(value, dtype, spec.name, source.path, allow_nonfinite), None
-    if spec.scheme is not None and spec.name in changes.cast:
-        return carried_codes.cast_weight_scales(value, changes.cast[spec.name].dtypes)
+    if spec.scheme is not None and spec.name in changes.scale_casts:
+        return carried_codes.cast_weight_scales(value, changes.scale_casts[spec.name].dtypes)
     if spec.scheme is not None:
         # With a type that does not hold the scales, the encoder gets the value as it is and
         # explains why it cannot be written.
@@ -172,20 +171,25 @@ def _load_output_value(
 
 def _compare(
     plan: Conversion, writer: Writer, result: StoredCheckpoint, progress: Progress
-) -> tuple[Exact | None, Gate | None]:
-    """Compare a result with its source: the codes that are carried over, and by the gate if any
-    were changed; raises a `QualityError` if it differs too much.
+) -> tuple[Exact, Gate | None]:
+    """Compare a result with its source: each tensor that was not rounded anew, and by the gate if
+    codes or scales were changed; raises a `QualityError` if it differs too much.
     """
     source = plan.work.source
     changes = plan.changes
-    exact = None
     gate = None
     if plan.kv_cache is not None:
         require_same_kv_cache(plan.kv_cache, result)
-    if not plan.options.dequantize and plan.target.codes is not None:
-        dtypes = {name: cast.dtypes for name, cast in changes.cast.items()}
-        exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
-    if changes.rounded or changes.cast:
+    scale_casts = {name: cast.dtypes for name, cast in changes.scale_casts.items()}
+    exact = require_exact(
+        source,
+        result,
+        changes.rounded,
+        scale_casts,
+        dequantize=plan.options.dequantize,
+        progress=progress,
+    )
+    if changes.rounded or changes.scale_casts:
         # The gate's bounds depend on the scheme of each module.
         requested: dict[str, QuantScheme] = {}
         for spec in plan.work.encoder.planned:
@@ -202,7 +206,7 @@ def _collect_details(
     plan: Conversion,
     writer: Writer,
     result: StoredCheckpoint,
-    exact: Exact | None,
+    exact: Exact,
     gate: Gate | None,
 ) -> dict[str, object]:
     """Collect the job's part of the manifest."""
@@ -211,9 +215,8 @@ def _collect_details(
     details: dict[str, object] = {
         **_describe_plan(plan),
         "schemes": {module: str(scheme) for module, scheme in assigned.items()},
+        "exact": exact.to_json(),
     }
-    if exact is not None:
-        details["exact"] = exact.to_json()
     if gate is not None:
         modules: dict[str, dict[str, object]] = {}
         for module, scheme in assigned.items():
@@ -227,7 +230,7 @@ def _collect_details(
         tensors = {name: asdict(tensor) for name, tensor in changed_tensors.items()}
         details[REFINED] = {**refined, "tensors": tensors}
     if not source.config.runnable:
-        details["carried"] = describe_carried_tensors(source, result)
+        details["carried"] = describe_unquantized_tensors(source, result)
     return details
 
 

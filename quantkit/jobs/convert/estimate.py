@@ -9,27 +9,28 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.jobs.convert.conversion import Conversion
 from quantkit.jobs.output.estimate import (
     Estimate,
-    _estimate_streaming_bytes,
     count_checked_tokens,
+    estimate_streaming_bytes,
     forward_bytes,
     side_bytes,
 )
 from quantkit.jobs.output.speed import Speed
 from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.source_check import SOURCE_CHECK
+from quantkit.quality.transcoded import EXACT_COMPARISON
 
 
-def estimate_conversion(planned: Conversion) -> Estimate:
+def estimate_conversion(plan: Conversion) -> Estimate:
     """Estimate what a conversion takes."""
-    work = planned.work
-    notes = planned.notes
+    work = plan.work
+    notes = plan.notes
     source = work.source
     config = source.config
     specs = work.encoder.planned
     disk = work.encoder.total_bytes() + side_bytes(work.side_files)
-    phases = {"writing": _estimate_streaming_bytes(source, work.encoder)}
+    phases = {"writing": estimate_streaming_bytes(source, work.encoder)}
     # The check runs while the source is hashed, and ends before the first tensor is written.
-    checked = count_checked_tokens(source, planned.options.source_check)
+    checked = count_checked_tokens(source, plan.options.source_check)
     speed = Speed(config)
     steps = dict[str, float]()
     if checked:
@@ -37,8 +38,9 @@ def estimate_conversion(planned: Conversion) -> Estimate:
         steps[SOURCE_CHECK] = speed.forward(checked)
     source_bytes = sum(file.size for file in source.files())
     steps["convert"] = speed.writing(disk, source_bytes)
-    # Carried codes are compared as numbers. Only changed ones need a pass through both models.
-    if planned.changes.rounded or planned.changes.cast:
+    steps[EXACT_COMPARISON] = speed.reading(source_bytes + disk)
+    # All else is compared as numbers. Only changed codes need a pass through both models.
+    if plan.changes.rounded or plan.changes.scale_casts:
         steps["gate"] = speed.forward(count_gate_tokens(source), models=2)
     phase = max(phases, key=lambda name: phases[name])
     linears = linear_columns(config)

@@ -55,7 +55,7 @@ class ConvertOptions:
         template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in
             Meta's code, or a file ``*.jinja``; None keeps the templates of `src`.
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``,
-            ``gpt-fast`` or ``gpt-fast-int8``.
+            ``gpt-fast``, ``gpt-fast-int8`` or ``gguf``.
         resume: continue an interrupted run, if there is one.
         if_exists: ``fail``, or ``skip`` to accept a `dst` that this call would write again, after a
             comparison of all hashes of source and output.
@@ -106,20 +106,20 @@ class ConvertOptions:
         return float_name(self.dtype)
 
     def to_record(
-        self, target: str, *, cast: DType | None, tensors_only: bool
+        self, target: str, *, float_type: DType | None, tensors_only: bool
     ) -> dict[str, object]:
         """Collect what the manifest and the resume fingerprint record: all options that determine
         the bytes of the weights.
 
         Args:
             target: the name of the target format.
-            cast: the float type, if it changes that of any tensor.
+            float_type: the float type, if it changes that of any tensor.
             tensors_only: whether the source is known by its tensors only.
         """
         options: dict[str, object] = {
             "to": target,
             "mp": self.mp,
-            "dtype": cast and _SHORT[cast],
+            "dtype": float_type and _SHORT[float_type],
             "allow_nonfinite": self.allow_nonfinite,
         }
         optional = {

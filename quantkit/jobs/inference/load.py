@@ -57,7 +57,7 @@ def load(
     """Open a checkpoint, quantized or not, with its tokenizer.
 
     Args:
-        path: a Meta or Hugging Face folder.
+        path: a Meta or Hugging Face folder, or a GGUF file.
         device: where the model runs, as torch spells it: ``cpu``, ``cuda``, ``cuda:1``; None is
             that of `tp` or, alone, a GPU if there is one.
         dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is
@@ -68,7 +68,7 @@ def load(
         allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of
             failing.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``,
-            ``bin``, ``gpt-fast`` or ``gpt-fast-int8``.
+            ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls
             this, and then the model in the same way.
         progress: called for each tensor; None reports nothing.

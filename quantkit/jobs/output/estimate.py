@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.container import Encoder
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_scales import is_scale
-from quantkit.formats.output.destination import order_output_files
+from quantkit.formats.output.destination import list_placed_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import (
     name_partial_folder,
@@ -164,7 +164,7 @@ class Estimate:
 def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
     """Raise a `DestinationError` or `ResumeError` if an output cannot be built there."""
     partial = name_partial_folder(dst)
-    require_output_absent(dst, order_output_files(dst, encoder.files()), partial)
+    require_output_absent(dst, list_placed_files(dst, encoder.files()), partial)
     require_room_to_build(partial, resume=resume)
 
 
@@ -184,7 +184,7 @@ def side_bytes(files: Mapping[str, bytes | Path]) -> int:
     return size
 
 
-def _estimate_streaming_bytes(source: Checkpoint, encoder: Encoder) -> int:
+def estimate_streaming_bytes(source: Checkpoint, encoder: Encoder) -> int:
     """Estimate the peak of a stream of tensors: the largest as it is read, cast or split, and what
     is under way.
     """

@@ -42,8 +42,8 @@ _MEASURED = (
 _HINT = "choose another name or remove it"
 
 
-def is_finished(dst: Path, if_exists: IfExists) -> bool:
-    """Look for a finished output that may be kept.
+def may_accept_existing(dst: Path, if_exists: IfExists) -> bool:
+    """Return whether `if_exists` allows accepting what is at `dst`, and it is finished.
 
     Raises:
         DestinationError: if an unfinished one is next to it.
@@ -97,7 +97,7 @@ class Existing:
         """Open an output and require that its files, with the model card, have the hashes of its
         manifest.
         """
-        with _as_written(dst):
+        with _convert_output_errors(dst):
             existing_manifest, edited = require_as_written(dst, progress=progress)
         result = cls(dst, existing_manifest)
         if edited:
@@ -162,7 +162,7 @@ class Existing:
         """Read a check of the manifest, with these fields, and require that it was passed, or that
         its failure was and is `accepted`.
         """
-        with _as_written(self.dst):
+        with _convert_output_errors(self.dst):
             check = kind.from_json(self.manifest.get(key), manifest_path(self.dst))
         # The fields, such as the text of a certificate, must be those that this job would write.
         expected = replace(check, **fields).to_json(accepted=accepted)
@@ -177,7 +177,7 @@ class Existing:
             path = self.dst
         else:
             path = self.dst.with_name(work.encoder.files()[0])
-        with _as_written(self.dst):
+        with _convert_output_errors(self.dst):
             result = with_codes(open_checkpoint(path, tensors_only=not work.source.config.runnable))
             unstack(result, work.source.config.code)
             return result
@@ -206,7 +206,7 @@ def _differs(dst: Path, *names: str) -> DestinationError:
 
 
 @contextmanager
-def _as_written(dst: Path) -> Iterator[None]:
+def _convert_output_errors(dst: Path) -> Iterator[None]:
     """Turn errors about an output into those about a destination."""
     try:
         yield

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quantkit.base.json_values import read_json
-from quantkit.files.gguf_types import GGUF
+from quantkit.files.gguf_types import GGUF_SUFFIX
 from quantkit.files.hub import read_origin
 from quantkit.formats.authorship import HUB_NAME, read_model_name
 from quantkit.formats.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ def model_name(source: Checkpoint, base: str | None = None) -> str:
     """Find the name of a model; if none is known, that of its folder or file, or its architecture.
     `base` is as in `find_model_name`.
     """
-    if source.path.suffix == GGUF:
+    if source.path.suffix == GGUF_SUFFIX:
         path = source.path.with_suffix("")
     else:
         path = source.path

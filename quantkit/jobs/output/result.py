@@ -22,11 +22,11 @@ class ConvertResult:
     """What `quantkit.convert` wrote.
 
     Attributes:
-        path: the new folder.
+        path: the new folder or GGUF file.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
-        exact: what of a quantized source was read back and found equal, or equal but for the type
-            of its scales; None where no codes were carried.
+        exact: what was read back and found equal to the source, or equal once cast; tensors that
+            were rounded anew are not counted.
         rounded: how many quantized tensors were rounded anew, as `requantize` allows.
         quality: what the gate measured of them, and of those whose scales were cast; None where
             there are none.
@@ -39,7 +39,7 @@ class ConvertResult:
     path: Path
     weight_bytes: int
     bits_per_weight: float
-    exact: Exact | None
+    exact: Exact
     rounded: int
     quality: Gate | None
     seconds: float
@@ -59,8 +59,8 @@ class ConvertResult:
         """Write the report for people: one line."""
         facts = [size_text(self.weight_bytes), _bits(self.bits_per_weight)]
         # Where all weights were rounded anew, the count of equal ones is 0 and says nothing.
-        all_rounded = self.exact is not None and self.rounded and not self.exact.tensors
-        if self.exact is not None and not all_rounded:
+        all_rounded = self.rounded and not self.exact.tensors
+        if not all_rounded:
             facts.append(self.exact.line())
         if self.quality is not None:
             if self.rounded:
@@ -75,7 +75,7 @@ class QuantizeResult:
     """What `quantkit.quantize` wrote.
 
     Attributes:
-        path: the new folder.
+        path: the new folder or GGUF file.
         schemes: how many linear layers have each scheme, the most frequent first.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters, those that keep their floats included.

@@ -23,7 +23,7 @@ from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.folder import is_private_license, load_checked_tokenizer, side_names
 from quantkit.formats.registry import CONTAINERS
-from quantkit.text.gguf_tokenizer import find_text_folder
+from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer
 
 _CONFIG = "config.json"
@@ -81,7 +81,7 @@ def check_side_files(
         CheckpointError: if a file is damaged, a placeholder or missing, or is a link out of the
             folder.
     """
-    root = find_text_folder(source.path)
+    root = locate_or_extract_text_folder(source.path)
     names = sorted(path.name for path in root.iterdir())
     config_path = root / _CONFIG
     # A GGUF file has its settings in its header.

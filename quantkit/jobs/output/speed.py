@@ -104,6 +104,10 @@ class Speed:
         # The output is written and hashed.
         return _SECONDS_OF_FILES + (source + 2 * size) / _GUESSED_DISK_RATE
 
+    def reading(self, size: int) -> float:
+        """Estimate the time to read files again, of this size in bytes."""
+        return size / _GUESSED_DISK_RATE
+
     @cached_property
     def linears(self) -> int:
         """Count the linears in the decoder."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit.base.arguments import as_integer, as_string, as_strings
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.table import NATIVE as native
 from quantkit.formats.container import Container, StoredCheckpoint
@@ -89,7 +89,7 @@ def choose_default_target(source: StoredCheckpoint, *, dequantize: bool) -> Targ
     """Choose the default target of a source: floats become Hugging Face folders. Codes keep their
     format if quantkit writes it, and else become compressed-tensors.
     """
-    if dequantize or not (schemes(source) or read_as_floats(source)):
+    if dequantize or not (schemes(source) or list_uncarried_weights(source)):
         return target(HF.name)
     source_target = targets().get(source.method or "")
     if source_target is not None and source_target.method is not None:
@@ -137,7 +137,7 @@ def choose_shard_bytes(requested: int | None, container: Container) -> int:
     file can have, or a container whose files are not split by size.
     """
     if requested is None:
-        if container.one_file:
+        if container.unsplit_by_default:
             return sys.maxsize
         return SHARD_BYTES
     size = as_integer("split_max_size", requested)

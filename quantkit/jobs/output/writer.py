@@ -35,21 +35,21 @@ from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
-from quantkit.formats.detect import open_unfinished, with_codes
+from quantkit.formats.detect import open_finished_or_not, with_codes
 from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
 from quantkit.formats.folders_encoder import in_folder, select_folder
-from quantkit.formats.output.destination import MANIFEST, build_not_ours_error, order_output_files
+from quantkit.formats.output.destination import MANIFEST, build_not_ours_error, list_placed_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.sink import Sink
-from quantkit.formats.output.staging import Staging, mark_kept
+from quantkit.formats.output.staging import Staging, note_partial_output
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
 from quantkit.via_transformers.stacks import unstack
 
-CHECKPOINT_BYTES = 256 << 20
+SAFE_POINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
 NOT_CHECKED = "skipped as requested"
 """The manifest's ``source_check`` without one."""
@@ -139,7 +139,7 @@ def open_writer(
     """
     writer = Writer(work, dst, resume=resume, progress=progress)
     try:
-        writer.read_source(check=source_check)
+        writer.hash_and_check_source(check=source_check)
         yield writer
     except BaseException as error:
         writer.abandon(error)
@@ -159,7 +159,7 @@ class Writer:
     """
 
     def __init__(self, work: Work, dst: Path, *, resume: bool, progress: Progress) -> None:
-        """Open the partial output; `writing` also closes it."""
+        """Open the partial output; `open_writer` also closes it."""
         self._work = work
         self._encoder = work.encoder
         self._progress = progress
@@ -169,9 +169,9 @@ class Writer:
             if isinstance(content, Path):
                 self._copied_hashes[name] = content_hash(content)
         fingerprint = work.fingerprint(self._copied_hashes)
-        files = order_output_files(dst, self._encoder.files())
-        self._in_folder = files is None
-        if work.side_files and not self._in_folder:
+        files = list_placed_files(dst, self._encoder.files())
+        self._writes_folder = files is None
+        if work.side_files and not self._writes_folder:
             raise ValueError("only a folder can have side files")
         if files is None:
             self._manifest_name = MANIFEST
@@ -224,7 +224,7 @@ class Writer:
             return []
         return [Message(f"{self._work.source.path}: ", note)]
 
-    def read_source(self, *, check: bool) -> None:
+    def hash_and_check_source(self, *, check: bool) -> None:
         """Hash the source in the background, and `check` it on a sample text; see
         `check_source`.
         """
@@ -264,8 +264,8 @@ class Writer:
             self._unsaved_records[name] = record
         self._next += 1
         # The parts of a tensor that the encoder holds are lost if the process ends.
-        if self._unsaved_bytes >= CHECKPOINT_BYTES and not self._encoder.holds:
-            self.checkpoint()
+        if self._unsaved_bytes >= SAFE_POINT_BYTES and not self._encoder.holds:
+            self.record_safe_point()
         self.report_progress()
 
     def report_progress(self) -> None:
@@ -273,7 +273,7 @@ class Writer:
         layers = sum(end < self._next for end in self._layer_ends)
         self._progress(self._work.job, layers, self._work.source.config.num_layers, "layers")
 
-    def checkpoint(self) -> None:
+    def record_safe_point(self) -> None:
         """Make all tensors so far durable, so that a later run continues from here.
 
         Raises:
@@ -315,7 +315,7 @@ class Writer:
         """
         # Fails if the source changed, before the output looks complete.
         self._source_hashes = self._hashing.result(self._progress)
-        self.checkpoint()
+        self.record_safe_point()
         for name, data in self._encoder.finish():
             self._sink.append(name, data)
         self._sink.sync()
@@ -338,7 +338,7 @@ class Writer:
 
         Raises `DestinationError` if it cannot be read back.
         """
-        if self._in_folder:
+        if self._writes_folder:
             path = self.path / folder
         else:
             path = self.path / self._encoder.files()[0]
@@ -367,7 +367,7 @@ class Writer:
             files: further side files, if the output is a folder.
             folder: the folder in the output that it is for.
         """
-        if self._in_folder and files is not None:
+        if self._writes_folder and files is not None:
             for name, content in files.items():
                 self._add_file(in_folder(folder, name), content)
         if isinstance(self._source_check, SourceCheck):
@@ -405,7 +405,7 @@ class Writer:
             # After an interruption users may look for a partial output. The note says that there
             # is none.
             if not isinstance(error, QuantkitError):
-                mark_kept(error, self.path)
+                note_partial_output(error, self.path)
 
     def _is_worth_keeping(self, error: BaseException) -> bool:
         """Check whether another run can continue from what is written, or may not remove it."""
@@ -420,7 +420,7 @@ class Writer:
     def _mark_kept(self, error: BaseException) -> None:
         """Note on an error that the output is kept, unless its hint says so."""
         if not isinstance(error, _HINTED_ERRORS) and self._staging.folder.is_at(self.path):
-            mark_kept(error, self.path)
+            note_partial_output(error, self.path)
 
     def _last_safe_point(self) -> SafePoint:
         last = SafePoint(tensors=0, files={}, sha256={}, state=None, records={})
@@ -475,7 +475,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
         RuntimeError: if the library finds other tensors.
     """
     try:
-        result = with_codes(open_unfinished(path, tensors_only=not config.runnable))
+        result = with_codes(open_finished_or_not(path, tensors_only=not config.runnable))
         unstack(result, config.code)
         # A second reader that was not written for these files.
         for file in sorted(path.glob("*.safetensors")):

@@ -16,7 +16,7 @@ import yaml
 
 from quantkit.base.json_values import read_json
 from quantkit.errors import RequestError
-from quantkit.files.gguf_types import GGUF
+from quantkit.files.gguf_types import GGUF_SUFFIX
 from quantkit.files.hub import silence_library
 from quantkit.files.hub_failures import short
 from quantkit.formats.authorship import CARD, LICENSE_DETAILS, read_authorship
@@ -127,7 +127,7 @@ def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
     several types.
     """
     for name in sorted(files):
-        if name.endswith(GGUF):
+        if name.endswith(GGUF_SUFFIX):
             return read_authorship(files[name])
     return read_authorship(model)
 
@@ -206,7 +206,7 @@ def _choose_relation(manifest: Mapping[str, Any], files: Mapping[str, Path]) -> 
 
 
 def _has_gguf(files: Mapping[str, Path]) -> bool:
-    return any(name.endswith(GGUF) for name in files)
+    return any(name.endswith(GGUF_SUFFIX) for name in files)
 
 
 def _write_body(name: str, manifest: Mapping[str, Any], base: object) -> str:

@@ -13,11 +13,11 @@ from quantkit.doctor.findings import Diagnosis, Finding
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import safetensors_io
 from quantkit.files.gguf_io import read_header
-from quantkit.files.gguf_types import GGUF
+from quantkit.files.gguf_types import GGUF_SUFFIX
 from quantkit.files.hub import PREFIX
 from quantkit.files.hub_answers import is_file_name
 from quantkit.files.links import require_inside
-from quantkit.files.located import PARTIAL, gguf_models, locate_existing_model, read_parts
+from quantkit.files.located import PARTIAL, gguf_models, locate_existing_model, read_part_headers
 from quantkit.files.source import SourceFile, open_weights
 from quantkit.formats import manifest
 from quantkit.formats.output.destination import manifest_path
@@ -27,7 +27,7 @@ from quantkit.formats.output.staging import require_finished
 _UNFINISHED = (PARTIAL, ".incomplete")
 _CACHE = "__pycache__"
 _PICKLES = (".bin", ".pth", ".pt")
-_PARSED = (".safetensors", GGUF)
+_PARSED = (".safetensors", GGUF_SUFFIX)
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ def require_sound(model: Path) -> Path:
             expected="a folder or a GGUF file to push",
         )
     path = locate_existing_model(model)
-    if not path.is_dir() and path.suffix.lower() != GGUF:
+    if not path.is_dir() and path.suffix.lower() != GGUF_SUFFIX:
         raise RequestError(
             "is only one file of a model", path=model, expected="its folder, or a GGUF file"
         )
@@ -81,7 +81,7 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
         files = dict(sorted(_walk(model, hidden)))
     else:
         root = model.parent
-        paths = [part.path for part in read_parts(model)]
+        paths = [part.path for part in read_part_headers(model)]
         # A manifest of the whole folder has files that are not sent.
         model_manifest = manifest_path(model)
         if model_manifest.name != manifest.NAME and model_manifest.is_file():
@@ -154,7 +154,7 @@ def _require_readable(name: str, path: Path) -> None:
     try:
         if suffix == ".safetensors":
             safetensors_io.open_file(path)
-        elif suffix == GGUF:
+        elif suffix == GGUF_SUFFIX:
             read_header(path)
         elif suffix in _PICKLES:
             open_weights(path)

@@ -17,8 +17,8 @@ from quantkit.formats.output.staging import (
 )
 from quantkit.jobs.output.estimate import (
     Estimate,
-    _estimate_streaming_bytes,
     count_checked_tokens,
+    estimate_streaming_bytes,
     forward_bytes,
     process_bytes,
     side_bytes,
@@ -75,7 +75,7 @@ def estimate_quantization(
     disk = written + side_bytes(formats.side_files) + manifest_bytes
     phases = {
         "writing": max(
-            _estimate_streaming_bytes(source, format_.encoder) for format_ in format_plans
+            estimate_streaming_bytes(source, format_.encoder) for format_ in format_plans
         )
     }
     # Weights that are rounded for one format are kept for the next ones.

@@ -18,7 +18,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.calibration.documents import TextSource
 from quantkit.calibration.importance import importance_of, sum_squared_inputs
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
-from quantkit.files.gguf_types import GGUF
+from quantkit.files.gguf_types import GGUF_SUFFIX
 from quantkit.files.imatrix_io import Entry, ImportanceMatrix, read_imatrix
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
@@ -88,7 +88,7 @@ def imatrix(
         NonFiniteError: if the inputs of a linear are NaN or Inf.
     """
     path = as_path("dst", dst)
-    if path.suffix.lower() not in (_DAT, GGUF):
+    if path.suffix.lower() not in (_DAT, GGUF_SUFFIX):
         raise RequestError(
             "unknown format of importance matrix",
             found=path.name,

@@ -13,7 +13,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import command_words
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.authorship import read_authorship
-from quantkit.formats.checkpoint import read_as_floats, require_calibratable, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, require_calibratable, schemes
 from quantkit.formats.container import Output, StoredCheckpoint, describe_format
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
@@ -330,7 +330,7 @@ def _as_floats(
     """Wrap a quantized source so that its weights are floats, with a note. Raises an
     `UnsupportedError` if it is quantized, and not to be dequantized.
     """
-    if not (schemes(source) or read_as_floats(source)):
+    if not (schemes(source) or list_uncarried_weights(source)):
         return source, []
     source_format = describe_format(source)
     if not options.dequantize:

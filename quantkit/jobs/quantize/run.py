@@ -14,9 +14,9 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.container import Written
 from quantkit.formats.folders_encoder import select_folder
-from quantkit.formats.output.staging import mark_kept, name_partial_folder
+from quantkit.formats.output.staging import name_partial_folder, note_partial_output
 from quantkit.jobs.output.estimate import Estimate, require_buildable
-from quantkit.jobs.output.existing import is_finished
+from quantkit.jobs.output.existing import may_accept_existing
 from quantkit.jobs.output.result import QuantizeResult, join_results
 from quantkit.jobs.output.writer import Writer, open_writer
 from quantkit.jobs.quantize.estimate import estimate_quantization
@@ -51,7 +51,7 @@ def run_quantization(
         )
     # The others may run on machines without the output, and follow what rank 0 finds there.
     if group.is_rank0:
-        finished = is_finished(formats.dst, options.if_exists)
+        finished = may_accept_existing(formats.dst, options.if_exists)
         group.send_from_rank0(finished)
     else:
         finished = group.receive_from_rank0()
@@ -75,7 +75,7 @@ def run_quantization(
             formats, plan.solver, fit, resume=options.resume, group=group, progress=progress
         )
     except KeyboardInterrupt as error:
-        mark_kept(error, name_partial_folder(formats.dst))
+        note_partial_output(error, name_partial_folder(formats.dst))
         raise
     plan = replace(plan, formats=formats)
     quantizer = quantizer_of(formats.first, plan.solver, samples, group, progress)
@@ -179,7 +179,7 @@ def _write(
                 del tensor
             # A block of GPTQ takes long to solve: a resumed run must not solve it again.
             if durable:
-                writer.checkpoint()
+                writer.record_safe_point()
 
 
 def _follow_rank0(

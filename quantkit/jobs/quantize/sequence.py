@@ -18,10 +18,10 @@ from quantkit.base.progress import Progress, in_phase
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NoImprovementError, RequestError
-from quantkit.files.gguf_types import GGUF
+from quantkit.files.gguf_types import GGUF_SUFFIX
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.output.destination import manifest_path
-from quantkit.formats.output.staging import mark_kept, name_partial_folder
+from quantkit.formats.output.staging import name_partial_folder, note_partial_output
 from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.result import QuantizeResult
 from quantkit.jobs.output.writer import Work, Writer, open_writer
@@ -90,7 +90,7 @@ def quantize_and_refine(
     except BaseException as error:
         # The message names the folder, from which `resume` continues.
         if between.exists():
-            mark_kept(error, between)
+            note_partial_output(error, between)
         raise
     return result
 
@@ -98,8 +98,8 @@ def quantize_and_refine(
 def _locate_unrefined_model(dst: Path) -> Path:
     """Choose the path of the quantized model until it is refined: next to the output."""
     # Readers know GGUF by the end of its name.
-    if dst.suffix == GGUF:
-        return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF}")
+    if dst.suffix == GGUF_SUFFIX:
+        return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF_SUFFIX}")
     return dst.with_name(dst.name + _BETWEEN)
 
 

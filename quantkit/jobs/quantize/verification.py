@@ -26,7 +26,7 @@ from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import phase_of
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
-from quantkit.quality.weights_only import WeightsOnly, describe_carried_tensors, weights_only
+from quantkit.quality.weights_only import WeightsOnly, describe_unquantized_tensors, weights_only
 from quantkit.via_transformers.forward import run_by_transformers
 
 
@@ -214,7 +214,7 @@ def write_manifest_entries(
     if measured.certificate is not None:
         entries["positions"] = measured.certificate.to_json(accepted=accepted)
     if not work.source.config.runnable:
-        entries["carried"] = describe_carried_tensors(work.source, result)
+        entries["carried"] = describe_unquantized_tensors(work.source, result)
     return entries
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from quantkit.base.arguments import as_path
 from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, require_runnable, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import load_checked_tokenizer
@@ -65,7 +65,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
     reference = open_checkpoint(as_path("against", options.against))
     require_runnable(reference)
-    if schemes(reference) or read_as_floats(reference):
+    if schemes(reference) or list_uncarried_weights(reference):
         raise RequestError(
             "the model to refine against must not be quantized",
             path=reference.path,

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, NotRepresentableError, QuantkitError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runnable, schemes
-from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import GGUF
 from quantkit.jobs.convert.carried_codes import convert_scales_exactly
@@ -118,7 +118,7 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
         if value.scheme in tried_schemes:
             continue
         tried_schemes.add(value.scheme)
-        codec = codes.codec(value.scheme)
+        codec = choose_codec(codes, value.scheme, is_carried=True)
         scale = (value.scale.float() * _TRIAL_FACTOR).to(value.scale.dtype)
         if isinstance(codec, Reason):
             encoded = codec

@@ -15,7 +15,12 @@ from quantkit.calibration.data import Calibration
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NoImprovementError
 from quantkit.formats import manifest
-from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, name_partial_folder
+from quantkit.formats.output.staging import (
+    SCRATCH,
+    Staging,
+    name_partial_folder,
+    note_partial_output,
+)
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.plan import Refinement
@@ -99,7 +104,7 @@ def training_of(
         if staging is None:
             pass
         elif useful and staging.entries:
-            mark_kept(error, staging.path)
+            note_partial_output(error, staging.path)
             staging.close()
         else:
             staging.discard()

@@ -367,8 +367,8 @@ def _interrupted(folder: Path, name: str) -> None:
         if phase in ("convert", "quantize") and 2 * done >= total:
             raise KeyboardInterrupt
 
-    usual = output.CHECKPOINT_BYTES
-    output.CHECKPOINT_BYTES = 5_000  # the journal of so small a model would have one line
+    usual = output.SAFE_POINT_BYTES
+    output.SAFE_POINT_BYTES = 5_000  # the journal of so small a model would have one line
     try:
         if name == "resume-quantize":
             quantkit.quantize(src, dst, "int4-g32", method="rtn", progress=stop)
@@ -378,7 +378,7 @@ def _interrupted(folder: Path, name: str) -> None:
     except KeyboardInterrupt:
         return
     finally:
-        output.CHECKPOINT_BYTES = usual
+        output.SAFE_POINT_BYTES = usual
     raise RuntimeError(f"{name}: the run was not interrupted")
 
 

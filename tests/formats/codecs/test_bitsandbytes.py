@@ -17,7 +17,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.checkpoint import read_as_floats
+from quantkit.formats.checkpoint import list_uncarried_weights
 from quantkit.formats.codecs.bitsandbytes import _VALUES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -105,7 +105,7 @@ def test_codes_are_read_as_floats(
     folder, expected = _folder(kind, model, tmp_path / "src")
     source = open_checkpoint(folder, tensors_only=tensors_only)
     stored_as = STORED_AS[kind.partition("-")[0]]
-    assert read_as_floats(source) == dict.fromkeys(expected, stored_as)
+    assert list_uncarried_weights(source) == dict.fromkeys(expected, stored_as)
     assert f"7 weights in {stored_as} " in source.notes[0]
     for name, weight in expected.items():
         assert torch.equal(source.load(name), weight)  # type: ignore[arg-type]

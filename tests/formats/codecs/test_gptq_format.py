@@ -22,7 +22,7 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.safetensors_io import open_file
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.detect import open_checkpoint
@@ -211,9 +211,11 @@ def test_every_tensor_of_a_family_is_what_its_codes_mean(
     settings, scheme = (AWQ if how == "awq" else gptq_settings()), QuantScheme(4, 32, how != "awq")
     folder, floats = _coded(source, tmp_path / how, settings, scheme, act_order=how == "act-order")
     coded, plain = families.opened(folder), families.opened(floats)
-    assert set(schemes(coded)) | {name.removesuffix(".weight") for name in read_as_floats(coded)}
-    assert bool(read_as_floats(coded)) == (how == "act-order")
-    assert set(read_as_floats(coded).values()) <= {"GPTQ with act-order"}
+    assert set(schemes(coded)) | {
+        name.removesuffix(".weight") for name in list_uncarried_weights(coded)
+    }
+    assert bool(list_uncarried_weights(coded)) == (how == "act-order")
+    assert set(list_uncarried_weights(coded).values()) <= {"GPTQ with act-order"}
     for name in plain.names():
         spec = plain.info(name)
         parts: list[TensorSlice | None] = [None, TensorSlice(0, ((1, spec.shape[0] - 2),))]

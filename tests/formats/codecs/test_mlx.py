@@ -21,7 +21,7 @@ import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files import tensor_file
 from quantkit.files.safetensors_io import open_file
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.raw_module import RawModule
@@ -286,7 +286,7 @@ def test_an_embedding_is_read_with_its_codes_whatever_they_are(
     assert schemes(source) == dict.fromkeys(
         ["model.embed_tokens", *([] if tied else ["lm_head"])], QuantScheme(8, 32)
     )
-    assert (read_as_floats(source), source.notes) == ({}, [])
+    assert (list_uncarried_weights(source), source.notes) == ({}, [])
     tensors = load_file(folder / "model.safetensors")
     codes = tensors["model.embed_tokens.weight"].view(torch.uint8)
     scale = tensors["model.embed_tokens.scales"].float().repeat_interleave(32, 1)
@@ -336,7 +336,7 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
     }
     downs = [f"model.layers.0.mlp.experts.{index}.down_proj.weight" for index in range(3)]
     gate = {"model.layers.0.mlp.gate.weight": "int8-g32"}
-    assert read_as_floats(source) == gate | dict.fromkeys(downs, "MLX with float offsets")
+    assert list_uncarried_weights(source) == gate | dict.fromkeys(downs, "MLX with float offsets")
     for role, middle in (("up", 8), ("down", 7.25)):
         module, name = (
             f"{layer}.switch_mlp.{role}_proj",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -122,9 +122,9 @@ def test_weights_are_what_they_stand_for(kind: str, model: Path, tmp_path: Path)
     source = open_checkpoint(_folder(made, model, tmp_path / "src"))
     if isinstance(expected, QuantScheme):
         assert schemes(source) == {UP: expected}
-        assert not read_as_floats(source)
+        assert not list_uncarried_weights(source)
     else:
-        assert read_as_floats(source) == {f"{UP}.weight": expected}
+        assert list_uncarried_weights(source) == {f"{UP}.weight": expected}
     for part in PARTS:
         found = source.load(f"{UP}.weight", part)
         assert isinstance(found, QuantTensor) == isinstance(expected, QuantScheme)
@@ -146,7 +146,7 @@ def test_codes_are_carried_to_what_is_written(model: Path, tmp_path: Path) -> No
 def test_an_embedding_is_read_with_its_codes(model: Path, tmp_path: Path) -> None:
     made = _int8(_codes(8), [1, 64])
     source = open_checkpoint(_folder(made, model, tmp_path / "src", "model.embed_tokens"))
-    assert read_as_floats(source) == {}
+    assert list_uncarried_weights(source) == {}
     found = source.load("model.embed_tokens.weight")
     assert isinstance(found, QuantTensor)
     assert torch.equal(found.dequantize().to(made[2].dtype), made[2])

@@ -27,7 +27,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Chunk, Container, Output, tensor_bytes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, present
+from quantkit.formats.folder import TOKENIZER_FILES, find_copyable_files, json_bytes
 from quantkit.formats.registry import CONTAINERS
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
@@ -126,9 +126,9 @@ class Loud:
     model_parallel = False
     derived = False
     read_only = False
-    one_file = False
+    unsplit_by_default = False
 
-    def present(self, path: Path) -> list[str]:
+    def find_weight_kinds(self, path: Path) -> list[str]:
         return ["loud"] if (path / FILE).is_file() else []
 
     def has_index(self, path: Path, kind: str) -> bool:
@@ -153,7 +153,7 @@ class Loud:
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         return {
             self.config_file: json_bytes(config_to_hf(output.config)),
-            **present(output.source.path, TOKENIZER_FILES),
+            **find_copyable_files(output.source.path, TOKENIZER_FILES),
         }
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:

@@ -29,8 +29,8 @@ import quantkit
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, UnsupportedError
-from quantkit.files.gguf_types import GgmlType, split_name
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.files.gguf_types import GgmlType, name_part
+from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.codecs import ggml
 from quantkit.formats.codecs.ggml import EXACT, NOT_READ
 from quantkit.formats.detect import open_checkpoint
@@ -178,7 +178,7 @@ def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> N
         EMBEDDING,
         *linear_columns(source.config),
     }
-    assert read_as_floats(found) == {}
+    assert list_uncarried_weights(found) == {}
     for name in source.names():
         value, before = found.load(name), _floats(source.load(name))
         assert isinstance(value, QuantTensor) == (name in quantized)
@@ -285,9 +285,9 @@ def test_an_embedding_in_integers_is_read_exactly(tmp_path: Path) -> None:
             gguf.dequantize(reader[stored].data, reader[stored].tensor_type)
         )
         assert torch.equal(_floats(checkpoint.load(name)), expected)
-    assert read_as_floats(checkpoint) == {}
+    assert list_uncarried_weights(checkpoint) == {}
     _, path = _made(tmp_path / "other", "llama", {"": Ggml.Q4_0, "token_embd.weight": Ggml.Q4_1})
-    assert read_as_floats(_opened(path)) == {"model.embed_tokens.weight": "Q4_1"}
+    assert list_uncarried_weights(_opened(path)) == {"model.embed_tokens.weight": "Q4_1"}
 
 
 def test_numbers_of_the_exact_types_are_float32s() -> None:
@@ -322,7 +322,7 @@ def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
 def _split(path: Path, count: int) -> list[Path]:
     """The same model in parts, as llama.cpp splits it: metadata in the first one only."""
     reader = gguf.GGUFReader(path)
-    paths = [path.with_name(split_name("part", index, count)) for index in range(count)]
+    paths = [path.with_name(name_part("part", index, count)) for index in range(count)]
     size = -(-len(reader.tensors) // count)
     for index, part in enumerate(paths):
         writer = gguf.GGUFWriter(part, "llama")
@@ -518,7 +518,7 @@ def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
     )
     found = open_checkpoint(path)
     assert schemes(found).keys() == {"model.layers.0.mlp.up_proj"}
-    assert set(read_as_floats(found).values()) == {"Q4_1"}
+    assert set(list_uncarried_weights(found).values()) == {"Q4_1"}
     assert found.layout == "gguf (Q4_1)"
     assert quantkit.inspect(path).tensors == {"Q4_1 as bfloat16": 22, "float32": 7, "int8-g32": 1}
 

@@ -69,7 +69,7 @@ def test_a_loop_of_links_is_a_destination_that_is_there(
 
 @pytest.fixture
 def source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "SAFE_POINT_BYTES", 50_000)
     folder = tmp_path / "source"
     shutil.copytree(demo_model, folder)
     (folder / "LICENSE").write_text("as it is")

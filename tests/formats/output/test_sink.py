@@ -25,7 +25,7 @@ Break = Callable[[pytest.MonkeyPatch, BaseException], None]
 
 @pytest.fixture(autouse=True)
 def _in_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "SAFE_POINT_BYTES", 50_000)
     with no_hang():
         yield
 
