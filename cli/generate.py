@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,9 +18,6 @@ from quantkit.runtime.request import (
     MAX_SAMPLES,
     create_beam_search_error,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # Each process may have its models in another folder, and rank 0 alone reads prompts and writes
 # results. All other options must be the same in all processes.
@@ -132,7 +129,7 @@ def generate(**params: Any) -> None:
         # With several hosts only the first one prints, and the runtime tells later which that is.
         if not args.multi_host:
             require_stdout()
-        prompts.show_on_devices(args)
+        prompts.show_by_xla(args)
         return
     common_options = {name: value for name, value in params.items() if name not in _RANK0_OPTIONS}
     with join_group(common_options, args.device, check=check) as group:
@@ -141,4 +138,4 @@ def generate(**params: Any) -> None:
 
             run_file(job, group)
         else:
-            prompts.show(args, group)
+            prompts.show_continuation(args, group)

@@ -43,7 +43,7 @@ _SAMPLING = "Sampling"
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """The requested options; None, False and empty if not given."""
+    """The requested options, with their defaults."""
 
     path: Path
     text: str | None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer
 
 
-def show(args: GenerateArgs, group: ProcessGroup) -> None:
+def show_continuation(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
     from quantkit.jobs.inference.load import Placement, load, load_draft
     from quantkit.runtime.generate import Pace, generate
@@ -66,7 +66,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     pieces = _stream_continuations(
         args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace
     )
-    _print(args, pieces, pace, len(ids), engine, show=group.is_rank0)
+    _print_with_speed(args, pieces, pace, len(ids), engine, show=group.is_rank0)
 
 
 def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
@@ -91,10 +91,10 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
     pieces = _stream_continuations(
         args, None, model.generate, model.config, tokenizer, prompt, ids, pace
     )
-    _print(args, pieces, pace, len(ids), None, show=True)
+    _print_with_speed(args, pieces, pace, len(ids), None, show=True)
 
 
-def show_on_devices(args: GenerateArgs) -> None:
+def show_by_xla(args: GenerateArgs) -> None:
     """Print the prompt and its continuation through XLA, with several hosts on the first one."""
     from quantkit.jobs.inference.load import load_xla
     from quantkit.runtime.generate import Pace
@@ -118,7 +118,7 @@ def show_on_devices(args: GenerateArgs) -> None:
     pieces = _stream_continuations(
         args, runner, model.generate, model.config, tokenizer, prompt, ids, pace
     )
-    _print(args, pieces, pace, len(ids), None, show=model.first)
+    _print_with_speed(args, pieces, pace, len(ids), None, show=model.first)
 
 
 def _stream_continuations(
@@ -226,7 +226,7 @@ def _tokenize_prompt(
     return ids
 
 
-def _print(
+def _print_with_speed(
     args: GenerateArgs,
     pieces: Iterator[str],
     pace: Pace,
@@ -251,7 +251,7 @@ def _print(
     lines = [f"prompt: {prompt_tokens} tokens"]
     if pace.first_after is not None:
         lines[0] += f", first token after {pace.first_after:.3f} s"
-    generated = f"generated: {pace.tokens} tokens"
+    generated = f"generated: {pace.num_tokens} tokens"
     if pace.rate:
         generated += f", {pace.rate:.1f} tokens/s"
     lines.append(generated)

@@ -138,7 +138,7 @@ def serve(path: Path, log: Path | None, **params: Any) -> None:
 
     from quantkit.serve.log_file import LogFile
     from quantkit.serve.server import ServeOptions, load_for_serving
-    from quantkit.serve.server import serve as job
+    from quantkit.serve.server import serve as run_server
 
     requested = ServeOptions(**params)
     log_on_stdout = str(log) == STDOUT
@@ -168,4 +168,4 @@ def serve(path: Path, log: Path | None, **params: Any) -> None:
                     err=log_on_stdout,
                 )
 
-        job(for_serving, requested, announce, log=write_log)
+        run_server(for_serving, requested, announce, log=write_log)

@@ -48,7 +48,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import dispatch
 from quantkit.model.cache import cache_bytes
-from quantkit.model.device import check_device
+from quantkit.model.device import resolve_device
 from quantkit.model.load import choose_default_dtype, load_model, require_kernels
 from quantkit.tensors.dtypes import DType
 
@@ -217,7 +217,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
         checkpoint = model.checkpoint()
         require_kernels(
             checkpoint,
-            group.device or check_device(options.device),
+            group.device or resolve_device(options.device),
             choose_default_dtype(checkpoint),
             allowed,
         )
@@ -371,7 +371,7 @@ def _measure_model(
 
     step()
     started = time.perf_counter()
-    device = group.device or check_device(options.device)
+    device = group.device or resolve_device(options.device)
     model = load_model(
         checkpoint,
         device=device,

@@ -41,7 +41,7 @@ from quantkit.evals.texts import Text, prefix_token, read_text, score_documents,
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
 from quantkit.kernels.dispatch import list_allowed_backends
-from quantkit.model.device import check_device
+from quantkit.model.device import resolve_device
 from quantkit.model.load import choose_default_dtype, require_kernels
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
@@ -334,7 +334,7 @@ def _choose_device(name: str | None, group: ProcessGroup, *, used: bool) -> torc
         raise RequestError("several processes can only measure a model on the CPU", found=name)
     # Without a use for it, a GPU is not even looked for.
     if used and group.size == 1:
-        return check_device(name)
+        return resolve_device(name)
     return torch.device("cpu")
 
 

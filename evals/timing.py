@@ -170,8 +170,8 @@ def _read_prompt(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0
     """
     length = len(prompt)
     logits = torch.empty(0)
-    for begin in range(start, length, engine.chunk):
-        positions = range(begin, min(begin + engine.chunk, length))
+    for begin in range(start, length, engine.chunk_rows):
+        positions = range(begin, min(begin + engine.chunk_rows, length))
         # Only the last token of a prompt needs logits, which the head computes for the whole
         # vocabulary.
         output_rows = []
@@ -220,7 +220,7 @@ class Decoding:
         `NonFiniteError` if the model's logits are NaN or Inf.
         """
         first_prompt = self._prompts[0]
-        chunk = self.engine.chunk
+        chunk = self.engine.chunk_rows
         # Each kind of step once: a first chunk, a later one, and a last one, which may be shorter.
         warm_up = 2 * chunk + (len(first_prompt) % chunk or chunk)
         _read_prompt(self.engine, 0, first_prompt[:warm_up]).argmax().item()
@@ -252,7 +252,7 @@ class Decoding:
         # Waits until the GPU is done with what came before.
         tokens.tolist()
         # Each run overwrites the cache's positions after the prompts, so runs are alike.
-        self.engine.last[: len(slots)] = tokens
+        self.engine.last_tokens[: len(slots)] = tokens
         started = time.perf_counter()
         for position in range(length, length + self._new):
             pending = self.engine.decode(slots, [position] * len(slots))

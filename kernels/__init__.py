@@ -15,4 +15,6 @@ BACKENDS: dict[BackendName, str] = {
     "triton": "quantkit.kernels.triton_backend:TRITON",
     "reference": "quantkit.kernels.backend:REFERENCE",
 }
-"""Where each `Backend` is, ``module:name``, fastest first."""
+"""Where each `Backend` is, ``module:name``, in order of preference: the first that supports a layer
+is used. `cpu-exact` precedes `cpu-fast`, which is faster but less exact.
+"""

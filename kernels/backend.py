@@ -18,8 +18,8 @@ from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-EVEN = 127
-EVEN_COLUMNS = 32
+EXACT_MAX = 127
+EXACT_COLUMNS = 32
 """See `Rounding`."""
 
 OAI_ALPHA = 1.702
@@ -37,9 +37,9 @@ class Rounding:
     Errors of float32 sums and of rounding the result to its dtype are added.
 
     Attributes:
-        activations: from rounding activations, except *even* ones, which are taken exactly: of each
-            `EVEN_COLUMNS` columns, integers up to `EVEN`, that among them, times a power of two; or
-            zeros.
+        activations: from rounding activations, except *exact* ones, which are not rounded: in each
+            run of `EXACT_COLUMNS` columns they are integers of at most `EXACT_MAX`, one of which is
+            that or its negative, times one power of two; or all are zero.
         weights: from rounding weights.
         result: steps of its dtype that the result may be off by; half of one is rounding to the
             nearest.
@@ -138,7 +138,7 @@ class BlockStep:
         positions: rising in each sequence, [T] or [B, T].
         slots: of the sequences in the cache, [B]; None is 0, 1, 2, ...
         query_scale: factors of queries, float32 [T] or [B, T], or None.
-        first: the tokens see nothing in the cache yet.
+        is_prefill: the tokens see nothing in the cache yet.
         angles: of each layer cosine and sine, float32 [T, Dh] or [B, T, Dh].
         cached: of each layer keys and values [slots, K, S, Dh], or None without a cache.
     """
@@ -146,7 +146,7 @@ class BlockStep:
     positions: Tensor
     slots: Tensor | None
     query_scale: Tensor | None
-    first: bool
+    is_prefill: bool
     angles: Sequence[tuple[Tensor, Tensor]]
     cached: Sequence[tuple[CachedRows, CachedRows]] | None
 
@@ -217,7 +217,7 @@ class ExpertKernel:
 
 
 @dataclass(frozen=True)
-class Operations:
+class OfferedKernels:
     """What a backend provides for the rest of a model, in addition to linears; None where it
     provides nothing.
 
@@ -245,7 +245,8 @@ class Backend:
     """One way to multiply activations by a quantized weight.
 
     This one, the reference, dequantizes as `QuantTensor` defines it and multiplies in float32:
-    correct everywhere, and slow. The others override all methods and are tested against it.
+    correct on every device, for all schemes but small floats, and slow. The others override all
+    methods and are tested against it.
     """
 
     name: str = "reference"
@@ -255,7 +256,7 @@ class Backend:
     ) -> str | None:
         """Explain why the backend does not support this case; None if it does."""
         if scheme.of_small_floats:
-            return "multiplies integers"
+            return "does not run weights of small floats"
         if dtype.is_floating_point:
             return None
         return f"activations are {dtype}"
@@ -274,7 +275,9 @@ class Backend:
             zero = {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
-    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+    def dequantize_rows(
+        self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
+    ) -> Tensor:
         """Dequantize rows of the weight by index [N] to float32 [N, I], for an embedding that is
         tied to the head.
         """
@@ -282,14 +285,21 @@ class Backend:
         # Only the requested rows become floats: the whole embedding would be a second, larger copy.
         return weight.take(index).dequantize()
 
-    def operations(self) -> Operations | None:
+    def offer_kernels(self) -> OfferedKernels | None:
         """Return what else the backend provides; None if nothing."""
         return None
 
     def linear(
-        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+        self,
+        x: Tensor,
+        prepared: Prepared,
+        scheme: QuantScheme,
+        out_features: int,
+        bias: Tensor | None,
     ) -> Tensor:
-        """Compute ``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
+        """Compute ``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; `out_features`
+        is O.
+        """
         quantized = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
         weight = quantized.dequantize()
         # float32 throughout, rounded once at the end: the other backends are tested against this.

@@ -22,12 +22,12 @@ from quantkit.kernels.backend import (
     Backend,
     BlockKernel,
     ExpertKernel,
-    Operations,
+    OfferedKernels,
     Prepared,
     PreparedLinear,
     Rounding,
 )
-from quantkit.kernels.cpu_operators import BlockOperands, Operators
+from quantkit.kernels.cpu_operators import BlockOperands, CppOperators
 from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
@@ -75,12 +75,15 @@ class CpuBackend(Backend):
     def explain_unsupported(
         self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype
     ) -> str | None:
+        """Explain as `Backend` does; for a supported case, also load the kernels, which the other
+        methods then use.
+        """
         if device.type != "cpu":
             return "runs on CPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
         if scheme.of_small_floats:
-            return "multiplies integers"
+            return "weights are small floats; it multiplies integers"
         if scheme.group_size is not None and scheme.group_size % _COLUMNS:
             return f"group size is not a multiple of {_COLUMNS}"
         try:
@@ -109,19 +112,26 @@ class CpuBackend(Backend):
             zero = weight.zero.contiguous()
         return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
-    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        result: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
+    def dequantize_rows(
+        self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
+    ) -> Tensor:
+        result: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), in_features)
         return result
 
     def linear(
-        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+        self,
+        x: Tensor,
+        prepared: Prepared,
+        scheme: QuantScheme,
+        out_features: int,
+        bias: Tensor | None,
     ) -> Tensor:
         if bias is not None:
             bias = bias.to(x.dtype)
-        product: Tensor = self._operators.linear(x, prepared["packed"], bias, rows)
+        product: Tensor = self._operators.linear(x, prepared["packed"], bias, out_features)
         return product
 
-    def operations(self) -> Operations | None:
+    def offer_kernels(self) -> OfferedKernels | None:
         operators = self._operators
 
         def attend_to_cache(
@@ -159,7 +169,7 @@ class CpuBackend(Backend):
             summed: Tensor = operators.experts(rows, weights, chosen, *linears, activation, limit)
             return summed
 
-        return Operations(
+        return OfferedKernels(
             attend_to_cache,
             float_linear=operators.float_linear,
             block=BlockKernel(partial(prepare_blocks, operators), BLOCK_FEATURES, torch.float32),
@@ -170,7 +180,7 @@ class CpuBackend(Backend):
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Run torch on one thread, see `Operations.single_threaded`; do nothing without OpenMP."""
+    """Run torch on one thread, see `OfferedKernels.single_threaded`; do nothing without OpenMP."""
     functions = ctypes.PyDLL(None)
     try:
         count = functions.omp_get_max_threads
@@ -187,7 +197,7 @@ def _single_threaded() -> Iterator[None]:
 
 
 def prepare_blocks(
-    operators: Operators,
+    operators: CppOperators,
     layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]],
     dtype: torch.dtype,
 ) -> backend.RunBlocks:
@@ -222,7 +232,7 @@ def prepare_blocks(
             step.positions,
             step.slots,
             cached,
-            step.first,
+            step.is_prefill,
         )
         return x
 

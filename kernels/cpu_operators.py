@@ -42,7 +42,7 @@ _MISSING = _VIEWS[0].pack(0, 0, -1)
 # In bytes.
 _HUGE_PAGE = 2 << 20
 # Bytes before a packed weight's numbers, which say how it is packed.
-_HEAD = 64
+_HEADER_BYTES = 64
 
 BlockOperands = tuple[Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
 """Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its
@@ -50,7 +50,7 @@ settings in that of ``quantkit_add_block``.
 """
 
 
-class Operators:
+class CppOperators:
     """A library's operators.
 
     Attributes:
@@ -161,7 +161,9 @@ class Operators:
         first = packed[0]
         for weight in packed:
             # The head says the shape and the scheme.
-            if weight.shape != first.shape or not torch.equal(weight[:_HEAD], first[:_HEAD]):
+            if weight.shape != first.shape or not torch.equal(
+                weight[:_HEADER_BYTES], first[:_HEADER_BYTES]
+            ):
                 raise RuntimeError("the weights have different shapes or schemes")
         stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
         return torch.stack(list(packed), out=stacked)
@@ -240,7 +242,7 @@ class Operators:
         Args:
             blocks: their number.
             angles: of each block, cosine and sine.
-            query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `first`.
+            query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `is_prefill`.
             cached: of each block keys and values, in int8 each with its scales; empty without a
                 cache.
         """
@@ -277,7 +279,7 @@ class Blocks:
     to.
 
     Attributes:
-        number: of these blocks, for `Operators.run_blocks`.
+        number: of these blocks, for `CppOperators.run_blocks`.
     """
 
     def __init__(self, number: int, tensors: Sequence[Tensor | None]) -> None:

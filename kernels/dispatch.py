@@ -19,13 +19,13 @@ from torch import Tensor
 from quantkit import kernels
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
-from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, REFERENCE, Backend, Operations
+from quantkit.kernels.backend import EXACT_COLUMNS, EXACT_MAX, REFERENCE, Backend, OfferedKernels
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values()))
-"""Fastest first."""
+"""In the order of `kernels.BACKENDS`."""
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -45,9 +45,9 @@ def require_backend(name: str | None) -> None:
 def list_allowed_backends(
     name: str | None = None, *, allow_slow: bool = False
 ) -> tuple[Backend, ...]:
-    """List the backends that may run a model, fastest first: the named one, or all with kernels
-    if `name` is None; with `allow_slow` also the reference, for layers that these do not support.
-    Raises `RequestError` for an unknown name.
+    """List the backends that may run a model, in order of preference: the named one, or all with
+    kernels if `name` is None; with `allow_slow` also the reference, for layers that these do not
+    support. Raises `RequestError` for an unknown name.
     """
     require_backend(name)
     allowed = []
@@ -120,7 +120,7 @@ def _join_reasons(reasons: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(parts)
 
 
-def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
+def offer_kernels_for_floats(device: torch.device, dtype: torch.dtype) -> OfferedKernels | None:
     """Return a GPU backend's operations for a model without quantized layers; None on a CPU, where
     kernels would have to be compiled first.
     """
@@ -129,7 +129,7 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
     for backend in BACKENDS:
         # Float models have no scheme; the backends for GPUs all support int8 with one scale a row.
         if backend.explain_unsupported(QuantScheme(8, None), device, dtype) is None:
-            return backend.operations()
+            return backend.offer_kernels()
     return None
 
 
@@ -143,23 +143,24 @@ def _warn_once(reasons: str, problem: str) -> None:
 class _Size(NamedTuple):
     """The size of an example: rows and (about) columns of the weight; numbers of tokens, each of
     which may have a separate kernel; a limit on the number of activations for very large groups;
-    whether the columns are a multiple of nothing that kernels count in.
+    whether the columns are odd: an odd number of groups, or without groups a multiple of nothing
+    that kernels count in.
     """
 
     rows: int
     columns: int
     tokens: tuple[int, ...]
     max_values: int
-    ragged: bool = True
+    has_odd_columns: bool = True
 
 
-# 23 is 16 + 4 + 2 + 1, and 600 ends in 8.
+# 23 is 16 + 4 + 2 + 1, and 600 is 37 * 16 + 8: each leaves a remainder after the largest tiles.
 SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)
 # Large enough that loops repeat, rows are split, and there are many tiles; and columns as most
 # models have them.
 ON_GPUS = (
     _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22),
-    _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False),
+    _Size(293, 4096, (2, 16, 128), 1 << 22, has_odd_columns=False),
 )
 
 
@@ -208,12 +209,12 @@ def _find_wrong_token_count(
     prepared = backend.prepare(weight)
     for count in size.tokens:
         tokens = min(count, size.max_values // wide.shape[1])
-        for even, x in _activations(wide, scheme, tokens):
+        for is_exact, x in _activations(wide, scheme, tokens):
             x = x.to(dtype)
             exact = x.double()
             expected = exact @ wide.t()
             relative_error = rounding.weights
-            if even:
+            if is_exact:
                 # Backends take these activations exactly: no error of theirs hides a wrong weight.
                 product = backend.linear(x, prepared, scheme, size.rows, None)
             else:
@@ -248,7 +249,7 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
     """
     rows = size.rows
     group = scheme.group_size
-    if size.ragged:
+    if size.has_odd_columns:
         if group is None:
             columns = size.columns + 72
         else:
@@ -273,7 +274,7 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
 
 
 def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:
-    """Yield even activations [T, I], see `Rounding`, and then others, for weights [O, I].
+    """Yield exact activations [T, I], see `Rounding`, and then others, for weights [O, I].
 
     The first leans towards all rows and each of the others towards one, every second of them in one
     group only: so products are as large as they can be, and each row's and each group's mistakes
@@ -286,13 +287,13 @@ def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tup
     span = torch.arange(columns, device=wide.device) // (scheme.group_size or _SPAN)
     chosen = (index // 2 % (span[-1] + 1)).unsqueeze(1)
     towards = towards.masked_fill((index % 2 == 1).unsqueeze(1) & (span != chosen), 0)
-    blocks = F.pad(towards, (0, -columns % EVEN_COLUMNS)).view(tokens, -1, EVEN_COLUMNS)
+    blocks = F.pad(towards, (0, -columns % EXACT_COLUMNS)).view(tokens, -1, EXACT_COLUMNS)
     largest = blocks.abs().amax(-1, keepdim=True)
-    integers = (blocks / torch.where(largest > 0, largest, 1) * EVEN).round()
+    integers = (blocks / torch.where(largest > 0, largest, 1) * EXACT_MAX).round()
     powers = (index.unsqueeze(1) + torch.arange(blocks.shape[1], device=wide.device)) % 4
-    even = (integers * 0.5 ** (7 + powers).unsqueeze(-1)).flatten(1)[:, :columns]
-    yield True, even
-    yield False, even * (1 + _wave(even.numel()).to(wide.device).view_as(even) / 8)
+    exact = (integers * 0.5 ** (7 + powers).unsqueeze(-1)).flatten(1)[:, :columns]
+    yield True, exact
+    yield False, exact * (1 + _wave(exact.numel()).to(wide.device).view_as(exact) / 8)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from quantkit.kernels.build import NATIVE, ensure_compiled, is_compiled, is_inta
 from quantkit.kernels.variants import VARIANTS, runs_here
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu_operators import Operators
+    from quantkit.kernels.cpu_operators import CppOperators
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ native.
 """
 
 
-def load_kernels(name: str | None = None) -> Operators:
+def load_kernels(name: str | None = None) -> CppOperators:
     """Load the kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none
     of that name, and `UnsupportedError` if they do not run here or cannot be compiled.
     """
@@ -61,10 +61,11 @@ def describe_kernels() -> str:
 
 
 def _choose_kernels(name: str | None) -> str:
+    source = "" if name else f" in {SETTING}"
     name = name or os.environ.get(SETTING) or _find_fastest_shipped()
     if name not in (NATIVE, *VARIANTS):
         expected = ", ".join((NATIVE, *VARIANTS))
-        raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
+        raise RequestError(f"unknown CPU kernels{source}", found=name, expected=expected)
     if name != NATIVE and not runs_here(name):
         # Such a library would end the process with an illegal instruction.
         raise UnsupportedError(f"the processor lacks the instructions that the {name} kernels use")
@@ -98,7 +99,7 @@ def compile_ahead() -> Thread:
 
 
 @functools.cache
-def _load_once(name: str) -> Operators | UnsupportedError:
+def _load_once(name: str) -> CppOperators | UnsupportedError:
     """Load kernels, or return the error: a compiler that fails is not called again for every
     layer.
     """
@@ -115,18 +116,18 @@ def _load_once(name: str) -> Operators | UnsupportedError:
         return UnsupportedError(f"the compiled kernels cannot be loaded: {error}", hint=hint)
 
 
-def _reduce_operators(operators: Operators) -> tuple[Any, ...]:
+def _reduce_operators(operators: CppOperators) -> tuple[Any, ...]:
     """Tell pickle and `copy` to load the library again by its name."""
     return load_kernels, (operators.name,)
 
 
 @functools.cache
-def _open(path: Path, name: str) -> Operators:
-    from quantkit.kernels.cpu_operators import Operators
+def _open(path: Path, name: str) -> CppOperators:
+    from quantkit.kernels.cpu_operators import CppOperators
 
     # Copies of a model share the library, which cannot be pickled.
-    copyreg.pickle(Operators, _reduce_operators)
-    operators = Operators(ctypes.CDLL(str(path)), name)
+    copyreg.pickle(CppOperators, _reduce_operators)
+    operators = CppOperators(ctypes.CDLL(str(path)), name)
     # Native kernels call themselves by the instructions that they were compiled for.
     if name != NATIVE and operators.instructions() != name:
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from quantkit.kernels.backend import (
     Backend,
     BlockKernel,
     ExpertKernel,
-    Operations,
+    OfferedKernels,
     Prepared,
     PreparedLinear,
     Rounding,
@@ -120,11 +120,13 @@ class TritonBackend(Backend):
             _tune_shape(prepared, weight)
         return prepared
 
-    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+    def dequantize_rows(
+        self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
+    ) -> Tensor:
         from quantkit.kernels.triton_words import unpack
 
-        codes = unpack(prepared["words"][index], scheme.bits)[:, :columns]
-        groups = scheme.groups(columns)
+        codes = unpack(prepared["words"][index], scheme.bits)[:, :in_features]
+        groups = scheme.groups(in_features)
         if "zero" in prepared:
             zero = prepared["zero"][index, :groups]
         else:
@@ -133,7 +135,7 @@ class TritonBackend(Backend):
             codes.contiguous(), prepared["scale"][index, :groups], zero, scheme
         ).dequantize()
 
-    def operations(self) -> Operations:
+    def offer_kernels(self) -> OfferedKernels:
         # Importing these modules registers their operators.
         from quantkit.kernels import triton_attention, triton_experts  # noqa: F401
         from quantkit.kernels.triton_block import FEATURES, prepare_blocks
@@ -142,12 +144,17 @@ class TritonBackend(Backend):
         block = None
         if os.environ.get(BLOCKS_SETTING) != "0":
             block = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
-        return Operations(
+        return OfferedKernels(
             _attend_to_cache, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts)
         )
 
     def linear(
-        self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None
+        self,
+        x: Tensor,
+        prepared: Prepared,
+        scheme: QuantScheme,
+        out_features: int,
+        bias: Tensor | None,
     ) -> Tensor:
         product: Tensor = torch.ops.quantkit_triton.linear(
             x.reshape(-1, x.shape[-1]),
@@ -158,7 +165,7 @@ class TritonBackend(Backend):
             scheme.group_size,
             prepared["arrived"],
         )
-        return product.view(*x.shape[:-1], rows)
+        return product.view(*x.shape[:-1], out_features)
 
 
 def _attend_to_cache(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quantkit.answers.calls import CallParser
-from quantkit.answers.pieces import Call, Parser, Piece, Plain
+from quantkit.answers.pieces import Call, Parser, Piece, PlainParser
 from quantkit.answers.reasoning import CLOSES, OPENS, ReasoningParser
 from quantkit.answers.syntaxes import SYNTAXES
 from quantkit.answers.tools import Tools
@@ -31,9 +31,9 @@ class AnswerForm:
     parallel: bool = True
     reasoning: Reasoning | None = None
 
-    def parser(self) -> Parser:
+    def create_parser(self) -> Parser:
         """Create a parser for one answer."""
-        answer_parser: Parser = Plain()
+        answer_parser: Parser = PlainParser()
         if self.syntax is not None:
             answer_parser = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
         if self.reasoning is None:
@@ -55,7 +55,7 @@ class AnswerForm:
                 hidden_marks[special_tokens[mark]] = mark
         return hidden_marks
 
-    def reasoning_tokens(self, tokens: Sequence[int]) -> int:
+    def count_reasoning_tokens(self, tokens: Sequence[int]) -> int:
         """Count the tokens of an answer that are reasoning, with those that begin and end it."""
         if self.reasoning is None:
             return 0

@@ -38,7 +38,7 @@ class Parser(Protocol):
         ...
 
 
-class Plain:
+class PlainParser:
     """A `Parser` of content alone."""
 
     def feed(self, text: str) -> list[Piece]:

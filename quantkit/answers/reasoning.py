@@ -13,7 +13,7 @@ OPENS = "<think>"
 CLOSES = "</think>"
 
 
-def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
+def find_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
     """Determine how the answer to a prompt may begin with reasoning; None if the vocabulary has no
     tokens for reasoning, or the prompt has closed it, as templates do to disable reasoning.
     """

@@ -104,7 +104,7 @@ SYNTAXES: Mapping[str, Callable[[], Syntax]] = {
 """By name; the last two are read in the same way, and the models write the one or the other."""
 
 
-def syntax_of(template: str, tokens: Mapping[str, int]) -> str | None:
+def recognize_syntax(template: str, tokens: Mapping[str, int]) -> str | None:
     """Recognize the syntax in which a model calls tools, by its chat template and its special
     tokens; None if quantkit does not support it.
     """

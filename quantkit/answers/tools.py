@@ -59,7 +59,7 @@ class Tools:
             raise RequestError(
                 "the tools are too large",
                 found=len(grammar),
-                expected=f"{_MAX_CHARACTERS} characters",
+                expected=f"at most {_MAX_CHARACTERS} characters",
             )
         return grammar
 

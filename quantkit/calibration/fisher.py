@@ -22,7 +22,13 @@ from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.streams import embed_batches, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
-from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init, require_floats
+from quantkit.model.load import (
+    BLOCK_PREFIX,
+    fill_parameters,
+    float_parameter,
+    meta_init,
+    narrow_to_floats,
+)
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 
@@ -104,7 +110,7 @@ class FisherPasses:
         NaN and Inf.
         """
         following = ("model.norm.weight", resolve_stored_name(self._source, "lm_head.weight"))
-        weights = (require_floats(self._source.load(name)) for name in following)
+        weights = (narrow_to_floats(self._source.load(name)) for name in following)
         return all(map(all_finite, self._states)) and all(map(all_finite, weights))
 
     def turn(self, first: int, progress: Progress = silent) -> None:
@@ -120,7 +126,7 @@ class FisherPasses:
         norm.weight = float_parameter(
             self._source, "model.norm.weight", torch.device("cpu"), torch.float32
         )
-        head = require_floats(
+        head = narrow_to_floats(
             self._source.load(resolve_stored_name(self._source, "lm_head.weight"))
         )
         done = 0
@@ -204,7 +210,9 @@ class FisherPasses:
     def _block(self, layer: int) -> Block:
         with meta_init():
             block = Block(self._source.config, layer)
-        fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, ())
+        fill_parameters(
+            block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, ()
+        )
         return block.eval()
 
 

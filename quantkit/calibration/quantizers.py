@@ -43,7 +43,7 @@ from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.column_kernels import select_column_kernels
-from quantkit.model.load import require_floats
+from quantkit.model.load import narrow_to_floats
 from quantkit.model.shared_scales import SharedScales
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
@@ -196,7 +196,7 @@ class RtnQuantizer:
             return self._check_result(
                 spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec)
             )
-        weight = require_floats(self.source.load(spec.name))
+        weight = narrow_to_floats(self.source.load(spec.name))
         path = self.source.path
         if spec.scheme is None:
             return (
@@ -240,7 +240,7 @@ class RtnQuantizer:
         for spec in block.tensors:
             if is_scale(spec.name):
                 continue
-            value = require_floats(self.source.load(spec.name))
+            value = narrow_to_floats(self.source.load(spec.name))
             cast_finite(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
 
@@ -362,7 +362,7 @@ class GptqQuantizer(RtnQuantizer):
         scheme = self.schemes.get(EMBEDDING)
         if scheme is None or scheme.bits >= _EXACT_BITS:
             return None
-        weight = require_floats(self.source.load(f"{EMBEDDING}.weight"))
+        weight = narrow_to_floats(self.source.load(f"{EMBEDDING}.weight"))
         return round_to_nearest(weight, scheme, torch.float16, select_column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:

@@ -19,7 +19,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.codecs.table import NATIVE
-from quantkit.model.load import require_floats
+from quantkit.model.load import narrow_to_floats
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn, relative_error
@@ -63,7 +63,7 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     has_small_scales = False
     for spec in {spec.name: spec for spec in specs if spec.dtype is DType.FLOAT16}.values():
         assert spec.scheme is not None
-        weight = require_floats(source.load(spec.name)).flatten(0, -2)
+        weight = narrow_to_floats(source.load(spec.name)).flatten(0, -2)
         # A small weight of float16 has smaller scales.
         _require_stored_scales(weight, spec, spec.scheme, source)
         if spec.scheme.scales is Scales.FLOATS:

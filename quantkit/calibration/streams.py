@@ -27,7 +27,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import make_causal_attention
 from quantkit.model.decoder import Block, Step, scale_embeddings
 from quantkit.model.feed_forward import Experts
-from quantkit.model.load import require_floats
+from quantkit.model.load import narrow_to_floats
 from quantkit.model.rope import Rotary
 from quantkit.tensors.qtensor import QuantTensor
 
@@ -48,7 +48,7 @@ def embed_batches(
     `embedding` replaces the source's floats.
     """
     if embedding is None:
-        matrix = require_floats(source.load(f"{EMBEDDING}.weight"))
+        matrix = narrow_to_floats(source.load(f"{EMBEDDING}.weight"))
     else:
         matrix = embedding.dequantize()
     for batch in batches:

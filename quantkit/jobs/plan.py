@@ -37,7 +37,7 @@ from quantkit.jobs.quantize.size_fit import set_up_size_fit
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.options import BATCH, RefineOptions, mesh_shape
 from quantkit.jobs.refine.plan import plan_refinement
-from quantkit.model.device import float_type
+from quantkit.model.device import to_torch_dtype
 from quantkit.tensors.dtypes import FloatName
 from quantkit.training.trained import TrainedNames
 from quantkit.xla import require_compiler
@@ -147,7 +147,7 @@ def generate(
         RequestError: for an unknown slice, or one that the model does not fit; if jax, torchax or
             the compiler for TPUs is not installed.
     """
-    float_dtype = float_type(dtype)
+    float_dtype = to_torch_dtype(dtype)
     target = as_string("target", target)
     batch = as_integer("batch", batch)
     if context is not None:

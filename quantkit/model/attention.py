@@ -18,7 +18,8 @@ from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 MAX_QUERY_ROWS = 2048
 """With more positions than this, masks and scores are computed for one chunk of queries at a time,
-because their size grows with the square of the number of positions.
+because their size grows with the square of the number of positions. That is so in eager steps on a
+CPU without a cache, for layers with a window, a softcap or sinks.
 """
 # The size of the scores of one chunk. For larger tensors, the allocator requests memory from the
 # system each time instead of reusing its own.
@@ -26,7 +27,7 @@ SCORES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreSettings:
     """How products of queries and keys become shares of attention.
 
     Attributes:
@@ -46,9 +47,9 @@ class Scores:
         return self.softcap is None and self.sinks is None
 
 
-PLAIN = Scores()
+PLAIN = ScoreSettings()
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Scores], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, ScoreSettings], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
 
@@ -63,7 +64,7 @@ class CachedAttention(Protocol):
         positions: Tensor,
         slots: Tensor | None,
         window: int | None,
-        scores: Scores = PLAIN,
+        scores: ScoreSettings = PLAIN,
     ) -> Tensor:
         """Mix the cached values [slots, K, S, Dh] for queries [B, H, T, Dh] into [B, T, H * Dh].
         Each query sees the positions of its slot up to its own.
@@ -94,7 +95,9 @@ def make_causal_attention(
             else:
                 masks[window] = _causal_mask(positions, positions, window)
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def attend(
+        layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: ScoreSettings
+    ) -> Tensor:
         if cache_dtype is not None:
             keys = to_cached_rows(keys, cache_dtype).floats(keys.dtype)
             values = to_cached_rows(values, cache_dtype).floats(values.dtype)
@@ -116,18 +119,20 @@ def make_cached_attention(
     attention: CachedAttention,
     slots: Tensor | None = None,
     *,
-    first: bool = False,
+    is_prefill: bool = False,
 ) -> Attend:
     """Build attention that stores keys and values in the cache: each token sees all cached
-    positions of its sequence up to its own. With `first`, the cache has no earlier positions of
-    these sequences, so the tokens attend to each other as in `make_causal_attention`.
+    positions of its sequence up to its own. With `is_prefill`, the cache has no earlier positions
+    of these sequences, so the tokens attend to each other as in `make_causal_attention`.
     """
-    if first:
+    if is_prefill:
         to_each_other = make_causal_attention(positions, windows)
     else:
         to_each_other = None
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def attend(
+        layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: ScoreSettings
+    ) -> Tensor:
         stored = cache.update(layer, positions, keys, values, slots)
         if to_each_other is not None:
             return to_each_other(layer, queries, keys, values, scores)
@@ -143,7 +148,7 @@ def attend_with_mask(
     positions: Tensor,
     slots: Tensor | None,
     window: int | None,
-    scores: Scores = PLAIN,
+    scores: ScoreSettings = PLAIN,
 ) -> Tensor:
     """Run the `CachedAttention` of torch under a mask: over the whole cache, or on a CPU only over
     the positions up to the last query.
@@ -165,7 +170,7 @@ def attend_with_mask(
 
 
 def _mix_values(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreSettings
 ) -> Tensor:
     """Mix values into [B, T, H * Dh] under a mask; without one, each token sees those up to it."""
     if scores.plain:
@@ -208,7 +213,7 @@ def _mix_values_in_chunks(
     values: Tensor,
     positions: Tensor,
     window: int | None,
-    scores: Scores,
+    scores: ScoreSettings,
 ) -> Tensor:
     """Mix values into [B, T, H * Dh] for tokens at rising positions, [T] or [B, T]: for one chunk
     of queries of the heads that share keys at a time, over the keys that any of them sees.
@@ -219,7 +224,7 @@ def _mix_values_in_chunks(
         keys_per_chunk = count
     else:
         keys_per_chunk = min(count, window + MAX_QUERY_ROWS)
-    # Scores are float32, 4 bytes each.
+    # ScoreSettings are float32, 4 bytes each.
     bytes_per_query = 4 * batch * heads * keys_per_chunk
     size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // bytes_per_query))
     mixed = torch.empty(
@@ -229,17 +234,17 @@ def _mix_values_in_chunks(
         stop = min(start + size, count)
         # Positions rise by at least one, so no key before this index is within the window.
         if window is None:
-            first = 0
+            first_key = 0
         else:
-            first = max(0, start - window + 1)
-        mask = _causal_mask(positions[..., start:stop], positions[..., first:stop], window)
+            first_key = max(0, start - window + 1)
+        mask = _causal_mask(positions[..., start:stop], positions[..., first_key:stop], window)
         for head in range(kv_heads):
             group = slice(head * heads, (head + 1) * heads)
             shared = slice(head, head + 1)
             parts = (
                 queries[:, group, start:stop],
-                keys[:, shared, first:stop],
-                values[:, shared, first:stop],
+                keys[:, shared, first_key:stop],
+                values[:, shared, first_key:stop],
             )
             if scores.sinks is None:
                 sinks = None

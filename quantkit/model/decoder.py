@@ -21,7 +21,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.model.attention import (
     Attend,
     CachedAttention,
-    Scores,
+    ScoreSettings,
     attend_with_mask,
     make_cached_attention,
     make_causal_attention,
@@ -48,7 +48,7 @@ class BlockRunner(Protocol):
         cache: KVCache | None,
         slots: Tensor | None = None,
         *,
-        first: bool,
+        is_prefill: bool,
     ) -> Tensor:
         """Run all blocks on hidden states [B, T, D] at rising positions."""
         ...
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         *,
         slots: Tensor | None = None,
         lengths: Tensor | None = None,
-        first: bool = False,
+        is_prefill: bool = False,
     ) -> Tensor:
         """Compute hidden states [B, T, D] after the final norm, for tokens [B, T].
 
@@ -159,13 +159,13 @@ class Decoder(nn.Module):
                 sequence's slot. Without a cache, attention sees only `tokens`.
             slots: the sequences' places in the cache, [B]; None is all of them in order.
             lengths: for rotary positions, see `Rotary`.
-            first: whether the cache has no earlier positions that the tokens should see.
+            is_prefill: whether the cache has no earlier positions that the tokens should see.
         """
         x = self.model.embed(tokens)
         angles = self.rotary(positions, lengths)
         blocks = self.ops.blocks
         if blocks is not None and blocks.serves(x, cache):
-            x = blocks(x, positions, angles, cache, slots, first=first)
+            x = blocks(x, positions, angles, cache, slots, is_prefill=is_prefill)
         else:
             windows = self.config.windows
             attention = self.ops.cached_attention
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
                 attend = make_causal_attention(positions, windows)
             else:
                 attend = make_cached_attention(
-                    cache, positions, windows, attention, slots, first=first
+                    cache, positions, windows, attention, slots, is_prefill=is_prefill
                 )
             for block in self.model.layers:
                 x = block(x, Step(angles, attend))
@@ -344,8 +344,8 @@ class Attention(nn.Module):
         self._softcap = config.attention_softcap
 
     @property
-    def scores(self) -> Scores:
-        return Scores(self._scale, self._softcap, self.sinks)
+    def scores(self) -> ScoreSettings:
+        return ScoreSettings(self._scale, self._softcap, self.sinks)
 
     def inner(self, x: Tensor, step: Step) -> Tensor:
         """Mix values by attention, [B, T, H * Dh], for normed hidden states [B, T, D]."""

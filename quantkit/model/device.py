@@ -13,7 +13,7 @@ from quantkit.errors import RequestError
 from quantkit.tensors.dtypes import FloatName, float_name
 
 
-def check_device(name: str | torch.device | None) -> torch.device:
+def resolve_device(name: str | torch.device | None) -> torch.device:
     """Check a device, by torch's name for it, by writing and reading a number; for None choose a
     GPU if there is one.
 
@@ -47,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
-def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
+def to_torch_dtype(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
     """Convert the result of `float_name` to torch's type."""
     name = float_name(dtype)
     if name is None:

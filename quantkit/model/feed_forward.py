@@ -69,7 +69,7 @@ class Experts(nn.Module):
             MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count)
         )
         # Adds the outputs of the processes that share the experts.
-        self.sum: Callable[[Tensor], Tensor] | None = None
+        self.all_reduce: Callable[[Tensor], Tensor] | None = None
         # A kernel that replaces the loop over experts.
         self.bank: ExpertBank | None = None
         self.shared_experts = self.shared_expert_gate = None
@@ -94,9 +94,9 @@ class Experts(nn.Module):
                 shared = shared * torch.sigmoid(_product(x, self.shared_expert_gate))
             out = out + shared
         # Shared experts are split like routed ones, so one all-reduce adds both.
-        if self.sum is None:
+        if self.all_reduce is None:
             return out
-        return self.sum(out)
+        return self.all_reduce(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens [..., D]: their shares, float32 [..., K], and numbers
@@ -178,8 +178,8 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
 
 def _make_bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide = _require_same_kind([mlp.gate_up_proj for mlp in mlps])
-    narrow = _require_same_kind([mlp.down_proj for mlp in mlps])
+    wide = _list_if_same_kind([mlp.gate_up_proj for mlp in mlps])
+    narrow = _list_if_same_kind([mlp.down_proj for mlp in mlps])
     if not wide or not narrow:
         return None
     if wide[0].backend != narrow[0].backend:
@@ -187,14 +187,14 @@ def _make_bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     # The kernels have this factor as a constant.
     if config.activation_alpha != OAI_ALPHA:
         return None
-    operations = wide[0].backend.operations()
+    operations = wide[0].backend.offer_kernels()
     if operations is None or operations.experts is None:
         return None
     kernel = operations.experts
     return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 
 
-def _require_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
+def _list_if_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     """Return all linears if they are quantized in the same way, otherwise none."""
     quantized: list[QuantLinear] = []
     kinds = set()

@@ -71,11 +71,11 @@ class FusedBlocks:
         cache: KVCache | None,
         slots: Tensor | None = None,
         *,
-        first: bool,
+        is_prefill: bool,
     ) -> Tensor:
         """Run all blocks on hidden states [B, T, D] at rising positions, with their angles. The
-        result may be float32 although the model has another dtype. `cache`, `slots` and `first` are
-        those of `Decoder.hidden`.
+        result may be float32 although the model has another dtype. `cache`, `slots` and
+        `is_prefill` are those of `Decoder.hidden`.
         """
         cached = None
         if cache is not None:
@@ -85,7 +85,7 @@ class FusedBlocks:
             positions=positions,
             slots=slots,
             query_scale=angles.query_scale,
-            first=first or cache is None,
+            is_prefill=is_prefill or cache is None,
             angles=turned,
             cached=cached,
         )
@@ -117,7 +117,7 @@ def fuse_blocks(
         for linear in _find_fused_linears(block):
             if not isinstance(linear, QuantLinear):
                 return None
-            operations = linear.backend.operations()
+            operations = linear.backend.offer_kernels()
             if operations is None or operations.block is None:
                 return None
             linears.append(linear)

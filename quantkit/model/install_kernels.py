@@ -18,11 +18,11 @@ from torch import Tensor
 
 from quantkit.architectures.config import LayerConfig
 from quantkit.kernels.backend import ScoredAttention
-from quantkit.kernels.dispatch import is_within, operations_for_floats, self_test
+from quantkit.kernels.dispatch import is_within, offer_kernels_for_floats, self_test
 from quantkit.model.attention import (
     PLAIN,
     CachedAttention,
-    Scores,
+    ScoreSettings,
     attend_with_mask,
     make_cached_attention,
     make_causal_attention,
@@ -35,20 +35,20 @@ from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
 # Tokens of the test with many tokens: more than the kernels for few tokens support.
-_MANY = 20
+_MANY_TOKENS = 20
 # Relative error that float32 arithmetic in another order may cause in a complete block.
-_FLOATS = 1e-3
+_FLOAT_ERROR = 1e-3
 # The widest window in tests of blocks: less than their number of tokens, so that it has an effect.
-_FEW = 10
+_BLOCK_WINDOW = 10
 # Error of a block, in steps of a 16-bit dtype, allowed in addition to twice that of its modules.
-_STEPS = 2
+_BLOCK_STEPS = 2
 # Positions of the cache in tests of attention: more than kernels process in one piece.
 _POSITIONS = 300
 # The widest window in tests of attention.
-_WINDOW = 100
+_ATTENTION_WINDOW = 100
 # Standard deviation of the scores in tests of attention, as a share of the softcap. The largest
 # scores are three to four times as large.
-_BENT = 0.1
+_SCORE_DEVIATION = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ def install_kernels(model: Decoder) -> None:
     """Install the backend's kernels for attention, float products and blocks in `model.ops`.
 
     Each kernel is compared with the operation that it replaces. After a failure, this and the
-    remaining operations stay torch's.
+    following operations stay torch's; after that of a kernel for experts, only the experts' own.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
     if linears:
-        offered = linears[0].backend.operations()
+        offered = linears[0].backend.offer_kernels()
     else:
-        offered = operations_for_floats(model.device, model.dtype)
+        offered = offer_kernels_for_floats(model.device, model.dtype)
     if offered is None:
         return
     linear = offered.float_linear
@@ -80,18 +80,7 @@ def install_kernels(model: Decoder) -> None:
         # Blocks may compute in another dtype, in which attention and head then run as well.
         dtypes = {model.dtype, offered.block.dtype or model.dtype}
     with torch.inference_mode():
-        if linear is not None and not _passes(
-            "float products", lambda: _same_linear(model, linear, dtypes)
-        ):
-            return
-        if attention is not None and not _passes(
-            "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
-        ):
-            return
-        if linear is not None:
-            model.ops = replace(model.ops, float_linear=linear)
-        if attention is not None:
-            model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
+        # First, because the banks are installed already, and blocks use them.
         mixtures: list[Experts] = []
         for module in model.modules():
             if isinstance(module, Experts) and module.bank is not None:
@@ -99,7 +88,16 @@ def install_kernels(model: Decoder) -> None:
         if mixtures and not _passes("experts", lambda: _same_experts(model, mixtures[0])):
             for experts in mixtures:
                 experts.bank = None
-        # After the bank of experts, because blocks use it.
+        if linear is not None:
+            if not _passes("float products", lambda: _same_linear(model, linear, dtypes)):
+                return
+            model.ops = replace(model.ops, float_linear=linear)
+        if attention is not None:
+            if not _passes(
+                "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
+            ):
+                return
+            model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
         blocks = fuse_blocks(model)
         if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
@@ -118,7 +116,7 @@ def _wrap_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> Cach
         positions: Tensor,
         slots: Tensor | None,
         window: int | None,
-        scores: Scores = PLAIN,
+        scores: ScoreSettings = PLAIN,
     ) -> Tensor:
         arguments = queries, keys, values, positions, slots, window
         if max_tokens is not None and queries.shape[2] > max_tokens:
@@ -140,9 +138,9 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
     """Check products of one row and of many in these dtypes, up to the error of float32 sums."""
     columns = model.config.hidden_size
     # 33 outputs are no multiple of a vector's width, so the kernel's remainder is tested too.
-    samples = _draw_normal(model, _MANY + 33, columns)
-    weight = samples[_MANY:].to(model.dtype)
-    for dtype, count in itertools.product(dtypes, (1, _MANY)):
+    samples = _draw_normal(model, _MANY_TOKENS + 33, columns)
+    weight = samples[_MANY_TOKENS:].to(model.dtype)
+    for dtype, count in itertools.product(dtypes, (1, _MANY_TOKENS)):
         rows = samples[:count].to(dtype)
         x = rows.double()
         w = weight.double()
@@ -162,16 +160,16 @@ def _same_attention(
     positions.
     """
     if max_tokens is None:
-        many = _MANY
+        many = _MANY_TOKENS
     else:
-        many = min(max_tokens, _MANY)
+        many = min(max_tokens, _MANY_TOKENS)
     config = replace(model.config, layers=model.config.layers[:1])
-    first = model.model.layers[0]
-    assert isinstance(first, Block)
-    scores = first.self_attn.scores
+    first_block = model.model.layers[0]
+    assert isinstance(first_block, Block)
+    scores = first_block.self_attn.scores
     windows: set[int | None] = set()
     for layer in model.config.layers:
-        windows.add(layer.window and min(layer.window, _WINDOW))
+        windows.add(layer.window and min(layer.window, _ATTENTION_WINDOW))
     if scores.scale is None:
         scale = 1 / math.sqrt(config.head_dim)
     else:
@@ -179,7 +177,7 @@ def _same_attention(
     # Scores of normal queries and keys have this standard deviation. The queries are stretched so
     # that a softcap changes the largest scores by much.
     deviation = scale * math.sqrt(config.head_dim)
-    stretch = max(1.0, _BENT * (scores.softcap or 0.0) / deviation)
+    stretch = max(1.0, _SCORE_DEVIATION * (scores.softcap or 0.0) / deviation)
     every = torch.arange(_POSITIONS, device=model.device)
     # Not in order, and one slot is unused.
     slots = torch.tensor([2, 0], device=model.device)
@@ -196,7 +194,7 @@ def _same_attention(
             arguments = keys, values, positions, slots, window, scores
             actual = attention(queries, *arguments)
             right = attend_with_mask(queries.double(), *arguments)
-            share = _FLOATS
+            share = _FLOAT_ERROR
             if dtype != torch.float32:
                 # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries:
                 # a few of its steps.
@@ -214,13 +212,13 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
         if isinstance(module, QuantLinear):
             linears.append(module)
     bank = experts.bank
-    samples = _draw_normal(model, _MANY, model.config.hidden_size).to(model.dtype)
+    samples = _draw_normal(model, _MANY_TOKENS, model.config.hidden_size).to(model.dtype)
     assert bank is not None
     rounding = linears[0].backend.rounding(model.dtype)
     # Inner states and outputs are rounded to a 16-bit dtype, in both computations.
     steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
-    share = _FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
-    for count in (1, _MANY):
+    share = _FLOAT_ERROR + 2 * (rounding.activations + rounding.weights) + 4 * steps
+    for count in (1, _MANY_TOKENS):
         rows = samples[:count]
         weights, chosen = experts.route(rows)
         actual = bank(rows, weights, chosen)
@@ -242,7 +240,7 @@ def _same_blocks(model: Decoder) -> bool:
     kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
     for layer, number in kinds.items():
         if layer.window is not None:
-            layer = replace(layer, window=min(layer.window, _FEW))
+            layer = replace(layer, window=min(layer.window, _BLOCK_WINDOW))
         blocks = fuse_blocks(model, {number: layer})
         assert blocks is not None
         if not _same_head(model, blocks.dtype):
@@ -272,7 +270,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     far = config.rope.original_context or 0
     max_tokens = blocks.kernel.max_tokens
     if max_tokens is None:
-        stops: tuple[int, ...] = 3, 4, 4 + _MANY
+        stops: tuple[int, ...] = 3, 4, 4 + _MANY_TOKENS
     else:
         # Below the limit, kernels may differ for each number of tokens.
         stops = max_tokens, max_tokens + 1
@@ -283,7 +281,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     steps_of_activations: list[float] = []
     for linear in linears:
         steps_of_activations.append(linear.backend.rounding(torch.float32).activations)
-    rounding = _FLOATS + 4 * max(steps_of_activations)
+    rounding = _FLOAT_ERROR + 4 * max(steps_of_activations)
     x = _draw_normal(model, 1, stops[-1], config.hidden_size)
     if not wide:
         x = _shrink_states(model, block, x, far, windows).to(blocks.dtype).float()
@@ -318,14 +316,14 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                 off = float(
                     ((modules - added).abs() / _measure_error_scale(added).clamp_min(tiny)).max()
                 )
-                share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
+                share += _BLOCK_STEPS * torch.finfo(blocks.dtype).eps + 2 * off
             out = blocks(
                 # A copy, because kernels may write to the hidden states.
                 states.to(blocks.dtype, copy=True),
                 positions,
                 angles,
                 kernel_cache,
-                first=start == 0,
+                is_prefill=start == 0,
             )
             kernel_added = out.float() - states
             close = _find_close_choices(block, states, steps[0], share)
@@ -389,7 +387,8 @@ def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) 
 
 
 def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
-    """Return whether the error of each number is at most a share of its `_size`."""
+    """Return whether the error of each number is at most a share of its
+    `_measure_error_scale`."""
     return is_within(result, right, share * _measure_error_scale(right))
 
 

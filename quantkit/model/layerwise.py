@@ -17,7 +17,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import layer_scales
-from quantkit.model.attention import Attend, Scores, make_causal_attention
+from quantkit.model.attention import Attend, ScoreSettings, make_causal_attention
 from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
 from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
 from quantkit.model.linear import float32_linears
@@ -73,7 +73,7 @@ class _Pack:
         self.step = Step(rotary(torch.cat(positions), torch.cat(lengths)), self._attend)
 
     def _attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: ScoreSettings
     ) -> Tensor:
         """Apply attention to each batch separately: an `Attend` for B = 1 and T = N."""
         # By batch, each [B, T, H, Dh].

@@ -90,7 +90,9 @@ class QuantLinear(nn.Module):
 
     def rows(self, index: Tensor) -> Tensor:
         """Dequantize rows of the weight by index [N], as float32 [N, I]."""
-        return self.backend.rows(self.backend_tensors, self.scheme, self.in_features, index)
+        return self.backend.dequantize_rows(
+            self.backend_tensors, self.scheme, self.in_features, index
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.backend.linear(

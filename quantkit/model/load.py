@@ -29,7 +29,7 @@ from quantkit.kernels.backend import Backend
 from quantkit.kernels.dispatch import list_allowed_backends, select_backend
 from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.model.decoder import Block, Decoder
-from quantkit.model.device import check_device
+from quantkit.model.device import resolve_device
 from quantkit.model.feed_forward import stack_experts
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantEmbedding, QuantLinear
@@ -67,7 +67,7 @@ def load_model(
         progress: called for each tensor.
 
     Raises:
-        CheckpointError, UnsupportedError, RequestError: as opening, `check_device` and
+        CheckpointError, UnsupportedError, RequestError: as opening, `resolve_device` and
             `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
@@ -79,7 +79,7 @@ def load_model(
     if isinstance(source, (str, Path)):
         source = open_checkpoint(source, text_part=True, floats_as=floats_as)
     checkpoint: Checkpoint = source
-    device = check_device(group.device if device is None else device)
+    device = resolve_device(group.device if device is None else device)
     dtype = dtype or choose_default_dtype(checkpoint)
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
@@ -89,7 +89,9 @@ def load_model(
     model.group = group
     # In float32 on a CPU, the larger product is a little slower.
     fuse_floats = device.type != "cpu" or dtype != torch.float32
-    fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
+    fill_parameters(
+        model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats
+    )
     model.rotary.to(device)
     tp.connect(model, "")
     scales = layer_scales(checkpoint)
@@ -150,7 +152,7 @@ def meta_init() -> Iterator[None]:
         yield
 
 
-def fill(
+def fill_parameters(
     module: nn.Module,
     checkpoint: Checkpoint,
     prefix: str,
@@ -203,7 +205,7 @@ def fill(
                 biases: list[Tensor] = []
                 for bias_name in bias_names:
                     if bias_name in parameters:
-                        biases.append(require_floats(checkpoint.load(bias_name)))
+                        biases.append(narrow_to_floats(checkpoint.load(bias_name)))
                 bias = torch.cat(biases) if biases else None
                 linear = QuantLinear(weight, bias, device, dtype, allowed)
                 _replace(module, prefix, sources, fused, linear)
@@ -215,14 +217,14 @@ def fill(
             malloc_trim()
         elif fuse_floats and fused != owner and _are_floats(checkpoint, sources):
             # The first linear of the group takes the rows of the others.
-            wide = module.get_submodule(sources[0].removeprefix(prefix))
-            for parameter_name, _ in list(wide.named_parameters()):
+            fused_linear = module.get_submodule(sources[0].removeprefix(prefix))
+            for parameter_name, _ in list(fused_linear.named_parameters()):
                 tensor_names = [f"{source}.{parameter_name}" for source in sources]
                 stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype)
-                setattr(wide, parameter_name, stacked)
-            assert isinstance(wide, nn.Linear)
-            wide.out_features = len(wide.weight)
-            _replace(module, prefix, sources, fused, wide)
+                setattr(fused_linear, parameter_name, stacked)
+            assert isinstance(fused_linear, nn.Linear)
+            fused_linear.out_features = len(fused_linear.weight)
+            _replace(module, prefix, sources, fused, fused_linear)
             done.update(sources)
         else:
             parameter = float_parameter(checkpoint, name, device, dtype)
@@ -253,7 +255,7 @@ def _stack_quantized_rows(
     checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]
 ) -> QuantTensor | None:
     """Concatenate the weights of several linears, of which the first is already loaded; None if
-    their schemes differ.
+    one is of floats, or they differ in scheme or dtype of the scales.
     """
     if len(modules) == 1:
         return first
@@ -285,7 +287,7 @@ def float_parameter(
     info = checkpoint.info(name)
     # The loaded tensor is already the parameter: no copy.
     if info.dtype.torch == dtype and device.type == "cpu":
-        return nn.Parameter(require_floats(checkpoint.load(name)), requires_grad=False)
+        return nn.Parameter(narrow_to_floats(checkpoint.load(name)), requires_grad=False)
     return _stack_float_rows(checkpoint, [name], device, dtype)
 
 
@@ -298,19 +300,19 @@ def _stack_float_rows(
     stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
     # Checkpoints with interleaved rotary rows reorder them within heads (Meta's, GGUF), so a slice
     # must contain complete heads.
-    head = checkpoint.config.head_dim
-    step = max(head, COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
-    for name, copy in zip(names, torch.split(stacked, rows), strict=True):
-        for start in range(0, len(copy), step):
-            if step < len(copy):
-                part = TensorSlice(0, ((start, min(start + step, len(copy))),))
+    head_dim = checkpoint.config.head_dim
+    step = max(head_dim, COPY_BYTES // max(1, stacked[:1].nbytes) // head_dim * head_dim)
+    for name, target in zip(names, torch.split(stacked, rows), strict=True):
+        for start in range(0, len(target), step):
+            if step < len(target):
+                part = TensorSlice(0, ((start, min(start + step, len(target))),))
             else:
                 part = None
-            copy[start : start + step] = require_floats(checkpoint.load(name, part))
+            target[start : start + step] = narrow_to_floats(checkpoint.load(name, part))
     return nn.Parameter(stacked, requires_grad=False)
 
 
-def require_floats(value: Tensor | QuantTensor) -> Tensor:
+def narrow_to_floats(value: Tensor | QuantTensor) -> Tensor:
     """Narrow the type of a tensor that the checkpoint stores as floats."""
     assert isinstance(value, Tensor)
     return value

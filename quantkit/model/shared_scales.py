@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.load import require_floats
+from quantkit.model.load import narrow_to_floats
 from quantkit.tensors.float_codes import outer_scale
 from quantkit.tensors.scheme import QuantScheme, Scales
 
@@ -47,7 +47,7 @@ class SharedScales:
         if modules not in self._scales_by_modules:
             scales: list[Tensor] = []
             for name in modules:
-                scales.append(outer_scale(require_floats(self._source.load(f"{name}.weight"))))
+                scales.append(outer_scale(narrow_to_floats(self._source.load(f"{name}.weight"))))
             # An outer scale is inverse to the largest weight, so the smallest one suits all.
             self._scales_by_modules[modules] = torch.stack(scales).amin(0)
         return self._scales_by_modules[modules]

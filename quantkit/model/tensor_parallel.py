@@ -216,7 +216,7 @@ class TensorParallel:
             part = module.get_submodule(local_name)
             if isinstance(part, Experts):
                 # One sum of all experts, instead of one for each.
-                part.sum = add_up
+                part.all_reduce = add_up
             else:
                 module.set_submodule(local_name, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":

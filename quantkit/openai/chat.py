@@ -18,7 +18,7 @@ from quantkit.openai.tools import (
     parse_call_arguments,
     parse_tools,
 )
-from quantkit.prompts.errors import name_argument_in_errors, report_errors_at
+from quantkit.prompts.errors import name_argument_in_errors, restate_errors
 from quantkit.prompts.prompt import Prompt, PromptFields
 from quantkit.runtime.request import Completion
 
@@ -51,7 +51,7 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
         options["logprobs"] = num_logprobs
     messages = parse_call_arguments(values["messages"])
     variables = _parse_template_variables(values)
-    with report_errors_at(None), name_argument_in_errors("tools"):
+    with restate_errors(), name_argument_in_errors("tools"):
         tools = parse_tools(*[values.get(key) for key in _TOOL_FIELDS])
     if fields.grammar is not None and tools is not None:
         raise RequestError(
@@ -73,7 +73,7 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
     )
     # The option `logprobs` is a number, which is another field here.
     return ApiRequest(
-        url=CHAT,
+        path=CHAT,
         model=fields.model,
         prompts=[prompt],
         names={**fields.names, "logprobs": "top_logprobs"},
@@ -151,7 +151,7 @@ def build_chat_choice(
     if prompt.form is not None:
         parts = Parts()
         # The parser of streams is used here too, so that both ways give the same answer.
-        parser = prompt.form.parser()
+        parser = prompt.form.create_parser()
         parts.add([*parser.feed(text), *parser.close()])
         has_calls = bool(parts.calls)
         name_call = create_call_namer(prompt.form, request_id, completion.sample)

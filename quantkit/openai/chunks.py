@@ -85,7 +85,7 @@ class _ChatChoice:
         self._parser = None
         if prompt.form is not None:
             # Each choice is a text of its own, so it has a parser of its own.
-            self._parser = prompt.form.parser()
+            self._parser = prompt.form.create_parser()
             self._name_call = create_call_namer(prompt.form, builder.request_id, index)
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
         )
         prompts.append(prompt)
     return ApiRequest(
-        url=COMPLETIONS,
+        path=COMPLETIONS,
         model=fields.model,
         prompts=prompts,
         names={**fields.names, "token_ids": "prompt"},

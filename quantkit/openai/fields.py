@@ -11,7 +11,7 @@ from quantkit.base.json_values import format_value
 from quantkit.errors import RequestError
 from quantkit.openai.request import COMPLETIONS
 from quantkit.openai.response_format import parse_response_format
-from quantkit.prompts.errors import name_argument_in_errors, report_errors_at
+from quantkit.prompts.errors import name_argument_in_errors, restate_errors
 from quantkit.prompts.options import SHARED_OPTIONS
 
 # Named as in vLLM.
@@ -129,7 +129,7 @@ def parse_shared_fields(
     grammar = None
     if response_format is not None:
         # Without a place: the caller adds that of the line, if there is one.
-        with report_errors_at(None), name_argument_in_errors("response_format"):
+        with restate_errors(), name_argument_in_errors("response_format"):
             grammar = parse_response_format(response_format)
     return SharedFields(
         model=model,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import RequestError
 from quantkit.prompts.builder import MAX_CONSTRAINED, PromptBuilder
-from quantkit.prompts.errors import report_errors_at
+from quantkit.prompts.errors import restate_errors
 from quantkit.prompts.prompt import Prompt, PromptFields
 
 CHAT = "/v1/chat/completions"
@@ -19,14 +19,14 @@ class ApiRequest:
     """A parsed request of the chat completions or completions API.
 
     Attributes:
-        url: the path of the API.
+        path: the path of the API.
         model: the model that the request names.
         prompts: of the request, in order.
         names: what the API calls options of a prompt, where its names differ.
         tokens_as_ids: whether log-probabilities name each token by its id.
     """
 
-    url: str
+    path: str
     model: str | None
     prompts: Sequence[PromptFields]
     names: Mapping[str, str]
@@ -35,7 +35,7 @@ class ApiRequest:
     @property
     def is_chat(self) -> bool:
         """Tell whether messages are answered; otherwise a text is continued."""
-        return self.url == CHAT
+        return self.path == CHAT
 
     def build_prompts(self, builder: PromptBuilder) -> list[Prompt]:
         """Encode the prompts for a model.
@@ -48,7 +48,7 @@ class ApiRequest:
         if self.is_chat:
             builder.load_chat_format()
         prompts: list[Prompt] = []
-        with report_errors_at(None, self.names):
+        with restate_errors(names=self.names):
             for fields in self.prompts:
                 prompt = builder.build(fields)
                 _require_few_constrained(prompt, len(self.prompts))

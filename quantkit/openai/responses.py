@@ -92,7 +92,7 @@ class ResponseBuilder:
                 prompt_tokens += completion.prompt_tokens
             if prompt.form is not None and prompt.form.reasoning is not None:
                 has_reasoning = True
-                reasoning_tokens += prompt.form.reasoning_tokens(tokens)
+                reasoning_tokens += prompt.form.count_reasoning_tokens(tokens)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,

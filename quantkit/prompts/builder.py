@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.answers.form import AnswerForm, tool_grammar
-from quantkit.answers.reasoning import reasoning_of
-from quantkit.answers.syntaxes import syntax_of
+from quantkit.answers.reasoning import find_reasoning
+from quantkit.answers.syntaxes import recognize_syntax
 from quantkit.answers.tools import Tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import require_flags, wrong_type
@@ -201,7 +201,7 @@ class PromptBuilder:
     ) -> tuple[AnswerForm | None, str | None]:
         """Find the form of an answer, and the grammar of the calls that it must have."""
         # A template may print the mark that begins the reasoning, so the prompt matters.
-        reasoning = reasoning_of(self._tokenizer, ids)
+        reasoning = find_reasoning(self._tokenizer, ids)
         if tools is None:
             if reasoning is None:
                 return None, None
@@ -209,7 +209,7 @@ class PromptBuilder:
         # Other formats have refused the tools while the prompt was encoded.
         assert isinstance(self._chat, TemplateChat)
         special_tokens = self._tokenizer.special_tokens or {}
-        syntax = syntax_of(self._chat.source(with_tools=True), special_tokens)
+        syntax = recognize_syntax(self._chat.source(with_tools=True), special_tokens)
         if syntax is None:
             raise RequestError(
                 "the tool call format of this model is unknown",

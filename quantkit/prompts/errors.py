@@ -15,7 +15,9 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 @contextmanager
-def report_errors_at(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+def restate_errors(
+    place: str | None = None, *, names: Mapping[str, str] = _NO_NAMES
+) -> Iterator[None]:
     """Let errors name their place in a file, and fields as the file spells and calls them.
 
     Args:

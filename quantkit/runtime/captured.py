@@ -33,7 +33,7 @@ _WARM_UPS = 3
 _log = logging.getLogger(__name__)
 
 
-def decode_kind(device: torch.device, compiled: bool) -> str:
+def choose_decode_kind(device: torch.device, compiled: bool) -> str:
     """Choose how an engine decodes greedily: "compiled", "eager" or "steps".
 
     `compiled` tells whether the steps of the engine are compiled. Raises `RequestError` if the
@@ -143,7 +143,7 @@ def greedy_step(
         drawn: [N], receives the tokens drawn, or -1 where logits are NaN or Inf.
         one_slot: whether the cache has one slot.
     """
-    slots, positions, places = rows.unbind(0)
+    slots, positions, last_indices = rows.unbind(0)
     # With one slot all rows are one sequence; otherwise each row is a sequence of one token.
     shape = (1, -1) if one_slot else (-1, 1)
     # The rotary embedding of such models depends on the length of the sequence at this token.
@@ -152,7 +152,7 @@ def greedy_step(
     else:
         lengths = None
     hidden = model.hidden(
-        last.index_select(0, places).view(shape),
+        last.index_select(0, last_indices).view(shape),
         # A single sequence takes its positions as [T], several take them as [N, 1].
         positions if one_slot else positions.view(shape),
         cache,
@@ -161,12 +161,12 @@ def greedy_step(
     )
     logits = model.head(hidden.flatten(0, 1))
     tokens = logits.argmax(-1)
-    last.index_copy_(0, places, tokens)
-    drawn.copy_(only_finite(tokens, logits))
+    last.index_copy_(0, last_indices, tokens)
+    drawn.copy_(mark_nonfinite(tokens, logits))
     positions.add_(1).clamp_(max=cache.length - 1)
 
 
-def only_finite(tokens: Tensor, logits: Tensor) -> Tensor:
+def mark_nonfinite(tokens: Tensor, logits: Tensor) -> Tensor:
     """Replace tokens [N] by -1 if the logits [N, V] that they were drawn from are NaN or Inf."""
     # NaN propagates to both extremes, so two values per row decide without a mask of [N, V].
     low, high = torch.aminmax(logits, dim=-1)
@@ -221,8 +221,10 @@ class CapturedDecode:
         self._next = None
         # The step itself advanced the positions on the device, so steady decoding copies nothing.
         if (current_slots, current_positions) != expected:
-            places = [*current_slots[:rows], *[self._idle] * (len(slots) - rows)]
-            state_rows = copy_integers([*current_slots, *current_positions, *places], state.device)
+            last_indices = [*current_slots[:rows], *[self._idle] * (len(slots) - rows)]
+            state_rows = copy_integers(
+                [*current_slots, *current_positions, *last_indices], state.device
+            )
             state.copy_(state_rows.view(3, -1))
         replay()
         # The same clamp as in `greedy_step`.

@@ -299,13 +299,13 @@ class ChatSession:
             for token in generation.tokens[count:]:
                 if piece := text.add(token):
                     yield piece
-                if text.stopped is not None:
+                if text.found_stop is not None:
                     self._scheduler.end(generation)
                     break
             count = len(generation.tokens)
         if piece := text.close():
             yield piece
-        if text.stopped is None:
+        if text.found_stop is None:
             self.finish_reason = generation.finish_reason
         else:
             self.finish_reason = "stop"

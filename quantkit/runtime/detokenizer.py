@@ -42,17 +42,17 @@ class Detokenizer:
             spelled: the text of tokens that decode to nothing, such as special ones.
         """
         # The stop string that was found.
-        self.stopped: str | None = None
+        self.found_stop: str | None = None
         self._stop = tuple(stop)
         self._spelled = spelled
         token_bytes = tokenizer.token_bytes
-        self._texts: _ContextDecoder | _Bytes
+        self._texts: _ContextDecoder | _ByteDecoder
         if token_bytes is None:
             self._texts = _ContextDecoder(tokenizer, prompt)
         else:
-            self._texts = _Bytes(tokenizer, token_bytes, prompt)
+            self._texts = _ByteDecoder(tokenizer, token_bytes, prompt)
         # Withheld text, which may begin a stop string.
-        self._back = ""
+        self._withheld = ""
 
     def add(self, token: int) -> str:
         """Append a token and return the text that it completes; nothing after a stop string."""
@@ -65,16 +65,16 @@ class Detokenizer:
     def close(self) -> str:
         """End the continuation and return the text that was withheld."""
         text = self._release_text(self._texts.end())
-        if self.stopped is None:
-            text = text + self._back
-            self._back = ""
+        if self.found_stop is None:
+            text = text + self._withheld
+            self._withheld = ""
         return text
 
     def _release_text(self, new: str) -> str:
         """Append text, look for stop strings, and return the text that none of them can change."""
-        if self.stopped is not None:
+        if self.found_stop is not None:
             return ""
-        text = self._back + new
+        text = self._withheld + new
         matches: list[tuple[int, int, str]] = []
         for stop in self._stop:
             start = text.find(stop)
@@ -82,14 +82,14 @@ class Detokenizer:
                 matches.append((start, -len(stop), stop))
         if matches:
             # The one that begins first counts; of several that begin there, the longest.
-            start, _, self.stopped = min(matches)
-            self._back = ""
+            start, _, self.found_stop = min(matches)
+            self._withheld = ""
             return text[:start]
         num_withheld = 0
         for stop in self._stop:
             num_withheld = max(num_withheld, _count_partial_stop(text, stop))
         end = len(text) - num_withheld
-        self._back = text[end:]
+        self._withheld = text[end:]
         return text[:end]
 
 
@@ -121,7 +121,7 @@ class TextOffsets:
         return start
 
 
-class _Bytes:
+class _ByteDecoder:
     """The text of tokens whose bytes are known."""
 
     def __init__(
@@ -129,8 +129,8 @@ class _Bytes:
     ) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
-        # Decoders of byte-level vocabularies keep a leading space.
-        self._begun = not token_bytes.bytewise
+        # Only decoders of sentencepiece drop a leading space; for others the text has begun.
+        self._begun = not token_bytes.replaces_each_byte
         self._first: list[int] = []
         for token in prompt:
             if self._begun:
@@ -143,7 +143,7 @@ class _Bytes:
             if data is None or len(last) >= _LONGEST_CHARACTER:
                 break
             last = data + last
-        self._characters = _Characters(last, token_bytes.bytewise)
+        self._characters = _Characters(last, token_bytes.replaces_each_byte)
 
     def add(self, token: int) -> str:
         data = self._token_bytes.of(token)
@@ -171,11 +171,14 @@ class _Bytes:
 class _Characters:
     """Decodes bytes in pieces.
 
-    `before` ends with at least the last character before them; `bytewise` is that of `TokenBytes`.
+    `before` ends with at least the last character before them; `replaces_each_byte` is that of
+    `TokenBytes`.
     """
 
-    def __init__(self, before: bytes, bytewise: bool) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(_BYTEWISE if bytewise else "replace")
+    def __init__(self, before: bytes, replaces_each_byte: bool) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(
+            _BYTEWISE if replaces_each_byte else "replace"
+        )
         earlier = codecs.getincrementaldecoder("utf-8")("replace")
         earlier.decode(before)
         # The bytes of a character that begins before; empty if none does.
@@ -228,6 +231,7 @@ class _ContextDecoder:
         new_text = text[len(self._text) :]
         # The token is nothing, or a space that appears only before more text.
         if text == self._text:
+            # A character has at most four tokens, so only the last four can still change the text.
             del self._context[self._decoded_tokens : -_LONGEST_CHARACTER]
             return ""
         # Each token is decoded a bounded number of times, whatever the length of the text.

@@ -52,7 +52,7 @@ class StepTimes:
         self._squares = self._squares * decay + rows * rows
         self._products = self._products * decay + rows * seconds
 
-    def of(self, rows: int) -> tuple[float, float] | None:
+    def estimate(self, rows: int) -> tuple[float, float] | None:
         """Estimate the seconds of a step of this number of rows, and of one row more.
 
         Returns None before any step.
@@ -65,7 +65,7 @@ class StepTimes:
         # Far below the mean number of rows the line may be negative.
         return max(step_seconds, row_seconds), row_seconds
 
-    def lacks(self, rows: int) -> bool:
+    def needs_step_of(self, rows: int) -> bool:
         """Tell whether a step of so few rows is needed to learn the cost of a row.
 
         It is if the latest steps all had more rows, and almost the same number.
@@ -103,8 +103,8 @@ def choose_lengths(
         tokens: new ones that it gives without them.
     """
     counts = dict.fromkeys(chances, 0)
-    estimate = times.of(rows)
-    if estimate is None or times.lacks(rows):
+    estimate = times.estimate(rows)
+    if estimate is None or times.needs_step_of(rows):
         return counts
     seconds, row_seconds = estimate
     expected_tokens = float(tokens)

@@ -26,7 +26,7 @@ class DraftEngine(Protocol):
     model: Decoder
     slots: int
     length: int
-    chunk: int
+    chunk_rows: int
 
     def step(
         self,
@@ -42,16 +42,17 @@ class _SlotContents:
     """The contents of a slot.
 
     Attributes:
-        reader: the sequence that the slot belongs to.
-        text: the tokens whose keys the slot contains, or will contain after the next step.
-        stored: how many of them it contains.
-        confirmed: how many of them belong to the sequence for certain; the others are proposals.
+        generation: the sequence that the slot belongs to.
+        tokens: those whose keys the slot contains, or will contain after the next step.
+        num_stored: how many of them it contains.
+        num_confirmed: how many of them belong to the sequence for certain; the others are
+            proposals.
     """
 
-    reader: Generation | None = None
-    text: list[int] = field(default_factory=list)
-    stored: int = 0
-    confirmed: int = 0
+    generation: Generation | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    num_confirmed: int = 0
 
 
 class DraftModel:
@@ -87,7 +88,7 @@ class DraftModel:
         self._prefill_first_long(texts)
         ready: dict[Generation, list[int]] = {}
         for generation, text in texts.items():
-            if self._count_unread(generation, text) <= self._engine.chunk:
+            if self._count_unread(generation, text) <= self._engine.chunk_rows:
                 ready[generation] = text
         # The prefill above happens once per text, so it is no part of the seconds per token.
         start_time = time.perf_counter()
@@ -122,25 +123,25 @@ class DraftModel:
         """Record the texts of all slots, and read one chunk of the first long one."""
         long_generation = None
         for generation, text in texts.items():
-            self._record_text(generation, text)
-            is_long = self._count_unread(generation, text) > self._engine.chunk
+            self._record_tokens(generation, text)
+            is_long = self._count_unread(generation, text) > self._engine.chunk_rows
             if long_generation is None and is_long:
                 long_generation = generation
         # One chunk per call: a long prompt must not delay the steps of other sequences.
         if long_generation is not None:
-            end = self._slot_contents[long_generation.slot].stored + self._engine.chunk
+            end = self._slot_contents[long_generation.slot].num_stored + self._engine.chunk_rows
             self._read({long_generation: texts[long_generation][:end]})
 
-    def _record_text(self, generation: Generation, text: list[int]) -> None:
+    def _record_tokens(self, generation: Generation, text: list[int]) -> None:
         """Record the text of a generation for its slot, and keep the stored prefix that it has."""
         contents = self._slot_contents[generation.slot]
         # The last token is always read: its logits draw the first proposal.
-        end = min(contents.stored, len(text) - 1)
+        end = min(contents.num_stored, len(text) - 1)
         # The text of another generation may differ anywhere, that of the same one only where the
         # slot contains proposals: the large model may have rejected them.
-        start = contents.confirmed if contents.reader is generation else 0
+        start = contents.num_confirmed if contents.generation is generation else 0
         for index in range(start, end):
-            if contents.text[index] != text[index]:
+            if contents.tokens[index] != text[index]:
                 end = index
                 break
         # Beyond this length the model uses other rotary frequencies, so stored keys do not fit.
@@ -149,7 +150,7 @@ class DraftModel:
         self._slot_contents[generation.slot] = _SlotContents(generation, text, end, len(text))
 
     def _count_unread(self, generation: Generation, text: list[int]) -> int:
-        return len(text) - self._slot_contents[generation.slot].stored
+        return len(text) - self._slot_contents[generation.slot].num_stored
 
     def _read(self, texts: Mapping[Generation, list[int]]) -> torch.Tensor:
         """Run a step over the unread parts of texts; logits [B, V] of the token after each."""
@@ -160,13 +161,13 @@ class DraftModel:
         for generation, text in texts.items():
             contents = self._slot_contents[generation.slot]
             # The large model may draw padding tokens that the draft's vocabulary lacks.
-            for token in text[contents.stored :]:
+            for token in text[contents.num_stored :]:
                 tokens.append(min(token, self._draft_vocab_size - 1))
-            slots += [generation.slot] * (len(text) - contents.stored)
-            positions += range(contents.stored, len(text))
+            slots += [generation.slot] * (len(text) - contents.num_stored)
+            positions += range(contents.num_stored, len(text))
             last_rows.append(len(tokens) - 1)
-            contents.text = text
-            contents.stored = len(text)
+            contents.tokens = text
+            contents.num_stored = len(text)
         logits = self._engine.step(
             copy_integers(tokens, self._engine.model.device), slots, positions, last_rows
         )

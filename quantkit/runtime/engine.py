@@ -20,16 +20,16 @@ from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import copy_integers, float_type, free_bytes
+from quantkit.model.device import copy_integers, free_bytes, to_torch_dtype
 from quantkit.model.linear import QuantLinear
 from quantkit.runtime.captured import (
     CapturedDecode,
     EagerRecorder,
     GraphRecorder,
     PendingTokens,
-    decode_kind,
+    choose_decode_kind,
     greedy_step,
-    only_finite,
+    mark_nonfinite,
 )
 from quantkit.runtime.draft_model import DraftModel, require_same_tokens
 from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_model
@@ -82,7 +82,7 @@ class Engine:
             length: positions of a slot, for prompt and new tokens.
             slots: sequences that run at the same time.
             cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes
-                half of that.
+                about half of 16-bit floats.
             compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast
                 and start at once.
             draft: a smaller model with the same tokens, which proposes what comes next; see
@@ -115,9 +115,9 @@ class Engine:
         self._follows_length = model.config.follows_length
         # The maximum number of rows of one prompt in a step.
         if on_gpu:
-            self.chunk = _CHUNK
+            self.chunk_rows = _CHUNK
         else:
-            self.chunk = _CPU_CHUNK
+            self.chunk_rows = _CPU_CHUNK
         # The slots of the current user, see `take_over`.
         self.slot_table: SlotTable | None = None
         if compiled is None:
@@ -131,15 +131,15 @@ class Engine:
             self.length = length
         # Processes that share a model exchange activations within a step, so it is not captured.
         if model.group.size == 1:
-            kind = decode_kind(model.device, self._compiled)
+            kind = choose_decode_kind(model.device, self._compiled)
         else:
             kind = "steps"
-        padded = self._compiled or kind != "steps"
+        has_padding = self._compiled or kind != "steps"
         cache_shape = (
             model.config,
             slots,
             # Padding rows may need the additional position at the end of a full slot.
-            self.length + padded,
+            self.length + has_padding,
             _parse_cache_dtype(cache_dtype) or model.dtype,
         )
         _require_memory(cache_bytes(*cache_shape), slots, self.length, model.device)
@@ -162,7 +162,7 @@ class Engine:
             self.draft = DraftModel(draft_engine, model.config.vocab_size)
         # Elsewhere the rows of a step have other roundings than alone, so that proposals could
         # change a text; there they are made only if a draft model asks for them.
-        if draft is not None or (not padded and _each_row_alone(model)):
+        if draft is not None or (not has_padding and _each_row_alone(model)):
             default = DRAFT_TOKENS
         else:
             default = 0
@@ -171,7 +171,7 @@ class Engine:
         else:
             self.draft_tokens = check_draft_tokens(draft_tokens)
         # The last token drawn in each slot, and one unused element.
-        self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
+        self.last_tokens = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
         self._captured: CapturedDecode | None = None
         if kind != "steps":
@@ -179,7 +179,9 @@ class Engine:
                 step = _compile(greedy_step, model.device.type)
             else:
                 step = greedy_step
-            self._captured = CapturedDecode(model, self._cache, self.last, step, self._recorder)
+            self._captured = CapturedDecode(
+                model, self._cache, self.last_tokens, step, self._recorder
+            )
 
     @property
     def cache_bytes(self) -> int:
@@ -191,11 +193,11 @@ class Engine:
         config = self.model.config
         self.slot_table = SlotTable(
             self.slots,
-            self.chunk,
+            self.chunk_rows,
             any_prefix=any_prefix,
             windows=any(config.windows),
-            unscaled=config.max_unscaled_context if config.follows_length else None,
-            switches=config.rope_switch is not None,
+            max_unscaled_length=config.max_unscaled_context if config.follows_length else None,
+            switches_once=config.rope_switch is not None,
         )
         return self.slot_table
 
@@ -238,7 +240,7 @@ class Engine:
         self._require_room(slots, positions)
         if lengths is None:
             lengths = [position + 1 for position in positions]
-        parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
+        parts = [range(len(slots))] if self.model.ops.ragged else _divide_into_rectangles(slots)
         if len(parts) == 1:
             return self._run(tokens, slots, positions, logits_indices, lengths)
         result_indices = {row: index for index, row in enumerate(logits_indices)}
@@ -249,7 +251,7 @@ class Engine:
             part_slots = [slots[row] for row in part]
             part_positions = [positions[row] for row in part]
             part_lengths = [lengths[row] for row in part]
-            part_tokens = tokens[self._numbers(part)]
+            part_tokens = tokens[self._to_device(part)]
             part_indices: list[int] = []
             for index, row in enumerate(part):
                 if row in result_indices:
@@ -259,22 +261,24 @@ class Engine:
                 self._run(part_tokens, part_slots, part_positions, part_indices, part_lengths)
             )
         inverse_order = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat(logits)[self._numbers(inverse_order)]
+        return torch.cat(logits)[self._to_device(inverse_order)]
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
         """Append the last tokens of different slots [N], and draw the next ones greedily.
 
-        The tokens are appended at positions [N]. The step reads `last` and writes the new tokens
-        to it. On a GPU this replays a captured step, if one can be captured. Raises the errors of
-        `step`.
+        The tokens are appended at positions [N]. The step reads `last_tokens` and writes the new
+        tokens to it. On a GPU this replays a captured step, if one can be captured. Raises the
+        errors of `step`.
         """
         self._require_room(slots, positions)
         count = bucket(len(slots), 1)
         captured = self._prepare_captured_decode(count)
         if captured is not None:
             return captured.decode(*self._pad_rows(slots, positions, count), rows=len(slots))
-        logits = self.step(self.last[self._numbers(slots)], slots, positions, range(len(slots)))
+        logits = self.step(
+            self.last_tokens[self._to_device(slots)], slots, positions, range(len(slots))
+        )
         with self.model.ops.single_threaded():
             return self.set_last(slots, logits.argmax(-1), logits)
 
@@ -287,9 +291,9 @@ class Engine:
         if len(rows) == len(slots):
             last = tokens
         else:
-            last = tokens[self._numbers(list(rows.values()))]
-        self.last[self._numbers(list(rows))] = last
-        return self._recorder.fetch(only_finite(tokens, logits))
+            last = tokens[self._to_device(list(rows.values()))]
+        self.last_tokens[self._to_device(list(rows))] = last
+        return self._recorder.fetch(mark_nonfinite(tokens, logits))
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -299,18 +303,20 @@ class Engine:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def warm_up(self) -> int:
-        """Compile each step that will be needed, over empty slots; returns the number of steps.
+        """Compile the steps that read prompts and draw tokens, over empty slots; returns the number
+        of steps.
 
-        Log-probabilities of a prompt need other steps, which are compiled at their first use.
+        Others are compiled at their first use: those of a draft model, those that check proposed
+        tokens, and those for log-probabilities of a prompt.
         """
         # The steps overwrite the slots, so a user that had them must take them over again.
         self.slot_table = None
-        steps = self._sizes() if self._compiled else []
+        steps = self._list_warm_up_rows() if self._compiled else []
         # The first run compiles a step, the second one is captured.
         num_runs = 2 if self.model.device.type == "cuda" else 1
         for rows in steps * num_runs:
             slots, positions = zip(*rows, strict=True)
-            self.step(self._numbers([0] * len(rows)), slots, positions, [0])
+            self.step(self._to_device([0] * len(rows)), slots, positions, [0])
         num_steps = len(steps)
         for count in _buckets(1, self.slots):
             num_steps += self._prepare_captured_decode(count) is not None
@@ -325,7 +331,7 @@ class Engine:
             self._captured = None
         return self._captured
 
-    def _sizes(self) -> list[list[tuple[int, int]]]:
+    def _list_warm_up_rows(self) -> list[list[tuple[int, int]]]:
         """List slots and positions of the rows of a step, for each bucket."""
         steps: list[list[tuple[int, int]]] = []
         # Steps with one row for each sequence.
@@ -333,7 +339,7 @@ class Engine:
             steps.append([(slot, 0) for slot in range(min(count, self.slots))])
         if self.model.ops.ragged:
             # A step may have a chunk of a prompt and a row of each sequence.
-            count = min(self.chunk + self.slots, self.slots * self.length)
+            count = min(self.chunk_rows + self.slots, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), count))
             for size in _buckets(MIN_BUCKET, count):
                 steps.append(rows[:size])
@@ -341,7 +347,7 @@ class Engine:
         # Rows from position 0 attend to each other only; later ones also to the cache.
         for start in (0, 1):
             rows = []
-            for position in range(start, min(start + self.chunk, self.length)):
+            for position in range(start, min(start + self.chunk_rows, self.length)):
                 rows.append((0, position))
             if len(rows) > 1:
                 for size in _buckets(MIN_BUCKET, len(rows)):
@@ -365,30 +371,32 @@ class Engine:
         # Rows of one sequence have the shape [1, T], others [N, 1].
         in_line = self.slots == 1 or (several and not ragged)
         # Rows from position 0 need no cache: they attend to each other.
-        first = several and not ragged and positions[0] == 0
-        step = _many if several else _few
-        heads = list(logits_indices)
+        is_prefill = several and not ragged and positions[0] == 0
+        step = _compute_logits_of_several_rows if several else _compute_logits
+        head_rows = list(logits_indices)
         if self._compiled:
             step = _compile(step, tokens.device.type)
             size = bucket(rows, MIN_BUCKET if several else 1)
-            idle = size - rows
+            num_padding = size - rows
             # The number of logits has two sizes only, because each one is compiled.
-            few = min(size, bucket(self.slots, 1))
-            tokens = torch.nn.functional.pad(tokens, (0, idle))
+            usual_num_logits = min(size, bucket(self.slots, 1))
+            tokens = torch.nn.functional.pad(tokens, (0, num_padding))
             slots, positions = self._pad_rows(slots, positions, size)
-            lengths = [*lengths, *[lengths[-1]] * idle]
-            heads += [0] * ((few if len(heads) <= few else size) - len(heads))
+            lengths = [*lengths, *[lengths[-1]] * num_padding]
+            head_rows += [0] * (
+                (usual_num_logits if len(head_rows) <= usual_num_logits else size) - len(head_rows)
+            )
         shape = (1, -1) if in_line else (-1, 1)
-        position_tensor = self._numbers(positions)
+        position_tensor = self._to_device(positions)
         logits: Tensor = step(
             self.model,
             tokens.view(shape),
             position_tensor if in_line else position_tensor.view(shape),
-            None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
-            self._numbers(lengths).view(shape) if self._follows_length else None,
-            self._numbers(heads) if heads else None,
+            None if self.slots == 1 else self._to_device(slots[:1] if in_line else slots),
+            self._to_device(lengths).view(shape) if self._follows_length else None,
+            self._to_device(head_rows) if head_rows else None,
             self._cache,
-            first,
+            is_prefill,
         )
         # A captured step writes its logits over the previous ones.
         if self._compiled:
@@ -404,7 +412,7 @@ class Engine:
         following = (min(positions[-1] + step, self.length) for step in range(1, num_padding + 1))
         return [*slots, *[slots[-1]] * num_padding], [*positions, *following]
 
-    def _numbers(self, values: Sequence[int]) -> Tensor:
+    def _to_device(self, values: Sequence[int]) -> Tensor:
         return copy_integers(values, self.model.device)
 
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
@@ -447,7 +455,7 @@ def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | N
     if dtype == "int8" or dtype is torch.int8:
         return torch.int8
     try:
-        return float_type(dtype)
+        return to_torch_dtype(dtype)
     except RequestError as error:
         raise RequestError(
             "unknown `cache_dtype`", found=format_value(dtype), expected=f"int8, {error.expected}"
@@ -465,11 +473,11 @@ def _require_memory(size: int, slots: int, length: int, device: torch.device) ->
             "the cache does not fit in memory",
             found=f"{size_text(size)} for {slots} x {length} positions",
             expected=f"at most {size_text(free)}",
-            hint="use a smaller `batch_size`" if slots > 1 else "use fewer tokens",
+            hint="run fewer sequences at the same time" if slots > 1 else "use fewer tokens",
         )
 
 
-def _rectangles(slots: Sequence[int]) -> list[list[int]]:
+def _divide_into_rectangles(slots: Sequence[int]) -> list[list[int]]:
     """Divide the rows of a step into groups that can run together as a rectangle.
 
     The first group has the rows of all sequences with one row; each other sequence is a group.
@@ -504,7 +512,7 @@ def _buckets(smallest: int, count: int) -> list[int]:
     return buckets
 
 
-def _few(
+def _compute_logits(
     model: Decoder,
     tokens: Tensor,
     positions: Tensor,
@@ -512,11 +520,11 @@ def _few(
     lengths: Tensor | None,
     logits_indices: Tensor | None,
     cache: KVCache,
-    first: bool,
+    is_prefill: bool,
 ) -> Tensor:
-    """Compute logits [M, V] of the selected rows of [B, T] tokens."""
+    """Compute logits [M, V] of the selected rows of [B, T] tokens: one row of each sequence."""
     hidden = model.hidden(
-        tokens, positions, cache, slots=slots, lengths=lengths, first=first
+        tokens, positions, cache, slots=slots, lengths=lengths, is_prefill=is_prefill
     ).flatten(0, 1)
     # A chunk in the middle of a prompt needs no logits.
     if logits_indices is None:
@@ -524,9 +532,9 @@ def _few(
     return model.head(hidden.index_select(0, logits_indices))
 
 
-def _many(*operands: Any) -> Tensor:
-    """Run `_few` for several tokens of a sequence; a separate function has other options."""
-    return _few(*operands)
+def _compute_logits_of_several_rows(*operands: Any) -> Tensor:
+    """Run `_compute_logits` for several tokens of a sequence; compiled with other options."""
+    return _compute_logits(*operands)
 
 
 def _require_compiler() -> None:
@@ -547,11 +555,11 @@ def _require_compiler() -> None:
 def cpu_compile_options() -> CompileOptions:
     """Return options of `torch.compile` for CPUs.
 
-    One thread, see `Operations.single_threaded`. The width of the vectors is stated, although it is
-    what torch would choose, because options are part of the key of torch's cache and the width
-    otherwise is not: code generated for shorter vectors, by the same user on another processor or
-    with another ``ATEN_CPU_CAPABILITY``, would be taken from the cache and write beyond its
-    tensors.
+    One thread, see `OfferedKernels.single_threaded`. The width of the vectors is stated, although
+    it is what torch would choose, because options are part of the key of torch's cache and the
+    width otherwise is not: code generated for shorter vectors, by the same user on another
+    processor or with another ``ATEN_CPU_CAPABILITY``, would be taken from the cache and write
+    beyond its tensors.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -574,8 +582,8 @@ def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
         # Tuning turns the product of a float weight with one token into a reduction, which reads
         # as fast as a copy.
         options = {
-            "triton.cudagraphs": step is _few,
-            "coordinate_descent_tuning": step is not _many,
+            "triton.cudagraphs": step is _compute_logits,
+            "coordinate_descent_tuning": step is not _compute_logits_of_several_rows,
         }
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, options=options)

@@ -31,8 +31,8 @@ class Runner(Protocol[T]):
     """Runs requests, several at a time; `Scheduler` documents the methods."""
 
     @property
-    def slots(self) -> int: ...
-    def require(self, request: Request) -> None: ...
+    def max_running(self) -> int: ...
+    def require_room(self, request: Request) -> None: ...
     def add(self, request: Request) -> list[T]: ...
     def step(self) -> list[T]: ...
     def end(self, generation: T) -> None: ...
@@ -80,10 +80,10 @@ def generate(
     else:
         engine = Engine(model, request.length)
     engine.require_length(request.length)
-    return new_tokens(Scheduler(engine), request)
+    return iterate_new_tokens(Scheduler(engine), request)
 
 
-def new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, None]:
+def iterate_new_tokens(runner: Runner[Any], request: Request) -> Generator[int, None, None]:
     """Yield the new tokens of a request that runs alone.
 
     Inference mode is left before each `yield`: it belongs to the thread, and a generator that is
@@ -152,7 +152,7 @@ def text_pieces(
         # A token within a character, or within a possible stop string, adds no text yet.
         if piece := detokenizer.add(token):
             yield piece
-        if detokenizer.stopped is not None:
+        if detokenizer.found_stop is not None:
             return
     if piece := detokenizer.close():
         yield piece
@@ -167,7 +167,7 @@ class Pace:
             at_once: tokens that arrive together with the first one, of sequences that run together.
             clock: returns seconds.
         """
-        self.tokens = 0
+        self.num_tokens = 0
         self._at_once = at_once
         self._clock = clock
         self._begun = self._first = self._last = 0.0
@@ -183,19 +183,19 @@ class Pace:
         """Start the clock."""
         self._begun = self._clock()
 
-    def add(self, tokens: int) -> None:
+    def add(self, count: int) -> None:
         """Count this number of tokens."""
         # A call without tokens must not move the time of the last one.
-        if tokens:
+        if count:
             self._last = self._clock()
-            if not self.tokens:
+            if not self.num_tokens:
                 self._first = self._last
-            self.tokens += tokens
+            self.num_tokens += count
 
     @property
     def first_after(self) -> float | None:
         """Compute the seconds to the first token; None before it."""
-        if self.tokens:
+        if self.num_tokens:
             return self._first - self._begun
         return None
 
@@ -204,13 +204,13 @@ class Pace:
         """Compute tokens per second after the first token; None if there are too few."""
         # The time to the first token is that of the prompt, which `first_after` tells.
         decode_seconds = self._last - self._first
-        if decode_seconds > 0 and self.tokens > self._at_once:
-            return (self.tokens - self._at_once) / decode_seconds
+        if decode_seconds > 0 and self.num_tokens > self._at_once:
+            return (self.num_tokens - self._at_once) / decode_seconds
         return None
 
     def line(self) -> str:
         """Format for people: tokens, tokens per second, and seconds to the first token."""
-        parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
+        parts = [f"{self.num_tokens} token{'' if self.num_tokens == 1 else 's'}"]
         if self.rate is not None:
             parts.append(f"{self.rate:.1f} tokens/s")
         if self.first_after is not None:

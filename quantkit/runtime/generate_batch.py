@@ -24,7 +24,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import Runner
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.reader import Reader
+from quantkit.runtime.reader import CompletionReader
 from quantkit.runtime.request import (
     BATCH_SIZE,
     MAX_NEW_TOKENS,
@@ -113,7 +113,7 @@ def generate_batch(
         config = model.model.config
     else:
         config = model.config
-    # Such models have no rotary positions that depend on the length of a sequence.
+    # XLA runs sequences only up to the length at which rotary positions change.
     if isinstance(model, BatchModel):
         max_tokens = config.max_unscaled_context
     elif engine is None:
@@ -201,23 +201,25 @@ def completions(
     runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
     # A request that is too long is refused before anything is computed.
     for request in requests:
-        runner.require(request)
+        runner.require_room(request)
     waiting = deque(enumerate(requests))
-    readers: dict[Continuation, Reader] = {}
+    readers: dict[Continuation, CompletionReader] = {}
     while waiting or readers:
         # Twice the slots: enough to fill the slots that become free, without a sampler and its
         # tensors for every request of a long file.
-        while waiting and len(readers) < 2 * runner.slots:
+        while waiting and len(readers) < 2 * runner.max_running:
             number, request = waiting.popleft()
             for continuation in runner.add(request):
-                readers[continuation] = Reader(number, continuation, tokenizer, stops[number])
+                readers[continuation] = CompletionReader(
+                    number, continuation, tokenizer, stops[number]
+                )
         for continuation in runner.step():
             reader = readers[continuation]
-            num_read = reader.tokens
+            num_read = reader.num_tokens
             if reader.read():
                 runner.end(continuation)
             if counted is not None:
-                counted(reader.tokens - num_read)
+                counted(reader.num_tokens - num_read)
             if continuation.finish_reason is not None:
                 yield reader.completion()
                 del readers[continuation]

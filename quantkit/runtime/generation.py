@@ -76,10 +76,9 @@ class Generation(Continuation):
         siblings: the continuations of the same prompt.
         sampler: draws its tokens.
         slot: set once it has one.
-        text: the tokens to read before it continues: its prompt; after rotary positions switch, all
-            tokens.
-        stored: how many tokens of `text` are in the slot.
-        drawn: the number of new tokens, of which the host may have seen fewer.
+        tokens_to_read: before it continues: its prompt; after rotary positions switch, all tokens.
+        num_stored: how many of these tokens are in the slot.
+        num_drawn: the number of new tokens, of which the host may have seen fewer.
         lookup: proposes its next tokens, once it has been used.
     """
 
@@ -97,20 +96,20 @@ class Generation(Continuation):
             model.group,
             constraint=request.constraint,
         )
-        self.text: Sequence[int] = request.prompt
-        self.stored = 0
-        self.drawn = 0
+        self.tokens_to_read: Sequence[int] = request.prompt
+        self.num_stored = 0
+        self.num_drawn = 0
 
     @property
     def position(self) -> int:
         """Compute the position of the last drawn token."""
-        return len(self.request.prompt) + self.drawn - 1
+        return len(self.request.prompt) + self.num_drawn - 1
 
     @property
     def echoes(self) -> bool:
         """Tell whether log-probabilities of the tokens being read are requested."""
         # A text that is read again, after rotary positions switch, has been scored before.
-        return self.request.scores_prompt and not self.drawn
+        return self.request.scores_prompt and not self.num_drawn
 
     @property
     def needs_tokens_only(self) -> bool:
@@ -123,10 +122,10 @@ class Generation(Continuation):
 
     @property
     def new_cached_tokens(self) -> list[int]:
-        """Return the tokens in the slot after `text`."""
-        num_read = len(self.text) - len(self.request.prompt)
+        """Return the tokens in the slot after `tokens_to_read`."""
+        num_read = len(self.tokens_to_read) - len(self.request.prompt)
         # The slot gets a token in the step that draws the next one, so the last is not in it.
-        return self.tokens[num_read : max(num_read, self.drawn - 1)]
+        return self.tokens[num_read : max(num_read, self.num_drawn - 1)]
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
         failed_at = self.sampler.failed_at
@@ -139,7 +138,7 @@ class Generation(Continuation):
 
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
         """Draw the next token [1] from logits [1, V], with its log-probabilities, if requested."""
-        self.drawn += 1
+        self.num_drawn += 1
         token = self.sampler.draw(logits)
         count = self.request.logprobs
         if count is None:
@@ -202,14 +201,14 @@ class Siblings:
     Attributes:
         waiting: how many have no slot yet.
         share: counts those that have one.
-        reader: the one that reads the prompt.
+        prompt_reader: the one that reads the prompt.
         logits: for the first new token, [1, V], kept from when the prompt is read until none waits.
         echoed: the prompt's log-probabilities, if requested, once it is read.
     """
 
     waiting: int
     share: Share = field(default_factory=Share)
-    reader: Generation | None = None
+    prompt_reader: Generation | None = None
     logits: Tensor | None = None
     echoed: Logprobs | None = None
 
@@ -217,5 +216,7 @@ class Siblings:
     def prompt_free(self) -> bool:
         """Tell whether another continuation may begin: none is reading the prompt."""
         return (
-            self.logits is not None or self.reader is None or self.reader.finish_reason is not None
+            self.logits is not None
+            or self.prompt_reader is None
+            or self.prompt_reader.finish_reason is not None
         )

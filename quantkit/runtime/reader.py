@@ -11,13 +11,13 @@ from quantkit.runtime.request import Completion, Logprobs
 from quantkit.text.tokenizer import Tokenizer
 
 
-class Reader:
+class CompletionReader:
     """Turns the tokens of a continuation into text while it runs.
 
     Attributes:
         number: of the prompt.
         pieces: the text so far, without an echoed prompt.
-        tokens: the new ones that were read.
+        num_tokens: new ones that were read.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Reader:
         stop: Sequence[str],
     ) -> None:
         self.number = number
-        self._of = generation
+        self._continuation = generation
         request = generation.request
         if tokenizer is None:
             self._text = None
@@ -39,7 +39,7 @@ class Reader:
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
         self.pieces: list[str] = []
-        self.tokens = 0
+        self.num_tokens = 0
 
     def read(self) -> bool:
         """Decode the new tokens of the continuation.
@@ -47,36 +47,36 @@ class Reader:
         Returns whether the text contains a stop string; the caller then ends the continuation.
         """
         if self._text is None:
-            self.tokens = len(self._of.tokens)
+            self.num_tokens = len(self._continuation.tokens)
             return False
         # Tokens after a stop string were drawn in vain: they are not part of the completion.
-        while self.tokens < len(self._of.tokens) and self._text.stopped is None:
-            self.pieces.append(self._text.add(self._of.tokens[self.tokens]))
-            self.tokens += 1
-        if self._of.finish_reason is not None:
+        while self.num_tokens < len(self._continuation.tokens) and self._text.found_stop is None:
+            self.pieces.append(self._text.add(self._continuation.tokens[self.num_tokens]))
+            self.num_tokens += 1
+        if self._continuation.finish_reason is not None:
             self.pieces.append(self._text.close())
-        return self._text.stopped is not None
+        return self._text.found_stop is not None
 
     def completion(self) -> Completion:
         """Create the completion after the continuation has ended.
 
         Raises `QuantkitError` if it has ended with an error.
         """
-        if self._of.error is not None:
-            raise self._of.error
-        request = self._of.request
-        reason = self._of.finish_reason
+        if self._continuation.error is not None:
+            raise self._continuation.error
+        request = self._continuation.request
+        reason = self._continuation.finish_reason
         assert reason is not None
-        tokens = self._of.tokens[: self.tokens]
-        logprobs = self._of.logprobs
+        tokens = self._continuation.tokens[: self.num_tokens]
+        logprobs = self._continuation.logprobs
         echoed = request.prompt if request.echo else []
         if logprobs is not None:
-            logprobs = logprobs.cut(len(echoed) + self.tokens)
+            logprobs = logprobs.cut(len(echoed) + self.num_tokens)
         text: str | None = None
         stopped: str | None = None
         if self._text is not None:
             text = self._prompt + "".join(self.pieces)
-            stopped = self._text.stopped
+            stopped = self._text.found_stop
         end_token: int | None = None
         end_logprobs: Logprobs | None = None
         # A stop string ends the text before the end token or the limit, even if the scheduler
@@ -84,11 +84,11 @@ class Reader:
         if stopped is not None:
             reason = "stop"
         else:
-            end_token = self._of.end_token
-            end_logprobs = self._of.end_logprobs
+            end_token = self._continuation.end_token
+            end_logprobs = self._continuation.end_logprobs
         return Completion(
             prompt=self.number,
-            sample=self._of.sample,
+            sample=self._continuation.sample,
             token_ids=[*echoed, *tokens],
             text=text,
             finish_reason=reason,

@@ -14,6 +14,7 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
+from quantkit.runtime.slots import FEW_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 100
-"""The default."""
+"""The maximum number of new tokens by default."""
 
 BATCH_SIZE = 8
 """Prompts that run together by default."""
@@ -31,10 +32,12 @@ TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
 DRAFT_TOKENS = 8
-"""That are proposed at a time at most, by default."""
+"""The number of tokens that are proposed at a time at most, by default."""
 
-MAX_DRAFT_TOKENS = 15
-"""With one token more, a step's rows of a sequence have the numbers that each would have alone."""
+MAX_DRAFT_TOKENS = FEW_ROWS - 1
+"""A step that verifies proposals also has a row of the last token. Up to `FEW_ROWS` rows of a
+sequence, each row has the numbers that it has alone.
+"""
 
 # The likeliest tokens whose log-probabilities can be requested at each position.
 MAX_LOGPROBS = 100
@@ -45,8 +48,8 @@ BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_
 """The names of its options in other libraries."""
 
 MIN_ROOM = 16
-"""New tokens: a prompt that leaves room for fewer than this, and fewer than requested, is too
-long.
+"""If a prompt leaves room for at least this many new tokens, the error suggests fewer new tokens
+instead of a shorter prompt.
 """
 
 FinishReason = Literal["stop", "length"]
@@ -454,10 +457,12 @@ def check_total_length(
     if length > max_tokens:
         room = max_tokens - len(ids)
         min_new_tokens = min(max_new_tokens, MIN_ROOM)
-        if max_tokens < config.max_positions and max_tokens == config.rope_switch:
+        if max_tokens == config.max_positions:
+            exceeded = "the model's context"
+        elif max_tokens == config.rope_switch:
             exceeded = "the length at which rotary positions switch"
         else:
-            exceeded = "the model's context"
+            exceeded = "the length of a sequence here"
         raise PromptLengthError(
             f"prompt and new tokens exceed {exceeded}",
             found=length,

@@ -44,12 +44,12 @@ class Sampler:
     ) -> None:
         self.error: QuantkitError | None = None
         self.failed_at: int | None = None
-        self._begin = constraint
+        self._create_constraint = constraint
         self._drawn = 0
         self._constraint: Constraint | None = None
-        self.params = same_seed(params, group)
+        self.params = share_seed(params, group)
         # Greedy decoding draws no random numbers.
-        self._generator = generator_of(self.params, device) if params.temperature > 0 else None
+        self._generator = create_generator(self.params, device) if params.temperature > 0 else None
         self._seen_mask: Tensor | None = None
         self._counts: Tensor | None = None
         if params.needs_counts:
@@ -64,13 +64,13 @@ class Sampler:
         If the logits are not finite, it is any token that is allowed; the caller raises the error
         when the host reads the token.
         """
-        if self._begin is None:
+        if self._create_constraint is None:
             # Probabilities with NaN would make `multinomial` fail, on a GPU for the whole process.
             return self._draw(logits if self.params.likeliest_only else logits.nan_to_num())
         try:
             if self.error is None:
                 # Created with the first token, so that waiting requests have none.
-                self._constraint = self._constraint or self._begin()
+                self._constraint = self._constraint or self._create_constraint()
                 allowed = self._constraint.compute_token_mask().to(logits.device)
                 token = self._draw(logits.nan_to_num().masked_fill(~allowed, -torch.inf))
                 self._constraint.accept(int(token))
@@ -112,7 +112,7 @@ class Sampler:
         return guess
 
 
-def generator_of(params: SamplingParams, device: torch.device) -> torch.Generator:
+def create_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
     """Create a random generator for one request."""
     generator = torch.Generator(device=device)
     if params.seed is None:
@@ -121,12 +121,12 @@ def generator_of(params: SamplingParams, device: torch.device) -> torch.Generato
     return generator.manual_seed(params.seed)
 
 
-def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
+def share_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
     """Give all processes that share the model the same seed: rank 0's."""
     # Other tokens in one process would give each a different sequence in its cache.
     if group.size == 1 or params.seed is not None or params.temperature == 0:
         return params
-    seed = generator_of(params, torch.device("cpu")).initial_seed()
+    seed = create_generator(params, torch.device("cpu")).initial_seed()
     return replace(params, seed=group.broadcast_from_rank0(seed))
 
 

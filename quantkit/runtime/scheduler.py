@@ -30,8 +30,9 @@ Tokens drawn beyond the end of a sequence are dropped.
 
 @dataclass
 class _Rows:
-    """The rows of the next step. The first `decoding` rows append the last token of a running
-    sequence each, which is on the device; the others read `texts`.
+    """The rows of the next step. The first `num_decoding` rows append the last token of a running
+    sequence each, which is on the device; the others read
+    `host_tokens`.
 
     Attributes:
         lengths, logits_indices: see `Engine.step`.
@@ -39,8 +40,8 @@ class _Rows:
         proposals: tokens that are verified, of some of them.
     """
 
-    decoding: int = 0
-    texts: list[int] = field(default_factory=list)
+    num_decoding: int = 0
+    host_tokens: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class _Chunk:
     its first row, if all its logits are needed.
     """
 
-    reader: Generation
+    generation: Generation
     stop: int
     echoed: int | None = None
 
@@ -100,18 +101,18 @@ class Scheduler:
         self._any_prefix = any_prefix
         self._switch = engine.model.config.rope_switch
         # None until the first request takes over the engine's slots.
-        self._slots: SlotTable | None = None
+        self._slot_table: SlotTable | None = None
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._pending: deque[_Drawn] = deque()
 
     @property
-    def slots(self) -> int:
+    def max_running(self) -> int:
         """Return how many continuations run at the same time."""
         return self._max_running
 
-    def require(self, request: Request) -> None:
+    def require_room(self, request: Request) -> None:
         """Raise `RequestError` if the prompt and new tokens do not fit into a slot."""
         self.engine.require_length(request.length)
 
@@ -128,14 +129,14 @@ class Scheduler:
                 has its own.
 
         Raises:
-            RequestError: as `require`, or if another user has taken over the engine while
+            RequestError: as `require_room`, or if another user has taken over the engine while
                 continuations of this one run.
         """
-        self.require(request)
+        self.require_room(request)
         self._require_engine()
         # Another user may have taken over the slots since; their contents are then lost.
-        if self._slots is None or self._slots is not self.engine.slot_table:
-            self._slots = self.engine.take_over(any_prefix=self._any_prefix)
+        if self._slot_table is None or self._slot_table is not self.engine.slot_table:
+            self._slot_table = self.engine.take_over(any_prefix=self._any_prefix)
         siblings = Siblings(waiting=request.samples, share=share or Share())
         generations: list[Generation] = []
         for number in range(request.samples):
@@ -152,11 +153,11 @@ class Scheduler:
         elif generation in self._reading:
             self._reading.remove(generation)
             # Complete chunks of the prompt stay in the slot, and can be reused.
-            self._table.release(generation.slot)
+            self._held_slot_table.release(generation.slot)
             generation.siblings.share.running -= 1
         elif generation in self._running:
             self._running.remove(generation)
-            self._table.release(generation.slot, generation.new_cached_tokens)
+            self._held_slot_table.release(generation.slot, generation.new_cached_tokens)
             generation.siblings.share.running -= 1
 
     @torch.inference_mode()
@@ -178,10 +179,10 @@ class Scheduler:
         sequences = list(rows.drawing)
         # A captured step takes no lengths of sequences and returns no logits.
         tokens_only = all(sequence.needs_tokens_only for sequence in sequences)
-        if rows.slots and not rows.texts and self._switch is None and tokens_only:
+        if rows.slots and not rows.host_tokens and self._switch is None and tokens_only:
             # `Generation.draw` counts the tokens of other steps.
             for sequence in sequences:
-                sequence.drawn += 1
+                sequence.num_drawn += 1
             tokens = self.engine.decode(rows.slots, rows.positions)
             self._pending.append(_Drawn(sequences, tokens, [None] * len(sequences)))
         elif rows.slots:
@@ -192,20 +193,20 @@ class Scheduler:
             if sequences:
                 self._draw(logits, rows.drawing, rows.proposals)
         # Proposals continue the last tokens, so the host has to read these before the next step.
-        idle = not rows.slots or any(map(self.speculation.can_propose, sequences))
-        updated = self._collect_tokens(idle=idle)
+        read_all = not rows.slots or any(map(self.speculation.can_propose, sequences))
+        updated = self._collect_tokens(read_all=read_all)
         if rows.slots:
             self.speculation.count_step(len(rows.slots), time.perf_counter() - start_time)
         return [*scored, *updated]
 
     @property
-    def _table(self) -> SlotTable:
-        assert self._slots is not None
-        return self._slots
+    def _held_slot_table(self) -> SlotTable:
+        assert self._slot_table is not None
+        return self._slot_table
 
     def _require_engine(self) -> None:
         """Raise `RequestError` if another user has taken over slots with running sequences."""
-        if self.busy and self._slots is not self.engine.slot_table:
+        if self.busy and self._slot_table is not self.engine.slot_table:
             hint = "give each its own engine, or run them in one batch"
             raise RequestError("the engine is in use by another generation", hint=hint)
 
@@ -213,7 +214,7 @@ class Scheduler:
         """Assign free slots to waiting continuations."""
         while (
             self._waiting
-            and self._table.free
+            and self._held_slot_table.has_free_slot
             and len(self._reading) + len(self._running) < self._max_running
         ):
             generation = self._next_waiting()
@@ -226,18 +227,18 @@ class Scheduler:
             self._remove_waiting(generation)
             siblings.share.running += 1
             # A sibling has read the prompt, but its slot may have been taken since.
-            source = None if logits is None else self._table.find_whole_prompt(prompt)
+            source = None if logits is None else self._held_slot_table.find_whole_prompt(prompt)
             if logits is not None and source is not None:
-                generation.slot = self._table.take_for(source)
+                generation.slot = self._held_slot_table.take_for(source)
                 self._reuse(generation, source, len(prompt))
                 if siblings.echoed is not None:
                     generation.logprobs = siblings.echoed.cut(len(prompt))
                 self._running.append(generation)
                 self._draw(logits, {generation: 0}, {})
             else:
-                siblings.reader = generation
+                siblings.prompt_reader = generation
                 siblings.logits = None
-                generation.slot = self._table.take(prompt)
+                generation.slot = self._held_slot_table.take(prompt)
                 self._reading.append(generation)
 
     def _next_waiting(self) -> Generation | None:
@@ -268,8 +269,8 @@ class Scheduler:
 
     def _set_stored(self, generation: Generation, count: int) -> None:
         """Record that the slot of a sequence contains the first tokens of its text."""
-        generation.stored = count
-        self._table.hold(generation.slot, generation.text, count)
+        generation.num_stored = count
+        self._held_slot_table.record_contents(generation.slot, generation.tokens_to_read, count)
 
     def _next_rows(self) -> _Rows:
         """Collect the rows of the next step: decoding sequences, proposals, chunks of prompts."""
@@ -279,14 +280,14 @@ class Scheduler:
         up_to_date: list[Generation] = []
         for generation in self._running:
             # The host may not have read that a sequence has drawn all its tokens.
-            if generation.drawn >= generation.request.max_new_tokens:
+            if generation.num_drawn >= generation.request.max_new_tokens:
                 continue
             if self._switches(generation):
                 continue
             running.append(generation)
-            if len(generation.tokens) == generation.drawn:
+            if len(generation.tokens) == generation.num_drawn:
                 up_to_date.append(generation)
-        num_chunk_rows = sum(chunk.stop - chunk.reader.stored for chunk in rows.chunks)
+        num_chunk_rows = sum(chunk.stop - chunk.generation.num_stored for chunk in rows.chunks)
         rows.proposals = self.speculation.propose(up_to_date, len(running) + num_chunk_rows)
         self._add_decoding_rows(rows, running)
         for generation, proposed in rows.proposals.items():
@@ -294,7 +295,7 @@ class Scheduler:
             start = generation.position
             rows.drawing[generation] = len(rows.logits_indices)
             rows.logits_indices += range(len(rows.slots), len(rows.slots) + num_rows)
-            rows.texts += [generation.tokens[-1], *proposed]
+            rows.host_tokens += [generation.tokens[-1], *proposed]
             rows.slots += [generation.slot] * num_rows
             rows.positions += range(start, start + num_rows)
             rows.lengths += range(start + 1, start + 1 + num_rows)
@@ -313,17 +314,17 @@ class Scheduler:
             rows.lengths.append(generation.position + 1)
             rows.logits_indices.append(row)
             rows.drawing[generation] = row
-        rows.decoding = len(decoding)
+        rows.num_decoding = len(decoding)
 
     def _add_chunk_rows(self, rows: _Rows, chunk: _Chunk) -> None:
         """Add the rows of a part of a prompt, and the indices of the logits that it needs."""
-        generation = chunk.reader
+        generation = chunk.generation
         first_row = len(rows.slots)
-        count = chunk.stop - generation.stored
-        length = len(generation.text)
-        rows.texts += generation.text[generation.stored : chunk.stop]
+        count = chunk.stop - generation.num_stored
+        length = len(generation.tokens_to_read)
+        rows.host_tokens += generation.tokens_to_read[generation.num_stored : chunk.stop]
         rows.slots += [generation.slot] * count
-        rows.positions += range(generation.stored, chunk.stop)
+        rows.positions += range(generation.num_stored, chunk.stop)
         # The length of the whole prompt: rotary positions must be those of one pass over it.
         rows.lengths += [length] * count
         if generation.echoes:
@@ -336,17 +337,20 @@ class Scheduler:
 
     def _next_chunks(self) -> list[_Chunk]:
         """Choose the parts of prompts that the next step reads, in turn."""
-        size = remaining_rows = self.engine.chunk
+        size = remaining_rows = self.engine.chunk_rows
         chunks: list[_Chunk] = []
         # A copy: the queue is rotated in the loop.
         for generation in list(self._reading):
             # Reuse is decided when a prompt is first read: prompts read meanwhile count too. An
             # echoed prompt needs the logits of all its tokens.
-            if not generation.stored and not generation.echoes:
-                self._reuse(generation, *self._table.find_longest_prefix(generation.text))
+            if not generation.num_stored and not generation.echoes:
+                self._reuse(
+                    generation,
+                    *self._held_slot_table.find_longest_prefix(generation.tokens_to_read),
+                )
             # Chunks end at multiples of the size, also after a reused prefix.
-            stop = min(len(generation.text), (generation.stored // size + 1) * size)
-            remaining_rows -= stop - generation.stored
+            stop = min(len(generation.tokens_to_read), (generation.num_stored // size + 1) * size)
+            remaining_rows -= stop - generation.num_stored
             if chunks and remaining_rows < 0:
                 break
             chunks.append(_Chunk(generation, stop))
@@ -358,10 +362,12 @@ class Scheduler:
         device = self.engine.model.device
         parts: list[Tensor] = []
         # The host may not have read these tokens yet.
-        if rows.decoding:
-            parts.append(self.engine.last[copy_integers(rows.slots[: rows.decoding], device)])
-        if rows.texts:
-            parts.append(copy_integers(rows.texts, device))
+        if rows.num_decoding:
+            parts.append(
+                self.engine.last_tokens[copy_integers(rows.slots[: rows.num_decoding], device)]
+            )
+        if rows.host_tokens:
+            parts.append(copy_integers(rows.host_tokens, device))
         return torch.cat(parts)
 
     def _finish_chunks(self, rows: _Rows, logits: Tensor) -> list[Generation]:
@@ -371,20 +377,20 @@ class Scheduler:
         """
         ended: list[Generation] = []
         for chunk in rows.chunks:
-            generation = chunk.reader
+            generation = chunk.generation
             if chunk.echoed is not None:
-                generation.score_prompt(logits[chunk.echoed :], generation.stored, chunk.stop)
+                generation.score_prompt(logits[chunk.echoed :], generation.num_stored, chunk.stop)
             self._set_stored(generation, chunk.stop)
-            if chunk.stop < len(generation.text):
+            if chunk.stop < len(generation.tokens_to_read):
                 continue
             self._reading.remove(generation)
             self._running.append(generation)
             siblings = generation.siblings
-            if siblings.waiting and not generation.drawn:
+            if siblings.waiting and not generation.num_drawn:
                 # A copy: a view would keep the logits of the whole step in memory.
                 siblings.logits = logits[rows.drawing[generation]].unsqueeze(0).clone()
                 if generation.echoes and generation.logprobs is not None:
-                    siblings.echoed = generation.logprobs.cut(len(generation.text))
+                    siblings.echoed = generation.logprobs.cut(len(generation.tokens_to_read))
             if not generation.request.max_new_tokens:
                 # No token is drawn whose logits would be checked.
                 require_finite_logits(logits)
@@ -430,7 +436,7 @@ class Scheduler:
             pending = self.engine.set_last(slots, torch.cat(tokens), logits)
         self._pending.append(_Drawn(sequences, pending, logprobs))
 
-    def _collect_tokens(self, *, idle: bool) -> list[Generation]:
+    def _collect_tokens(self, *, read_all: bool) -> list[Generation]:
         """Append tokens that have reached the host to their sequences.
 
         Returns the sequences that have new tokens.
@@ -439,7 +445,9 @@ class Scheduler:
         # A dictionary keeps the order, and has each sequence once.
         updated: dict[Generation, None] = {}
         # Removed before any is read: an error below must not leave a part of them in the queue.
-        ready_steps = [self._pending.popleft() for _ in range(self._num_ready_steps(idle))]
+        ready_steps = [
+            self._pending.popleft() for _ in range(self._num_ready_steps(read_all=read_all))
+        ]
         for drawn in ready_steps:
             rows = zip(drawn.sequences, drawn.tokens.read(), drawn.logprobs, strict=True)
             # Tokens after the end of a sequence are dropped, also if their logits are NaN.
@@ -459,23 +467,23 @@ class Scheduler:
         for generation in switching:
             self._running.remove(generation)
             # `_num_ready_steps` lets the host read all tokens at a switch.
-            generation.text = [*generation.request.prompt, *generation.tokens]
+            generation.tokens_to_read = [*generation.request.prompt, *generation.tokens]
             self._set_stored(generation, 0)
             self._reading.append(generation)
         return list(updated)
 
-    def _num_ready_steps(self, idle: bool) -> int:
+    def _num_ready_steps(self, *, read_all: bool) -> int:
         """Count the steps whose tokens are read now.
 
-        `idle` tells that nothing is gained if the device runs ahead.
+        `read_all` reads all, because nothing is gained if the device runs ahead.
         """
         pending = self._pending
-        if idle:
+        if read_all:
             return len(pending)
         for drawn in pending:
             for generation in drawn.sequences:
                 # A first token is read at once, as clients wait for it.
-                if generation.drawn == 1 or self._switches(generation):
+                if generation.num_drawn == 1 or self._switches(generation):
                     return len(pending)
         count = max(0, len(pending) - READ_LAG)
         while count < len(pending) and pending[count].tokens.is_ready:
@@ -485,5 +493,6 @@ class Scheduler:
     def _switches(self, generation: Generation) -> bool:
         """Tell whether the last token makes a sequence too long for LongRoPE's short factors."""
         return (
-            self._switch is not None and len(generation.text) <= self._switch <= generation.position
+            self._switch is not None
+            and len(generation.tokens_to_read) <= self._switch <= generation.position
         )

@@ -24,7 +24,7 @@ class SlotContents(NamedTuple):
     prompt_length: int = 0
 
 
-def common_prefix(prompt: Sequence[int], slot_content: SlotContents) -> int:
+def count_common_prefix(prompt: Sequence[int], slot_content: SlotContents) -> int:
     """Compute the length of the common prefix, without the prompt's last token."""
     # The last token is always computed, because its logits are needed.
     end = min(len(prompt) - 1, len(slot_content.tokens))
@@ -45,7 +45,7 @@ def bitwise_reusable_prefix(
     chunk has many rows in both prompts, many rows are left to compute, and no sliding window makes
     sums begin at other positions.
     """
-    count = min(common_prefix(prompt, slot_content), slot_content.prompt_length)
+    count = min(count_common_prefix(prompt, slot_content), slot_content.prompt_length)
     start = count // chunk * chunk
     # Rows of the chunk at `start` in the slot's prompt and in this one.
     num_slot_rows = min(slot_content.prompt_length - start, chunk)
@@ -66,8 +66,8 @@ class SlotTable:
         *,
         any_prefix: bool,
         windows: bool,
-        unscaled: int | None = None,
-        switches: bool = False,
+        max_unscaled_length: int | None = None,
+        switches_once: bool = False,
     ) -> None:
         """Begin with free and empty slots.
 
@@ -75,10 +75,10 @@ class SlotTable:
             any_prefix: reuse the whole common prefix; else only the `bitwise_reusable_prefix`.
             chunk, windows: rows of a prompt that are read at a time; whether a layer has a sliding
                 window.
-            unscaled: up to this length, a prompt's length does not change its rotary positions;
-                None is any length.
-            switches: whether all longer prompts have the same rotary positions; else each length
-                has others.
+            max_unscaled_length: up to this length, a prompt's length does not change its rotary
+                positions; None is any length.
+            switches_once: whether all longer prompts have the same rotary positions; else each
+                length has others.
         """
         # In the order of release: the slot that was released first is taken first.
         self._free = deque(range(slots))
@@ -86,14 +86,14 @@ class SlotTable:
         self._chunk = chunk
         self._any_prefix = any_prefix
         self._windows = windows
-        if unscaled is None:
-            self._unscaled = math.inf
+        if max_unscaled_length is None:
+            self._max_unscaled_length = math.inf
         else:
-            self._unscaled = unscaled
-        self._switches = switches
+            self._max_unscaled_length = max_unscaled_length
+        self._switches_once = switches_once
 
     @property
-    def free(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Tell whether a slot is free."""
         return bool(self._free)
 
@@ -133,7 +133,7 @@ class SlotTable:
             )
         self._free.append(slot)
 
-    def hold(self, slot: int, prompt: Sequence[int], count: int) -> None:
+    def record_contents(self, slot: int, prompt: Sequence[int], count: int) -> None:
         """Record that a slot contains the first tokens of a prompt, and nothing else to reuse."""
         self._contents[slot] = SlotContents(prompt[:count], len(prompt))
 
@@ -159,14 +159,14 @@ class SlotTable:
     def _count_reusable(self, prompt: Sequence[int], slot: int) -> int:
         """Count the first tokens of a prompt whose keys and values can be copied from a slot."""
         content = self._contents[slot]
-        is_slot_scaled = content.prompt_length > self._unscaled
-        is_prompt_scaled = len(prompt) > self._unscaled
+        is_slot_scaled = content.prompt_length > self._max_unscaled_length
+        is_prompt_scaled = len(prompt) > self._max_unscaled_length
         # Keys include rotary positions. Beyond the unscaled length these depend on the length of
         # the sequence, or are those of all longer sequences if the model switches once.
         if is_slot_scaled or is_prompt_scaled:
-            have_same_positions = self._switches and is_slot_scaled and is_prompt_scaled
+            have_same_positions = self._switches_once and is_slot_scaled and is_prompt_scaled
             if not have_same_positions:
                 return 0
         if self._any_prefix:
-            return common_prefix(prompt, content)
+            return count_common_prefix(prompt, content)
         return bitwise_reusable_prefix(prompt, content, self._chunk, windows=self._windows)

@@ -115,9 +115,9 @@ class Speculation:
         else:
             limit = generation.request.draft_tokens
         # A step always draws one token more than the accepted proposals.
-        remaining = generation.request.max_new_tokens - generation.drawn - 1
+        remaining = generation.request.max_new_tokens - generation.num_drawn - 1
         # The sequence is read again with other rotary positions once it exceeds the switch.
-        if self._switch is not None and len(generation.text) <= self._switch:
+        if self._switch is not None and len(generation.tokens_to_read) <= self._switch:
             remaining = min(remaining, self._switch - 1 - generation.position)
         return max(0, min(limit, remaining))
 

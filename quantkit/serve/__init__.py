@@ -61,7 +61,7 @@ def without_port(host: str) -> str | None:
     return match[1]
 
 
-def host_name(host: str) -> str:
+def parse_host_name(host: str) -> str:
     """Convert a name of a server to its form in the header Host.
 
     Raises `RequestError` if it is not a name.

@@ -5,6 +5,7 @@ health, metrics and page.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -39,7 +40,7 @@ from quantkit.runtime.request import Completion, Delta, PromptLengthError
 from quantkit.runtime.request import Request as GenerationRequest
 from quantkit.runtime.token_texts import TokenTexts
 from quantkit.serve.events import DONE, encode_event
-from quantkit.serve.guard import RETRY, Guard
+from quantkit.serve.guard import RETRY, Guard, Receive, Scope, Send
 from quantkit.serve.log import CLIENT_GONE, RequestLog, record_answer
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.page.routes import FILES, page_routes
@@ -72,7 +73,7 @@ class Served:
         context, vocabulary: tokens of a sequence, and those that the model knows.
         about: what its folder states about it; see `quantkit.serve.about`.
         no_chat: the error for messages if the model has no chat template; None if it has one.
-        body_bytes, body_seconds: what a request's body may have, and take.
+        max_body_bytes, max_body_seconds: what a request's body may have, and take.
     """
 
     name: str
@@ -84,8 +85,8 @@ class Served:
     vocabulary: int
     about: Mapping[str, Any]
     no_chat: RequestError | None
-    body_bytes: int
-    body_seconds: float
+    max_body_bytes: int
+    max_body_seconds: float
 
 
 def application(
@@ -106,18 +107,18 @@ def application(
         max_requests: at the same time, also before they are read.
         log, log_prompts: see `RequestLog`.
     """
-    paths = _Handlers(served, Metrics(served.worker))
+    handlers = _Handlers(served, Metrics(served.worker))
     routes = [
         Route("/health", lambda request: _health(served)),
-        Route("/v1/models", paths.convert_errors(paths.models)),
-        Route("/v1/models/{name:path}", paths.convert_errors(paths.model)),
-        Route("/tokenize", paths.convert_errors(paths.tokenize), methods=["POST"]),
-        Route("/detokenize", paths.convert_errors(paths.detokenize), methods=["POST"]),
-        Route("/metrics", paths.metrics),
+        Route("/v1/models", handlers.convert_errors(handlers.models)),
+        Route("/v1/models/{name:path}", handlers.convert_errors(handlers.model)),
+        Route("/tokenize", handlers.convert_errors(handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", handlers.convert_errors(handlers.detokenize), methods=["POST"]),
+        Route("/metrics", handlers.metrics),
         *page_routes(),
     ]
     for url in PARSERS:
-        routes.append(Route(url, paths.convert_errors(paths.generate), methods=["POST"]))
+        routes.append(Route(url, handlers.convert_errors(handlers.generate), methods=["POST"]))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -125,7 +126,7 @@ def application(
         await asyncio.to_thread(served.worker.stop)
 
     app = Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _answer_http_error}
     )
     # Paths are exact: one with another slash at its end does not exist, and is not redirected.
     app.router.redirect_slashes = False
@@ -139,8 +140,25 @@ class _UnknownModelError(RequestError):
     """A request names a model that is not served."""
 
 
+class _EventStream(StreamingResponse):
+    """A stream of events, whose request is cancelled once it ends or the client disconnects."""
+
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
+        # The second header keeps nginx from buffering the stream.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._cancel = cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not in the generator: it never begins if the client disconnects before the first event.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+
+
 class _Handlers:
-    """The handlers of all paths."""
+    """The handlers of all handlers."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self._served = served
@@ -151,25 +169,15 @@ class _Handlers:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
     def convert_errors(
-        self, path: Callable[[Request], Awaitable[Response]]
+        self, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler so that it answers errors as OpenAI's API does."""
 
         async def answer(request: Request) -> Response:
             try:
-                return await path(request)
-            except _UnknownModelError as error:
-                return _error(404, error_to_json(error, code="model_not_found"))
-            except TimeLimitError as error:
-                return _error(504, error_to_json(error, kind="server_error", code="timeout"))
-            except PromptLengthError as error:
-                return _error(400, error_to_json(error, code="context_length_exceeded"))
-            except RequestError as error:
-                return _error(400, error_to_json(error))
+                return await handler(request)
             except QuantkitError as error:
-                # A worker that is stopping ends its requests with an error.
-                status = 500 if self._served.worker.alive else 503
-                return _error(status, error_to_json(error, kind="server_error"))
+                return _create_error_response(*self._describe_error(error))
             # Nobody reads this response, but the log has its status.
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
@@ -177,9 +185,25 @@ class _Handlers:
                 raise
             except Exception:
                 _log.exception("a request failed")
-                return _error(500, error_to_json("internal error", kind="server_error"))
+                return _create_error_response(
+                    500, error_to_json("internal error", kind="server_error")
+                )
 
         return answer
+
+    def _describe_error(self, error: QuantkitError) -> tuple[int, dict[str, Any]]:
+        """Return the status and the JSON of an error, as OpenAI's API has them."""
+        if isinstance(error, _UnknownModelError):
+            return 404, error_to_json(error, code="model_not_found")
+        if isinstance(error, TimeLimitError):
+            return 504, error_to_json(error, kind="server_error", code="timeout")
+        if isinstance(error, PromptLengthError):
+            return 400, error_to_json(error, code="context_length_exceeded")
+        if isinstance(error, RequestError):
+            return 400, error_to_json(error)
+        # A worker that is stopping ends its requests with an error.
+        status = 500 if self._served.worker.alive else 503
+        return status, error_to_json(error, kind="server_error")
 
     async def generate(self, request: Request) -> Response:
         """Answer messages, or continue a text."""
@@ -195,7 +219,9 @@ class _Handlers:
         threads = self._compiling if has_format else None
         api_request, prompts = await loop.run_in_executor(threads, self._build_prompts, url, body)
         _require_few(prompts)
-        requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
+        requests = await loop.run_in_executor(
+            threads, _bind_grammars, prompts, self._served.grammars
+        )
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
 
         # The worker's thread calls this; queues of asyncio belong to the loop's thread.
@@ -210,7 +236,7 @@ class _Handlers:
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
             )
-            return _error(429, busy, RETRY)
+            return _create_error_response(429, busy, RETRY)
         responses = ResponseBuilder(
             request=api_request,
             prompts=prompts,
@@ -219,15 +245,13 @@ class _Handlers:
             model=self._served.name,
             created=int(time.time()),
         )
-        count_delta = self._metrics.count_requests(requests)
-        counted = record_answer(request.scope, requests, body, count_delta)
+        count_delta = self._metrics.begin_counting(requests)
+        record_delta = record_answer(request.scope, requests, body, count_delta)
         if stream_options is not None:
             stream = ResponseStream(responses, with_usage=stream_options.include_usage)
-            pieces = self._stream(stream, job, events, counted)
-            # The second header keeps nginx from buffering the stream.
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        return await self._respond_complete(request, responses, job, events, counted)
+            pieces = self._stream(stream, events, record_delta)
+            return _EventStream(pieces, functools.partial(self._served.worker.cancel, job))
+        return await self._respond_complete(request, responses, job, events, record_delta)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -245,9 +269,9 @@ class _Handlers:
         require_keys(body, {"model", "prompt", "add_special_tokens"})
         self._require_model(body)
         text = as_string("prompt", body.get("prompt"))
-        specials = body.get("add_special_tokens", True)
-        require_flags(add_special_tokens=specials)
-        tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=specials)
+        add_bos = body.get("add_special_tokens", True)
+        require_flags(add_special_tokens=add_bos)
+        tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=add_bos)
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._served.context, "tokens": tokens}
         )
@@ -288,32 +312,28 @@ class _Handlers:
     async def _stream(
         self,
         stream: ResponseStream,
-        job: Job,
         events: asyncio.Queue[Delta | QuantkitError],
-        counted: Any,
+        record_delta: Any,
     ) -> AsyncIterator[bytes]:
-        """Yield the events of an answer; if the client disconnects, cancel the request."""
+        """Yield the events of an answer."""
         completions: list[Completion] = []
-        try:
-            for chunk in stream.begin():
+        for chunk in stream.begin():
+            yield encode_event(chunk)
+        while len(completions) < stream.num_choices:
+            event = await events.get()
+            # The status 200 has been sent, so the error is the last event of the stream.
+            if isinstance(event, QuantkitError):
+                _, content = self._describe_error(event)
+                yield encode_event(content)
+                return
+            record_delta(event)
+            for chunk in stream.add(event):
                 yield encode_event(chunk)
-            while len(completions) < stream.num_choices:
-                event = await events.get()
-                # The status 200 has been sent, so the error is the last event of the stream.
-                if isinstance(event, QuantkitError):
-                    yield encode_event(error_to_json(event, kind="server_error"))
-                    return
-                counted(event)
-                for chunk in stream.add(event):
-                    yield encode_event(chunk)
-                if event.completion is not None:
-                    completions.append(event.completion)
-            for chunk in stream.end(completions):
-                yield encode_event(chunk)
-            yield DONE
-        # starlette ends the generator early if the client disconnects.
-        finally:
-            self._served.worker.cancel(job)
+            if event.completion is not None:
+                completions.append(event.completion)
+        for chunk in stream.end(completions):
+            yield encode_event(chunk)
+        yield DONE
 
     async def _respond_complete(
         self,
@@ -321,7 +341,7 @@ class _Handlers:
         responses: ResponseBuilder,
         job: Job,
         events: asyncio.Queue[Delta | QuantkitError],
-        counted: Any,
+        record_delta: Any,
     ) -> Response:
         """Return a complete answer; if the client disconnects, cancel the request."""
         completions: list[Completion] = []
@@ -337,7 +357,7 @@ class _Handlers:
                 event = next_event.result()
                 if isinstance(event, QuantkitError):
                     raise event
-                counted(event)
+                record_delta(event)
                 if event.completion is not None:
                     completions.append(event.completion)
         finally:
@@ -363,11 +383,11 @@ class _Handlers:
             )
         content = bytearray()
         try:
-            async with asyncio.timeout(self._served.body_seconds):
+            async with asyncio.timeout(self._served.max_body_seconds):
                 async for part in request.stream():
                     content += part
-                    if len(content) > self._served.body_bytes:
-                        problem = f"the body has more than {self._served.body_bytes} bytes"
+                    if len(content) > self._served.max_body_bytes:
+                        problem = f"the body has more than {self._served.max_body_bytes} bytes"
                         raise HTTPException(413, problem, headers=_CLOSE)
         except TimeoutError as error:
             raise HTTPException(408, "the body came too slowly", headers=_CLOSE) from error
@@ -427,7 +447,7 @@ def _require_few(prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
+def _bind_grammars(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
     """Compile the formats of prompts, and return their requests with constraints."""
     return [prompt.bind_grammar(grammars) for prompt in prompts]
 
@@ -453,13 +473,13 @@ def _health(served: Served) -> Response:
     return JSONResponse({"status": "stopping"}, 503)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Answer starlette's own errors, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, error_to_json(error.detail), error.headers)
+    return _create_error_response(error.status_code, error_to_json(error.detail), error.headers)
 
 
-def _error(
+def _create_error_response(
     status: int, content: dict[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     return JSONResponse(content, status, dict(headers or {}))

@@ -41,7 +41,8 @@ class Guard:
                 have no such header.
             max_requests: at the same time; more would take too much memory, even before they are
                 read. If there is one more, a request whose client is slow to send it is dropped.
-            open_paths: that need no key, and are answered however many requests run.
+            open_paths: that need no key, are answered however many requests run, and are not
+                counted.
         """
         self._app = app
         self._hosts = hosts
@@ -85,6 +86,10 @@ class Guard:
             refusal = JSONResponse(error, 503, {**RETRY, "Connection": "close"})
         if refusal is not None:
             await refusal(scope, receive, send)
+            return
+        # Requests of open paths have no body, so they take no memory that others need.
+        if is_open:
+            await self._app(scope, receive, send)
             return
         self._running += 1
         try:

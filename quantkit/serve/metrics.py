@@ -35,7 +35,10 @@ class Metrics:
             "quantkit_refused_requests", "Requests that found too many others.", registry=registry
         )
         self._ended = Counter(
-            "quantkit_requests", "Continuations that ended.", ["finish_reason"], registry=registry
+            "quantkit_requests",
+            "Continuations that have ended, of all requests.",
+            ["finish_reason"],
+            registry=registry,
         )
         self._prompts = Counter("quantkit_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._new = Counter("quantkit_generation_tokens", "New tokens.", registry=registry)
@@ -53,9 +56,9 @@ class Metrics:
         )
         # Values that the worker counts are read when Prometheus asks for them.
         running = Gauge(
-            "quantkit_running_requests", "Requests that wait or run.", registry=registry
+            "quantkit_running_requests", "Requests of clients that wait or run.", registry=registry
         )
-        running.set_function(lambda: worker.jobs)
+        running.set_function(lambda: worker.num_jobs)
         reused = Gauge(
             "quantkit_reused_prompt_tokens",
             "Tokens of prompts that the cache held.",
@@ -73,7 +76,7 @@ class Metrics:
         )
         accepted.set_function(lambda: worker.num_accepted_tokens)
 
-    def count_requests(self, requests: Sequence[Request]) -> Callable[[Delta], None]:
+    def begin_counting(self, requests: Sequence[Request]) -> Callable[[Delta], None]:
         """Count the requests of a client, and return a function that counts their answers."""
         self._prompts.inc(sum(len(request.prompt) for request in requests))
         start_time = time.perf_counter()

@@ -20,7 +20,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.inference.load import Placement, load, load_draft
+from quantkit.jobs.inference.load import Placement, load_draft, load_opened, open_with_tokenizer
 from quantkit.kernels import BackendName
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import free_bytes
@@ -28,6 +28,7 @@ from quantkit.openai.request import CHAT, COMPLETIONS
 from quantkit.prompts.builder import PromptBuilder
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import check_draft_tokens
 from quantkit.serve import (
     CONNECTIONS,
     KEPT,
@@ -35,8 +36,8 @@ from quantkit.serve import (
     SLOTS,
     TIME_LIMIT,
     WAITING,
-    host_name,
     is_loopback,
+    parse_host_name,
     require_packages,
 )
 from quantkit.serve.about import about
@@ -121,8 +122,12 @@ class ServeOptions:
         as_integer("waiting", self.waiting, 0)
         as_integer("kept", self.kept, 0)
         as_integer("connections", self.connections, 1)
+        if self.context is not None:
+            as_integer("context", self.context, 1)
+        if self.draft_tokens is not None:
+            check_draft_tokens(self.draft_tokens)
         for host in self.allowed_host:
-            host_name(host)
+            parse_host_name(host)
         if not as_number("time_limit", self.time_limit) > 0:
             raise RequestError(
                 Message(Option("time_limit"), " must be positive"), found=self.time_limit
@@ -133,7 +138,7 @@ class ServeOptions:
             )
         if self.api_key is not None and not as_string("api_key", self.api_key).strip():
             raise RequestError(Message(Option("api_key"), " is empty"))
-        if self.api_key is None and not self.local:
+        if self.api_key is None and not self.is_local_only:
             raise RequestError(
                 "other machines could use this server without an API key",
                 found=self.host,
@@ -141,7 +146,7 @@ class ServeOptions:
             )
 
     @property
-    def local(self) -> bool:
+    def is_local_only(self) -> bool:
         """Tell whether only this machine is served."""
         return is_loopback(self.host)
 
@@ -149,9 +154,9 @@ class ServeOptions:
     def host_names(self) -> frozenset[str] | None:
         """Collect the names by which requests may call this server; None for any."""
         # A server for other machines needs a key, which pages of other sites do not have.
-        if not self.local and not self.allowed_host:
+        if not self.is_local_only and not self.allowed_host:
             return None
-        names = _LOCAL | {host_name(host) for host in self.allowed_host}
+        names = _LOCAL | {parse_host_name(host) for host in self.allowed_host}
         if not self._is_wildcard:
             # One of this machine's addresses, such as 127.0.0.2.
             names |= {self.name_in_address.lower()}
@@ -186,6 +191,10 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
     require_packages()
     from quantkit.serve.app import Served
 
+    checkpoint, tokenizer = open_with_tokenizer(path, options.weights, options.dtype)
+    # Options that do not suit the model are reported before minutes are spent on its weights.
+    context = conversation_length(checkpoint.config, options.context)
+    no_chat = _find_chat_problem(path, tokenizer, options)
     placement: Placement = {
         "device": options.device,
         "dtype": options.dtype,
@@ -193,13 +202,15 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         "allow_slow": options.allow_slow,
         "progress": progress,
     }
-    model, tokenizer = load(path, weights=options.weights, **placement)
+    model = load_opened(checkpoint, **placement)
     draft = None
     if options.draft is not None:
         draft = load_draft(options.draft, tokenizer, **placement)
-    context = conversation_length(model.config, options.context)
     cache_dtype = torch.int8 if options.int8_cache else None
     slot_bytes = cache_bytes(model.config, 1, context, cache_dtype or model.dtype)
+    if draft is not None:
+        draft_context = min(context, draft.config.max_positions)
+        slot_bytes += cache_bytes(draft.config, 1, draft_context, draft.dtype)
     # The whole cache takes at most half of the free memory, unless the running sequences need more.
     max_slots = free_bytes(model.device) // 2 // slot_bytes
     kept = min(options.kept, max(0, max_slots - options.slots))
@@ -226,17 +237,17 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         CHAT: create_builder({}),
         COMPLETIONS: create_builder({"max_new_tokens": _TEXT_TOKENS}),
     }
-    worker = Worker(
-        engine,
-        tokenizer,
-        most_jobs=options.slots + options.waiting,
-        max_running=options.slots,
-        seconds=options.time_limit,
-    )
-    no_chat = _find_chat_problem(path, tokenizer, options)
     facts = {**about(path, options.weights), "chat": no_chat is None}
     # Resolved, because a path such as "." has no name.
     name = path.resolve().name if options.name is None else options.name
+    # Last, because it starts a thread.
+    worker = Worker(
+        engine,
+        tokenizer,
+        max_jobs=options.slots + options.waiting,
+        max_running=options.slots,
+        time_limit=options.time_limit,
+    )
     return Served(
         name=name,
         worker=worker,
@@ -247,8 +258,8 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         vocabulary=model.config.vocab_size,
         about=facts,
         no_chat=no_chat,
-        body_bytes=_BODY_BYTES,
-        body_seconds=_BODY_SECONDS,
+        max_body_bytes=_BODY_BYTES,
+        max_body_seconds=_BODY_SECONDS,
     )
 
 

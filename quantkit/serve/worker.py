@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Share
-from quantkit.runtime.reader import Reader
+from quantkit.runtime.reader import CompletionReader
 from quantkit.runtime.request import Delta, Request
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Job:
     ends_by: float
     num_unfinished: int = 0
     cancelled: bool = False
-    readers: dict[Generation, Reader] = field(default_factory=dict)
+    readers: dict[Generation, CompletionReader] = field(default_factory=dict)
 
 
 class Worker:
@@ -57,27 +57,27 @@ class Worker:
         engine: Engine,
         tokenizer: Tokenizer,
         *,
-        most_jobs: int,
+        max_jobs: int,
         max_running: int | None = None,
-        seconds: float = math.inf,
+        time_limit: float = math.inf,
     ) -> None:
         """Start the thread.
 
         Args:
-            most_jobs: that wait and run at the same time; `submit` refuses more.
+            max_jobs: that wait and run at the same time; `submit` refuses more.
             max_running: see `Scheduler`.
-            seconds: that a job may wait and run.
+            time_limit: seconds that a job may wait and run.
         """
-        self.most_jobs = most_jobs
+        self.max_jobs = max_jobs
         self._max_running = max_running
-        self._seconds = seconds
+        self._time_limit = time_limit
         self._engine = engine
         self._tokenizer = tokenizer
         self._scheduler = Scheduler(engine, max_running=max_running)
         # Only the worker's thread uses the scheduler; jobs wait here until it takes them.
         self._new: deque[Job] = deque()
         self._jobs: list[Job] = []
-        self._of: dict[Generation, Job] = {}
+        self._job_of: dict[Generation, Job] = {}
         # Guards `_new`, `_jobs` and `_stopping`, and wakes the thread.
         self._changed = threading.Condition()
         self._stopping = False
@@ -85,7 +85,7 @@ class Worker:
         self._thread.start()
 
     @property
-    def jobs(self) -> int:
+    def num_jobs(self) -> int:
         """Count the jobs that wait or run."""
         with self._changed:
             return len(self._new) + len(self._jobs)
@@ -123,11 +123,11 @@ class Worker:
             requests,
             stop,
             deliver,
-            ends_by=time.monotonic() + self._seconds,
+            ends_by=time.monotonic() + self._time_limit,
             num_unfinished=samples,
         )
         with self._changed:
-            if not self.alive or len(self._new) + len(self._jobs) >= self.most_jobs:
+            if not self.alive or len(self._new) + len(self._jobs) >= self.max_jobs:
                 return None
             self._new.append(job)
             self._changed.notify()
@@ -184,12 +184,12 @@ class Worker:
         late_jobs = [job for job in self._jobs if job.ends_by <= now]
         for job in late_jobs:
             self._give_up(job)
-            time_error = TimeLimitError(f"the request took more than {self._seconds:g} seconds")
+            time_error = TimeLimitError(f"the request took more than {self._time_limit:g} seconds")
             self._deliver(job, time_error)
         if not self._scheduler.busy:
             return
         for generation in self._scheduler.step():
-            owner = self._of.get(generation)
+            owner = self._job_of.get(generation)
             # Another continuation of the same job may have ended it with an error.
             if owner is None:
                 continue
@@ -208,13 +208,15 @@ class Worker:
         share = Share()
         for number, request in enumerate(job.requests):
             for generation in self._scheduler.add(request, share):
-                job.readers[generation] = Reader(number, generation, self._tokenizer, job.stop)
-                self._of[generation] = job
+                job.readers[generation] = CompletionReader(
+                    number, generation, self._tokenizer, job.stop
+                )
+                self._job_of[generation] = job
 
     def _read(self, job: Job, generation: Generation) -> None:
         """Deliver the new tokens of a continuation, and end it at a stop string."""
         reader = job.readers[generation]
-        num_read_tokens = reader.tokens
+        num_read_tokens = reader.num_tokens
         num_read_pieces = len(reader.pieces)
         if reader.read() and generation.finish_reason is None:
             self._scheduler.end(generation)
@@ -224,14 +226,14 @@ class Worker:
             # With echo, the log-probabilities begin with the prompt's.
             num_echoed = len(generation.request.prompt) if generation.request.echo else 0
             start = num_echoed + num_read_tokens
-            logprobs = generation.logprobs.cut(num_echoed + reader.tokens, start=start)
+            logprobs = generation.logprobs.cut(num_echoed + reader.num_tokens, start=start)
             if num_echoed and not num_read_tokens:
                 prompt_logprobs = generation.logprobs.cut(num_echoed)
         completion = None if generation.finish_reason is None else reader.completion()
         delta = Delta(
             generation.sample,
             text="".join(reader.pieces[num_read_pieces:]),
-            token_ids=generation.tokens[num_read_tokens : reader.tokens],
+            token_ids=generation.tokens[num_read_tokens : reader.num_tokens],
             logprobs=logprobs,
             completion=completion,
             prompt=reader.number,
@@ -240,7 +242,7 @@ class Worker:
         self._deliver(job, delta)
         if completion is not None:
             # This also frees the constraint of the continuation, while its siblings run.
-            del self._of[generation], job.readers[generation]
+            del self._job_of[generation], job.readers[generation]
             job.num_unfinished -= 1
             if not job.num_unfinished:
                 self._end(job)
@@ -257,7 +259,7 @@ class Worker:
         with self._changed:
             self._jobs.remove(job)
         for generation in job.readers:
-            self._of.pop(generation, None)
+            self._job_of.pop(generation, None)
 
     def _fail(self, error: Exception) -> None:
         """Report an error of a step to all running jobs, and continue with a new scheduler."""
@@ -266,7 +268,7 @@ class Worker:
         with self._changed:
             failed = self._jobs
             self._jobs = []
-        self._of.clear()
+        self._job_of.clear()
         # The step was cut off, so the slots may not contain what the scheduler recorded.
         self._scheduler = Scheduler(self._engine, max_running=self._max_running)
         # Texts of other errors may tell clients about the machine; the log has them.

@@ -11,13 +11,13 @@ class TokenBytes:
 
     Attributes:
         of: the bytes of a token; None if it adds nothing, and no character continues across it.
-        bytewise: whether each byte that belongs to no character becomes a separate U+FFFD, as in
-            sentencepiece; otherwise those that begin the same character become one.
+        replaces_each_byte: whether each byte that belongs to no character becomes a separate
+            U+FFFD, as in sentencepiece; otherwise those that begin the same character become one.
     """
 
-    def __init__(self, read: Callable[[int], bytes | None], *, bytewise: bool) -> None:
+    def __init__(self, read: Callable[[int], bytes | None], *, replaces_each_byte: bool) -> None:
         self.of: Callable[[int], bytes | None] = functools.cache(read)
-        self.bytewise = bytewise
+        self.replaces_each_byte = replaces_each_byte
 
 
 def fallback_bytes(
@@ -56,7 +56,7 @@ def fallback_bytes(
         # them.
         return decode([letter, token, letter])[1:-1].encode()
 
-    return TokenBytes(read, bytewise=True)
+    return TokenBytes(read, replaces_each_byte=True)
 
 
 def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
@@ -75,7 +75,7 @@ def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
             encoded.append(values[letter])
         return bytes(encoded)
 
-    return TokenBytes(read, bytewise=False)
+    return TokenBytes(read, replaces_each_byte=False)
 
 
 def spell_bytes(token: bytes) -> str:

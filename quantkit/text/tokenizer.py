@@ -326,7 +326,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
         )
         self.token_bytes: TokenBytes | None = TokenBytes(
             lambda token: encoding.decode_single_token_bytes(token) if token < len(ranks) else b"",
-            bytewise=False,
+            replaces_each_byte=False,
         )
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:

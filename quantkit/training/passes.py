@@ -18,7 +18,7 @@ from quantkit.calibration.fisher import through_logits
 from quantkit.calibration.streams import step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scale_embeddings
-from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init
+from quantkit.model.load import BLOCK_PREFIX, fill_parameters, float_parameter, meta_init
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
@@ -166,7 +166,7 @@ class Passes:
         with meta_init():
             block = SharedBlock(self._config, layer, self._shares)
         prefix = BLOCK_PREFIX.format(layer)
-        fill(block, _Float32(self._model), prefix, self._device, torch.float32, ())
+        fill_parameters(block, _Float32(self._model), prefix, self._device, torch.float32, ())
         self._shares.model.connect(block, prefix)
         return block.eval()
 

@@ -18,7 +18,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
-from quantkit.model.load import BLOCK_PREFIX, require_floats
+from quantkit.model.load import BLOCK_PREFIX, narrow_to_floats
 from quantkit.tensors.qtensor import QuantTensor, relative_error
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
@@ -168,11 +168,11 @@ class TrainedCheckpoint(CheckpointView):
             return
         for name in self.names_trained.weights:
             self._store.put(
-                name, first_offsets(self.start(name), require_floats(source.load(name)))
+                name, first_offsets(self.start(name), narrow_to_floats(source.load(name)))
             )
 
     def _norm(self, name: str) -> Tensor:
-        value = require_floats(self._source.load(name))
+        value = narrow_to_floats(self._source.load(name))
         # Some architectures multiply by ``1 + weight``. The factor applies to that sum.
         offset = self.config.norm_offset
         return ((value.float() + offset) * (1 + self.factors[name]) - offset).to(value.dtype)
@@ -261,7 +261,7 @@ def measure_weight_error(value: QuantTensor, weight: Tensor | QuantTensor) -> fl
     """Measure the relative error of a weight; None if the float model has other weights, because
     its channels were scaled.
     """
-    error = relative_error(value, require_floats(weight))
+    error = relative_error(value, narrow_to_floats(weight))
     if error <= _SAME_WEIGHTS:
         return error
     return None

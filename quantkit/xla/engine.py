@@ -27,7 +27,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import bucket as power_of_two
-from quantkit.runtime.generate import new_tokens
+from quantkit.runtime.generate import iterate_new_tokens
 from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     MAX_NEW_TOKENS,
@@ -122,8 +122,8 @@ class XlaModel:
         """
         request = create_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         runner = self.runner(1)
-        runner.require(request)
-        return new_tokens(runner, request)
+        runner.require_room(request)
+        return iterate_new_tokens(runner, request)
 
 
 def load_on_devices(
@@ -261,7 +261,7 @@ class XlaBatch:
     """
 
     def __init__(self, model: XlaModel, slots: int) -> None:
-        self.slots = slots
+        self.max_running = slots
         # The same size for fewer texts: XLA would compile another program for another size.
         self._rows = power_of_two(slots, 1)
         self._model = model
@@ -269,7 +269,7 @@ class XlaBatch:
         self._running: list[Continuation] = []
         self._cached: CachedBatch | None = None
 
-    def require(self, request: Request) -> None:
+    def require_room(self, request: Request) -> None:
         """
         Raises:
             RequestError: if the programs do not support the request, or it needs more positions
@@ -304,7 +304,7 @@ class XlaBatch:
         """
         if self._cached is None or not self._cached.running:
             self._running = []
-            while self._waiting and len(self._running) < self.slots:
+            while self._waiting and len(self._running) < self.max_running:
                 self._running.append(self._waiting.popleft())
             if not self._running:
                 return []

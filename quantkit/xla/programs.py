@@ -128,7 +128,7 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
         state: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array
     ) -> tuple[Cache, jax.Array]:
         return _run_shard(
-            model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, first=True
+            model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, is_prefill=True
         )
 
     return _spmd(prefill, mesh, inputs=4, outputs=2, donated=(1,))
@@ -165,7 +165,13 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
             # Each row has one token, whose logits are needed.
             last = jnp.zeros_like(tokens)
             cache, logits = _run_shard(
-                model, state, cache, tokens[:, None], rows.positions[:, None], last, first=False
+                model,
+                state,
+                cache,
+                tokens[:, None],
+                rows.positions[:, None],
+                last,
+                is_prefill=False,
             )
             # A sequence that has ended writes to the same position again, so that it does not
             # exceed the cache.
@@ -277,7 +283,7 @@ def _run_shard(
     positions: jax.Array,
     last: jax.Array,
     *,
-    first: bool,
+    is_prefill: bool,
 ) -> tuple[Cache, jax.Array]:
     """Run one device's decoder: returns the new cache, and the logits [B, V] of each row's token at
     index `last`, [B].
@@ -285,7 +291,7 @@ def _run_shard(
 
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
-        hidden = model.hidden(tokens, positions, cache, first=first)
+        hidden = model.hidden(tokens, positions, cache, is_prefill=is_prefill)
         new_keys = [layer.rows for layer in cache.keys]
         new_values = [layer.rows for layer in cache.values]
         # Only the last token of a prompt needs logits, which are the largest activations.

@@ -60,8 +60,8 @@ def decode_seconds(engine: Engine, kind: str, context: int) -> float:
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:
     """Read a prompt, a chunk at a time."""
-    for start in range(0, len(prompt), engine.chunk):
-        rows = range(start, min(start + engine.chunk, len(prompt)))
+    for start in range(0, len(prompt), engine.chunk_rows):
+        rows = range(start, min(start + engine.chunk_rows, len(prompt)))
         engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
 
 

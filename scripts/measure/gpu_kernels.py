@@ -217,7 +217,7 @@ def attention(results: gpu.Results, copied: float) -> None:
     """Of one token of Llama-3.1-8B's and Llama-2-7B's heads, next to torch's own over the
     bfloat16 cache.
     """
-    attend = TritonBackend().operations().cached_attention
+    attend = TritonBackend().offer_kernels().cached_attention
     assert attend is not None
     config = gpu.checkpoint("llama-2-7b", None, None, 1).config
     for kv_heads, length in itertools.product(

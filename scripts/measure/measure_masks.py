@@ -74,7 +74,7 @@ class Vocabulary:
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.vocab_size = [*tokens, b""], len(tokens) + 1
-        self.token_bytes = TokenBytes(self.tokens.__getitem__, bytewise=False)
+        self.token_bytes = TokenBytes(self.tokens.__getitem__, replaces_each_byte=False)
 
 
 def _object(**properties: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import pytest
 
 from quantkit.answers.calls import CallParser
 from quantkit.answers.form import AnswerForm, Parts
-from quantkit.answers.pieces import Parser, Plain
+from quantkit.answers.pieces import Parser, PlainParser
 from quantkit.answers.reasoning import ReasoningParser
-from quantkit.answers.syntaxes import SYNTAXES, syntax_of
+from quantkit.answers.syntaxes import SYNTAXES, recognize_syntax
 from quantkit.grammar.after_reasoning import Reasoning
 
 Calls = list[tuple[str, str]]
@@ -180,22 +180,22 @@ def test_long_arguments_take_linear_time() -> None:
 )
 def test_reasoning_comes_first(opened: bool, text: str, content: str, reasoning: str) -> None:
     for parts in parts_of(text):
-        assert read(ReasoningParser(Plain(), opened), parts) == (content, reasoning, [])
+        assert read(ReasoningParser(PlainParser(), opened), parts) == (content, reasoning, [])
 
 
 def test_calls_follow_reasoning_and_tokens_of_it_are_counted() -> None:
     form = AnswerForm("hermes", ("f",), reasoning=Reasoning(7, 8, opened=False))
     text = '<think>a <tool_call></think>\n<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>'
     for parts in parts_of(text):
-        assert read(form.parser(), parts) == ("", "a <tool_call>", [F])
-    assert [form.reasoning_tokens(one) for one in ([7, 1, 2, 8, 3], [1, 2], [7, 1], [])] == [
+        assert read(form.create_parser(), parts) == ("", "a <tool_call>", [F])
+    assert [form.count_reasoning_tokens(one) for one in ([7, 1, 2, 8, 3], [1, 2], [7, 1], [])] == [
         4,
         0,
         2,
         0,
     ]
     opened = AnswerForm(reasoning=Reasoning(7, 8, opened=True))
-    assert [opened.reasoning_tokens(one) for one in ([1, 8, 3], [1, 2])] == [2, 2]
+    assert [opened.count_reasoning_tokens(one) for one in ([1, 8, 3], [1, 2])] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -212,4 +212,4 @@ def test_calls_follow_reasoning_and_tokens_of_it_are_counted() -> None:
     ],
 )
 def test_the_syntax_is_that_of_the_template(template: str, tokens: list[str], name: Any) -> None:
-    assert syntax_of(template, dict.fromkeys(tokens, 1)) == name
+    assert recognize_syntax(template, dict.fromkeys(tokens, 1)) == name

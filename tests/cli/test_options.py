@@ -22,7 +22,7 @@ from quantkit.cli.quantize import may_need_gptq
 from quantkit.errors import RequestError
 from quantkit.evals.bench import bench
 from quantkit.evals.evaluate import evaluate
-from quantkit.model.device import float_type
+from quantkit.model.device import to_torch_dtype
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -151,7 +151,7 @@ def test_float_types_are_spelled_as_one_likes(spelled: str | torch.dtype, demo_m
 @pytest.mark.parametrize("spelled", ["fp8", "int8", "", torch.int8, 32])
 def test_another_float_type_is_refused(spelled: object) -> None:
     with raises(RequestError, found=repr(spelled)):
-        float_type(spelled)  # type: ignore[arg-type]
+        to_torch_dtype(spelled)  # type: ignore[arg-type]
 
 
 def test_a_size_of_a_file_has_a_unit_or_is_in_bytes() -> None:

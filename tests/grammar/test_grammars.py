@@ -23,7 +23,7 @@ SIZE = UNUSED + 1 + len(MORE)
 VOCAB_SIZE = SIZE + 5  # rows of the model that stand for no token
 
 
-class _Bytes:
+class _ByteDecoder:
     """A tokenizer of bytes, an end token, an unused special token, and a few longer tokens."""
 
     kind, vocab_size, bos_id = "bytes", SIZE, None
@@ -32,12 +32,12 @@ class _Bytes:
         found = [bytes([value]) for value in range(256)] + [b"</s>", b"", *MORE]
         self.bytes_of = [b"" if one and one in without else one for one in found]
         self.token_bytes: TokenBytes | None = TokenBytes(
-            lambda token: self.bytes_of[token], bytewise=False
+            lambda token: self.bytes_of[token], replaces_each_byte=False
         )
 
 
 def _grammars(tokenizer: Any = None) -> Grammars:
-    return Grammars(tokenizer or _Bytes(), VOCAB_SIZE, [END])
+    return Grammars(tokenizer or _ByteDecoder(), VOCAB_SIZE, [END])
 
 
 def _constraint(schema: Any, found: Grammars | None = None) -> Any:
@@ -118,7 +118,7 @@ def test_only_allowed_tokens_are_drawn_whatever_the_logits(
 
 def test_a_dead_end_is_an_error_and_the_tokens_from_there_on_are_placeholders() -> None:
     grammar = json_grammar(check_schema({"const": "x}y"}))
-    factory = _grammars(_Bytes(without=b"}")).constraint(grammar)
+    factory = _grammars(_ByteDecoder(without=b"}")).constraint(grammar)
     sampler = Sampler(SamplingParams(), [1], VOCAB_SIZE, torch.device("cpu"), constraint=factory)
     drawn = [int(sampler.draw(torch.zeros(1, VOCAB_SIZE))) for _ in range(4)]
     assert drawn == [ord('"'), ord("x"), 0, 0]
@@ -237,8 +237,8 @@ def test_what_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_a_model_lacks_is_an_error() -> None:
     with pytest.raises(RequestError, match="no end token"):
-        Grammars(_Bytes(), VOCAB_SIZE, []).constraint(json_grammar({}))  # type: ignore[arg-type]
-    tokenizer = _Bytes()
+        Grammars(_ByteDecoder(), VOCAB_SIZE, []).constraint(json_grammar({}))  # type: ignore[arg-type]
+    tokenizer = _ByteDecoder()
     tokenizer.token_bytes = None
     with pytest.raises(RequestError, match="bytes of the tokenizer's tokens are unknown"):
         _grammars(tokenizer).constraint(json_grammar({}))

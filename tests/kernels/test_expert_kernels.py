@@ -39,7 +39,7 @@ def _kernel(text: str, name: str) -> tuple[Backend, ExpertKernel]:
     backend = select_backend(
         QuantScheme.parse(text), CPU, torch.float32, torch.float32, list_allowed_backends(name)
     )
-    operations = backend.operations()
+    operations = backend.offer_kernels()
     assert operations is not None
     assert operations.experts is not None
     return backend, operations.experts

@@ -22,7 +22,7 @@ from quantkit.model import fused_blocks
 from quantkit.model.attention import attend_with_mask
 from quantkit.model.cache import KVCache
 from quantkit.model.fused_blocks import block_features
-from quantkit.model.linear import QuantLinear
+from quantkit.model.linear import QuantLinear, float_linear
 from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -58,7 +58,8 @@ def test_blocks_in_one_call_give_the_modules_logits(case: str, scheme: str, tmp_
     tokens = oracle.random_tokens(count, batch=2)
     assert model.ops.blocks is not None
     all_found = [
-        block_logits(model, tokens, steps, torch.float32, first=first) for first in (True, False)
+        block_logits(model, tokens, steps, torch.float32, is_prefill=is_prefill)
+        for is_prefill in (True, False)
     ]
     with torch.inference_mode():
         all_found.append(model(tokens, torch.arange(count)))
@@ -228,6 +229,8 @@ def test_operations_that_a_compiler_got_wrong_are_not_used(
     monkeypatch.setattr(cpu, "load_kernels", lambda: WrongBackend(kernels, wrong, share))
     model = load_model(tmp_path / "quantized", dtype=dtype)
     assert model.ops.blocks is None
+    # A failure of a later operation leaves this one as it is.
+    assert (model.ops.float_linear is float_linear) == (wrong == "float_linear")
     assert "torch" in caplog.text
     actual = block_logits(model, tokens, [4, 1, 1, 1, 2], dtype)
     assert (actual - expected).abs().max() < (

@@ -120,16 +120,16 @@ def _logits(
     steps: list[int],
     cached: torch.dtype = torch.float32,
     *,
-    first: bool = False,
+    is_prefill: bool = False,
 ) -> Tensor:
     """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves
-    if `first`.
+    if `is_prefill`.
     """
     cache, parts, start = KVCache(model.config, len(tokens), tokens.shape[1], cached, "cpu"), [], 0
     with torch.inference_mode():
         for count in steps:
             given = tokens[:, start : start + count], torch.arange(start, start + count), cache
-            parts.append(model.head(model.hidden(*given, first=first and start == 0)))
+            parts.append(model.head(model.hidden(*given, is_prefill=is_prefill and start == 0)))
             start += count
     return torch.cat(parts, dim=1)
 
@@ -142,7 +142,7 @@ STEPS = [5, 1, 1, 20, 1, 1, 3, 1]
 def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
     model, tokens = _model(**FEATURES[name]), oracle.random_tokens(33, batch=2)
     assert model.ops.blocks is not None
-    found = [_logits(model, tokens, STEPS, first=first) for first in (True, False)]
+    found = [_logits(model, tokens, STEPS, is_prefill=is_prefill) for is_prefill in (True, False)]
     with torch.inference_mode():
         found.append(model(tokens, torch.arange(33)))
     rounded = _logits(model, tokens, STEPS, torch.int8)

@@ -167,7 +167,7 @@ def test_the_example_has_what_real_weights_have(size: check._Size) -> None:
         assert weight.scale.abs().max() > 100 * weight.scale.abs().min() > 0, text
         assert rows % 16, text
         assert columns >= size.columns, text
-        if size.ragged:
+        if size.has_odd_columns:
             groups = weight.scale.shape[1]
             assert groups % 2 == 1, text
             if scheme.group_size is None:
@@ -178,7 +178,7 @@ def test_the_example_has_what_real_weights_have(size: check._Size) -> None:
             assert weight.zero.unique().numel() > 10, text
         if size in check.ON_GPUS:
             assert {2, 16, 128} <= set(size.tokens)
-            if not size.ragged:
+            if not size.has_odd_columns:
                 assert columns == 4096, text
             else:
                 assert columns % 128 or (scheme.group_size or 0) % 128 == 0, text

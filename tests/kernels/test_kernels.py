@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.kernels import dispatch
-from quantkit.kernels.backend import REFERENCE, Backend, Operations
+from quantkit.kernels.backend import REFERENCE, Backend, OfferedKernels
 from quantkit.kernels.dispatch import BACKENDS, list_allowed_backends, select_backend
 from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
@@ -292,14 +292,14 @@ def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class OnGpus(_Refusing):
-        def operations(self) -> Operations:
+        def offer_kernels(self) -> OfferedKernels:
             return offered
 
-    offered, device = Operations(), torch.device("meta")
+    offered, device = OfferedKernels(), torch.device("meta")
     monkeypatch.setattr(
         dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None))
     )
-    assert dispatch.operations_for_floats(device, torch.bfloat16) is offered
-    assert dispatch.operations_for_floats(CPU, torch.bfloat16) is None
+    assert dispatch.offer_kernels_for_floats(device, torch.bfloat16) is offered
+    assert dispatch.offer_kernels_for_floats(CPU, torch.bfloat16) is None
     monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), Backend()))
-    assert dispatch.operations_for_floats(device, torch.bfloat16) is None
+    assert dispatch.offer_kernels_for_floats(device, torch.bfloat16) is None

@@ -499,7 +499,7 @@ def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(
 def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
     cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention = TritonBackend().operations().cached_attention
+    attention = TritonBackend().offer_kernels().cached_attention
     assert attention is not None
     keys, values = (to_cached_rows(torch.zeros(1, 2, 300, 64), cached) for _ in range(2))
     operands = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), keys, values, torch.tensor([7])
@@ -512,7 +512,7 @@ def test_a_compiler_sees_that_attention_leaves_the_cache_alone(
 def test_a_compiler_stores_into_the_cache_without_copying_it(
     cached: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention = TritonBackend().operations().cached_attention
+    attention = TritonBackend().offer_kernels().cached_attention
     assert attention is not None
     config = replace(open_checkpoint(DEMO_MODEL).config, num_kv_heads=2, head_dim=64)
     cache = KVCache(config, 1, 300, cached, "cpu")
@@ -590,7 +590,7 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
                 positions=positions,
                 slots=None,
                 query_scale=None,
-                first=False,
+                is_prefill=False,
                 angles=[(angle, angle)] * 2,
                 cached=cached,
             ),
@@ -626,7 +626,7 @@ def test_a_step_from_token_to_token_stores_into_the_cache_without_copying_it(
 ) -> None:
     model, attention = (
         load_model(DEMO_MODEL, dtype=torch.bfloat16),
-        TritonBackend().operations().cached_attention,
+        TritonBackend().offer_kernels().cached_attention,
     )
     assert attention is not None
     model.model.layers = model.model.layers[:1]

@@ -18,12 +18,12 @@ from triton_quick import quicken
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import OfferedKernels
 from quantkit.kernels.triton_attention import attend_to_cache, choose_tile, count_spans
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.model.attention import Scores, attend_with_mask
+from quantkit.model.attention import ScoreSettings, attend_with_mask
 from quantkit.model.linear import float_linear
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
@@ -153,11 +153,13 @@ def test_attention_is_right_for_every_dtype(dtype: torch.dtype, cached: torch.dt
 
 
 SCORES = {
-    "scaled": Scores(0.3),
-    "capped": Scores(0.2, 5.0),
-    "capped by little": Scores(None, 50.0),
-    "with sinks": Scores(0.1, None, torch.linspace(-4, 6, 6)),
-    "capped, with sinks": Scores(0.2, 2.5, torch.tensor([0.0, 3.0, -50.0, 50.0, -torch.inf, 1.0])),
+    "scaled": ScoreSettings(0.3),
+    "capped": ScoreSettings(0.2, 5.0),
+    "capped by little": ScoreSettings(None, 50.0),
+    "with sinks": ScoreSettings(0.1, None, torch.linspace(-4, 6, 6)),
+    "capped, with sinks": ScoreSettings(
+        0.2, 2.5, torch.tensor([0.0, 3.0, -50.0, 50.0, -torch.inf, 1.0])
+    ),
 }
 
 
@@ -282,7 +284,7 @@ def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
 
 
 def test_attention_compiles_into_one_graph() -> None:
-    attention = TritonBackend().operations().cached_attention
+    attention = TritonBackend().offer_kernels().cached_attention
     assert attention is not None
     operands = _operands("one token", torch.bfloat16, torch.bfloat16)
     compiled = torch.compile(
@@ -372,11 +374,11 @@ def test_attention_that_is_wrong_is_found_out_at_load(
             positions + (keys.scales is not None),
             slots,
             window,
-            Scores(*scores),
+            ScoreSettings(*scores),
         )
 
     monkeypatch.setattr(
-        TritonBackend, "operations", lambda self: Operations(cached_attention=wrong)
+        TritonBackend, "offer_kernels", lambda self: OfferedKernels(cached_attention=wrong)
     )
     with caplog.at_level(logging.WARNING):
         model = load_model(quantized, device=DEVICE, dtype=torch.float32, backend="triton")

@@ -35,7 +35,7 @@ from quantkit.model.attention import attend_with_mask, make_cached_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder, Step
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
-from quantkit.model.load import fill, meta_init
+from quantkit.model.load import fill_parameters, meta_init
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -120,7 +120,7 @@ def _model(text: str, dtype: torch.dtype, **features: Any) -> Decoder:
     schemes = Recipe(QuantScheme.parse(text)).assign(linear_columns(config))
     with meta_init():
         model = Decoder(config)
-    fill(
+    fill_parameters(
         model,
         RandomWeights(Path("random"), config, schemes),
         "",
@@ -164,7 +164,7 @@ def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Ten
             for block in model.model.layers:
                 expected = block(expected, step)
             given.append(
-                (x, blocks(x.clone(), positions, angles, own, places, first=False), expected)
+                (x, blocks(x.clone(), positions, angles, own, places, is_prefill=False), expected)
             )
     for found, right in zip(
         (*own.keys, *own.values), (*modules.keys, *modules.values), strict=True
@@ -221,7 +221,7 @@ def test_a_block_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = torch.arange(2, device=DEVICE)
     x = torch.randn(1, 2, 96).to(DEVICE, torch.float16)
     with torch.inference_mode():
-        _blocks(model)(x, positions, model.rotary(positions), _cache(model), first=True)
+        _blocks(model)(x, positions, model.rotary(positions), _cache(model), is_prefill=True)
     block = ["project_heads", "attend_and_join", "add_product", "gate_product", "add_product"]
     assert launched == ["weigh_states", *block, *block]
 
@@ -233,7 +233,7 @@ def test_blocks_compile_into_one_graph_in_any_mode() -> None:
     x, positions = torch.randn(1, 2, 96).to(DEVICE, torch.float16), torch.arange(2, device=DEVICE)
 
     def step(x: Tensor, cache: KVCache) -> Tensor:
-        return blocks(x, positions, model.rotary(positions), cache, first=True) + 1
+        return blocks(x, positions, model.rotary(positions), cache, is_prefill=True) + 1
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -306,7 +306,7 @@ def test_large_states_and_norms_stay_within_float16() -> None:
     x = torch.randn(1, 2, 96).to(DEVICE, torch.float16) * 9000
     angles = model.rotary(positions)
     with torch.inference_mode():
-        found = _blocks(model)(x.clone(), positions, angles, _cache(model), first=True)
+        found = _blocks(model)(x.clone(), positions, angles, _cache(model), is_prefill=True)
         step = Step(
             angles,
             make_cached_attention(_cache(model), positions, model.config.windows, attend_with_mask),
@@ -366,6 +366,6 @@ def test_a_model_says_the_same_through_blocks_and_modules(monkeypatch: pytest.Mo
 
 
 def test_a_setting_chooses_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TritonBackend().operations().block is not None
+    assert TritonBackend().offer_kernels().block is not None
     monkeypatch.setenv("QUANTKIT_BLOCKS", "0")
-    assert TritonBackend().operations().block is None
+    assert TritonBackend().offer_kernels().block is None

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _given(mixture: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    kernel = TritonBackend().operations().experts
+    kernel = TritonBackend().offer_kernels().experts
     assert kernel is not None
     gate_up, down = mixture.stacked(TritonBackend(), kernel, DEVICE)
     given = kernel.run(
@@ -113,7 +113,7 @@ def test_tiles_grow_with_the_places_of_an_expert() -> None:
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_compiler_sees_one_graph(tokens: int) -> None:
     mixture = Mixture.random("int4-g32", count=4, hidden=64, size=32)
-    kernel = TritonBackend().operations().experts
+    kernel = TritonBackend().offer_kernels().experts
     assert kernel is not None
     gate_up, down = mixture.stacked(TritonBackend(), kernel, DEVICE)
     x, (weights, chosen) = torch.randn(tokens, 64), mixture.choices(tokens, 2)
@@ -129,7 +129,7 @@ def test_a_compiler_sees_one_graph(tokens: int) -> None:
 
 def test_the_operator_passes_torchs_own_checks() -> None:
     mixture = Mixture.random("int4-g32-asym", count=3, hidden=64, size=32)
-    kernel = TritonBackend().operations().experts
+    kernel = TritonBackend().offer_kernels().experts
     assert kernel is not None
     gate_up, _ = mixture.stacked(TritonBackend(), kernel, DEVICE)
     prepared = gate_up.prepared

@@ -326,7 +326,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 def test_operators_that_write_to_arguments_are_given_all_of_them() -> None:
     """torch 2.11 does not find an argument that is written to and left to its default."""
-    TritonBackend().operations()  # registers them
+    TritonBackend().offer_kernels()  # registers them
     operators = torch.ops.quantkit_triton
     schemas = [getattr(operators, name).default._schema for name in ("linear", *WRITERS)]
     assert all(schema.is_mutable for schema in schemas)

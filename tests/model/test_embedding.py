@@ -183,7 +183,7 @@ def test_kernels_give_back_the_rows_that_they_packed() -> None:
         served = 0
         for backend in BACKENDS:
             if backend.explain_unsupported(scheme, torch.device("cpu"), torch.float32) is None:
-                rows = backend.rows(backend.prepare(weight), scheme, columns, index)
+                rows = backend.dequantize_rows(backend.prepare(weight), scheme, columns, index)
                 case = scheme, scale_dtype, backend.name
                 assert torch.equal(rows, weight.dequantize()[index]), case
                 served += 1
@@ -203,7 +203,7 @@ def test_rows_that_a_kernel_gets_wrong_are_kept_twice(
     folders: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = type(BACKENDS[-1])
-    monkeypatch.setattr(backend, "rows", lambda *_: torch.zeros(64, 64))
+    monkeypatch.setattr(backend, "dequantize_rows", lambda *_: torch.zeros(64, 64))
     with caplog.at_level(logging.WARNING):
         model = load_model(
             folders / "tied-int8", device="cpu", dtype=torch.float32, backend="reference"

@@ -98,7 +98,7 @@ def test_sequences_next_to_each_other_are_as_with_transformers(
             "quantkit.runtime.engine._compile", lambda step, device: step
         )  # what is padded, as it is
     engine = Engine(model, 140, slots=3, compiled=compiled)
-    monkeypatch.setattr(engine, "chunk", 16)
+    monkeypatch.setattr(engine, "chunk_rows", 16)
     found = together(engine, [Request(prompt, 25) for prompt in _prompts()])
     assert [one.token_ids for one in found] == [
         _generated(theirs, prompt, 25) for prompt in _prompts()
@@ -214,12 +214,14 @@ def test_a_conversation_goes_on_past_it(
 
 def test_prompts_on_two_sides_of_it_share_nothing() -> None:
     text = list(range(60))
-    table = SlotTable(2, 16, any_prefix=True, windows=False, unscaled=SWITCH, switches=True)
-    table.hold(table.take(text[:30]), text[:30], 30)
-    table.hold(table.take(text[:50]), text[:50], 50)
+    table = SlotTable(
+        2, 16, any_prefix=True, windows=False, max_unscaled_length=SWITCH, switches_once=True
+    )
+    table.record_contents(table.take(text[:30]), text[:30], 30)
+    table.record_contents(table.take(text[:50]), text[:50], 50)
     assert table.find_longest_prefix(text[:35]) == (0, 30)
     assert table.find_longest_prefix(text) == (1, 50)
-    table.hold(0, text[:10], 10)
+    table.record_contents(0, text[:10], 10)
     assert table.find_longest_prefix(text[:45]) == (1, 44)
     assert table.find_longest_prefix(text[:40]) == (0, 10)
 

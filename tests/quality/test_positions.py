@@ -29,7 +29,7 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.output.writer import Writer
 from quantkit.model import attention
-from quantkit.model.attention import Scores, make_causal_attention
+from quantkit.model.attention import ScoreSettings, make_causal_attention
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare
 from quantkit.quality.position_divergence import divergence_by_position
@@ -128,10 +128,11 @@ def test_a_rise_is_reported_where_the_errors_bear_it(last: float, reported: str)
 
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize(
-    "scores", [Scores(), Scores(softcap=3.0, scale=0.3), Scores(sinks=torch.ones(4))]
+    "scores",
+    [ScoreSettings(), ScoreSettings(softcap=3.0, scale=0.3), ScoreSettings(sinks=torch.ones(4))],
 )
 def test_pieces_of_attention_are_the_whole(
-    window: int | None, scores: Scores, monkeypatch: pytest.MonkeyPatch
+    window: int | None, scores: ScoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries, (keys, values) = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 2, 150, 16)
     positions = torch.arange(150) * 3  # which only have to rise

@@ -225,7 +225,7 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     lengths = (100, 5, 49) if compiled else (100, 5, 55, 108, 1, 49)
     requests = [Request(prompt, 20, logprobs=2) for prompt in random_prompts(lengths)]
     engine = Engine(model, 128, slots=4, compiled=compiled)
-    monkeypatch.setattr(engine, "chunk", 48)
+    monkeypatch.setattr(engine, "chunk_rows", 48)
     for one in together(engine, requests):
         tokens, reported = _as_transformers(theirs, requests[one.prompt])
         assert one.logprobs is not None
@@ -274,7 +274,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     """Which says how much it compiles. Compiled sequences are themselves but for ties."""
     model = batch_model(folders / "llama-int8", backend)
     engine = Engine(model, 100, slots=3, compiled=True)
-    monkeypatch.setattr(engine, "chunk", 16)
+    monkeypatch.setattr(engine, "chunk_rows", 16)
     before = graphs()
     assert engine.warm_up() == graphs() - before == 5
     requests = [
@@ -337,8 +337,8 @@ def test_a_short_prompt_waits_for_no_long_one(
     while not short.tokens:
         scheduler.step()
     assert len(rows) <= 3
-    assert max(rows) <= engine.chunk + 9
-    assert long.stored < len(long.text)
+    assert max(rows) <= engine.chunk_rows + 9
+    assert long.num_stored < len(long.tokens_to_read)
     assert [len(one.tokens) for one in running] == [count + 1 + len(rows) for count in drawn]
 
 
@@ -349,7 +349,7 @@ def test_long_prompts_take_turns(folders: Path) -> None:
     first, second = (scheduler.add(Request([token] * 1400, 2))[0] for token in (5, 6))
     for _ in range(4):
         scheduler.step()
-    assert first.stored == second.stored == 480
+    assert first.num_stored == second.num_stored == 480
 
 
 # Requests that come and go
@@ -366,7 +366,7 @@ def test_requests_that_come_and_go_as_they_like(
     texts = random_prompts((200, 200))
     cached = chance.choice([None, torch.int8])
     engine = Engine(model, 260, slots=chance.choice([1, 2, 5]), cache_dtype=cached)
-    monkeypatch.setattr(engine, "chunk", chance.choice([32, 48, 240]))
+    monkeypatch.setattr(engine, "chunk_rows", chance.choice([32, 48, 240]))
     scheduler = Scheduler(engine)
     left = [_any_request(chance, texts) for _ in range(14)]
     requests, begun = list(left), []
@@ -379,7 +379,7 @@ def test_requests_that_come_and_go_as_they_like(
                 scheduler.end(one)
     for request, several in zip(requests, begun, strict=True):
         own = Engine(model, 260, cache_dtype=cached)
-        monkeypatch.setattr(own, "chunk", engine.chunk)
+        monkeypatch.setattr(own, "chunk_rows", engine.chunk_rows)
         for one, right in zip(several, together(own, [request]), strict=True):
             count = len(one.tokens)
             echoed = len(request.prompt) if request.echo else 0
@@ -551,7 +551,7 @@ def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
         ),
     ) as refused:
         Engine(model, 400, slots=10**9)
-    assert "batch_size" in str(refused.value)
+    assert "fewer sequences" in str(refused.value)
     with pytest.raises(RequestError, match="does not fit in memory") as refused:
         quantkit.generate_batch(
             model, [[3] * 100] * 60, n=4096, batch_size=10**8, max_new_tokens=390

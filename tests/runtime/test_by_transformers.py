@@ -17,7 +17,7 @@ from command import Capture, run
 
 import quantkit
 from quantkit.cli.generate_args import GenerateArgs
-from quantkit.cli.prompts import show
+from quantkit.cli.prompts import show_continuation
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.jobs.inference.load import load_by_transformers
 from quantkit.runtime import by_transformers
@@ -155,7 +155,7 @@ def test_several_processes_are_refused(hybrid: Path) -> None:
     with pytest.raises(
         RequestError, match="several processes cannot share a model that transformers runs"
     ):
-        show(GenerateArgs(hybrid, PROMPT, backend="transformers"), group)
+        show_continuation(GenerateArgs(hybrid, PROMPT, backend="transformers"), group)
 
 
 def test_what_does_not_fit_in_memory_is_refused(

@@ -37,7 +37,7 @@ from quantkit.runtime.captured import (
     DECODE_SETTING,
     EagerRecorder,
     GraphRecorder,
-    decode_kind,
+    choose_decode_kind,
     greedy_step,
 )
 from quantkit.runtime.engine import Engine, bucket
@@ -297,14 +297,22 @@ def test_a_step_that_is_broken_off_spoils_nothing(
 def test_the_setting_says_how(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.delenv(DECODE_SETTING, raising=False)
-    assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, True)] == [
+    assert [
+        choose_decode_kind(readme, True),
+        choose_decode_kind(readme, False),
+        choose_decode_kind(cpu, True),
+    ] == [
         "compiled",
         "steps",
         "steps",
     ]
     for kind in ("compiled", "eager", "steps"):
         monkeypatch.setenv(DECODE_SETTING, kind)
-        assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, False)] == [
+        assert [
+            choose_decode_kind(readme, True),
+            choose_decode_kind(readme, False),
+            choose_decode_kind(cpu, False),
+        ] == [
             kind,
             "steps",
             kind,

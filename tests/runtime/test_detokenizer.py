@@ -177,7 +177,7 @@ def test_new_tokens_read_as_by_themselves_wherever_a_prompt_is_cut(
             stop = text[start : start + data.draw(st.integers(1, 6))]
             ended = Detokenizer(tokenizer, prompt, [stop])
             assert "".join(map(ended.add, new)) + ended.close() == text[: text.find(stop)]
-            assert ended.stopped == stop
+            assert ended.found_stop == stop
 
     hold()
 

@@ -19,7 +19,7 @@ from quantkit.runtime.sampling import (
     Sampler,
     adjust_logits,
     compute_probabilities,
-    generator_of,
+    create_generator,
     sample,
 )
 from quantkit.runtime.sampling_params import OPTIONS, Option, SamplingParams
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _frequencies(params: SamplingParams, logits: Tensor, draws: int = 20000) -> Tensor:
-    generator = generator_of(params, torch.device("cpu"))
+    generator = create_generator(params, torch.device("cpu"))
     tokens = sample(logits.expand(draws, -1), params, generator)
     assert tokens.shape == (draws, 1)
     return tokens.flatten().bincount(minlength=logits.shape[-1]) / draws

@@ -22,7 +22,12 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Scheduler
-from quantkit.runtime.slots import SlotContents, SlotTable, bitwise_reusable_prefix, common_prefix
+from quantkit.runtime.slots import (
+    SlotContents,
+    SlotTable,
+    bitwise_reusable_prefix,
+    count_common_prefix,
+)
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -77,12 +82,12 @@ def _require_bits(
     """
     length = max(map(len, prompts)) + 3
     engine = Engine(model, length, slots=slots, cache_dtype=cached)
-    monkeypatch.setattr(engine, "chunk", chunk)
+    monkeypatch.setattr(engine, "chunk_rows", chunk)
     scheduler = Scheduler(engine)
     for prompt in prompts:
         found = _run(scheduler, Request(prompt, 3, logprobs=2))
         own = Engine(model, length, cache_dtype=cached)
-        monkeypatch.setattr(own, "chunk", chunk)
+        monkeypatch.setattr(own, "chunk_rows", chunk)
         right = _run(Scheduler(own), Request(prompt, 3, logprobs=2))
         assert (found.tokens, found.logprobs) == (right.tokens, right.logprobs)
         stored = len(prompt) + 2
@@ -215,11 +220,11 @@ def test_where_positions_are_stretched_a_prompt_has_the_same_bits_next_to_others
 
 
 def test_what_two_begin_with() -> None:
-    assert common_prefix([1, 2, 3], SlotContents()) == 0
+    assert count_common_prefix([1, 2, 3], SlotContents()) == 0
     assert (
-        common_prefix([1, 2, 3], SlotContents([1, 2, 3, 4])) == 2
+        count_common_prefix([1, 2, 3], SlotContents([1, 2, 3, 4])) == 2
     )  # the last is read for its logits
-    assert common_prefix([1, 2, 3, 4], SlotContents([1, 2, 9])) == 2
+    assert count_common_prefix([1, 2, 3, 4], SlotContents([1, 2, 9])) == 2
 
 
 def test_what_has_the_same_bits() -> None:
@@ -243,9 +248,9 @@ def test_slots_are_taken_by_what_they_hold_and_then_in_turn() -> None:
     table = SlotTable(3, 16, any_prefix=True, windows=False)
     slots = [table.take([number] * 5) for number in range(3)]
     assert slots == [0, 1, 2]
-    assert not table.free
+    assert not table.has_free_slot
     for slot in slots:
-        table.hold(slot, [slot] * 5, 5)
+        table.record_contents(slot, [slot] * 5, 5)
     for slot in (1, 0):
         table.release(slot, [9])
     assert table.take([0, 0, 0, 0, 0, 9, 4]) == 0
@@ -259,7 +264,7 @@ def test_a_prompt_with_the_same_beginning_leaves_a_slot_to_who_goes_on_there() -
     table = SlotTable(3, 16, any_prefix=True, windows=False)
     conversation = list(range(100))
     slot = table.take(conversation)
-    table.hold(slot, conversation, 100)
+    table.record_contents(slot, conversation, 100)
     table.release(slot)
     other = table.take([*conversation[:40], 7, 7])
     assert other != slot
@@ -272,7 +277,7 @@ def test_slots_beyond_those_that_run_hold_prompts_that_come_again(folders: Path)
     prompts = oracle.random_tokens(120, batch=3).tolist()
     for slots, expected in ((1, 0), (3, 3 * 119)):
         scheduler = Scheduler(Engine(model, 130, slots=slots), max_running=1)
-        assert scheduler.slots == 1
+        assert scheduler.max_running == 1
         for prompt in prompts:
             _run(scheduler, Request(prompt, 2))
         assert scheduler.num_reused_tokens == 0

@@ -280,7 +280,7 @@ def test_a_step_that_waited_for_something_else_counts_little() -> None:
     for _ in range(50):
         times.add(2, 0.01)
     times.add(2, 30.0)
-    seconds, _ = times.of(2) or (0.0, 0.0)
+    seconds, _ = times.estimate(2) or (0.0, 0.0)
     assert seconds < 0.02
 
 

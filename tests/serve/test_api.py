@@ -229,7 +229,12 @@ def test_the_rest_of_the_api(client: OpenAI, address: str, loaded: tuple[Any, An
             404,
             "the model 'gpt' is not served here; 'demo' is",
         ),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 600}, 400, "exceed the model's context"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "max_tokens": 600},
+            400,
+            "exceed the length of a sequence",
+        ),
         ("/v1/completions", {"prompt": "x", "n": 5000}, 400, "n is out of range"),
         (
             "/v1/completions",

@@ -310,8 +310,8 @@ def _application(builder: Any, api_key: str | None = None) -> Any:
         tokenizer=SimpleNamespace(special_tokens=None),
         builders={"/v1/completions": builder},
         grammars=None,
-        body_bytes=1 << 20,
-        body_seconds=60.0,
+        max_body_bytes=1 << 20,
+        max_body_seconds=60.0,
     )
     return application(served, api_key=api_key, hosts=None, max_requests=100)
 

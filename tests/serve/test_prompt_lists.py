@@ -114,7 +114,7 @@ def test_prompts_are_scored_with_echo(client: OpenAI, ids: list[list[int]], mode
         (["a", "b", 5], "prompt 2: 'prompt' is of the wrong type"),
         (["a", ["b"]], "prompt 1: 'prompt' is of the wrong type"),
         ([True], "'prompt' is of the wrong type"),
-        (["a", "x " * 600], "prompt 1: prompt and new tokens exceed the model's context"),
+        (["a", "x " * 600], "prompt 1: prompt and new tokens exceed the length of a"),
         (["a"] * 1025, "'prompt' has too many prompts (found 1025, expected at most 1024)"),
         ([], "the prompt is empty"),
     ],

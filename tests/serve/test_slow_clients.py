@@ -30,11 +30,13 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @contextmanager
-def impatient_server(model: Path, *options: str | Path, body_seconds: float = 1.0) -> Iterator[str]:
+def impatient_server(
+    model: Path, *options: str | Path, max_body_seconds: float = 1.0
+) -> Iterator[str]:
     """Start a server whose time limits for clients are short, and return its address."""
     program = (
         "import quantkit.cli.entry as cli, quantkit.serve.server as server;server._HEADER_SECONDS"
-        f" = 1.0; server._WRITE_SECONDS = 1.0;server._BODY_SECONDS = {body_seconds};import"
+        f" = 1.0; server._WRITE_SECONDS = 1.0;server._BODY_SECONDS = {max_body_seconds};import"
         " quantkit.serve.connection as connection; connection._SLOWEST_READER = 1 << 30;"
         " cli.main()"
     )
@@ -244,7 +246,7 @@ def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) 
     """There are more of them than the server takes at a time, which are 18 here."""
     log = tmp_path / "requests.jsonl"
     options = ["--slots", "1", "--waiting", "0", "--context", "64", "--log", log]
-    with impatient_server(model, *options, body_seconds=600) as address, ExitStack() as stack:
+    with impatient_server(model, *options, max_body_seconds=600) as address, ExitStack() as stack:
         for number in range(30):
             client = stack.enter_context(connect(address))
             client.sendall(request_bytes({"prompt": "x"}, X_Request_Id=f"unsent-{number}")[:-3])

@@ -22,7 +22,7 @@ WITHOUT_END = SamplingParams(logit_bias={2: -100.0})
 @pytest.fixture
 def worker(demo_model: Path) -> Any:
     model, tokenizer = quantkit.load(demo_model, backend="cpu-exact")
-    found = Worker(Engine(model, 128, slots=2), tokenizer, most_jobs=3)
+    found = Worker(Engine(model, 128, slots=2), tokenizer, max_jobs=3)
     yield found
     found.stop()
 
@@ -60,7 +60,7 @@ def test_a_step_that_fails_ends_all_that_run_and_no_others(
     second: queue.Queue[Delta | QuantkitError] = queue.Queue()
     assert worker.submit([Request([1, 5], 4)], (), second.put) is not None
     assert len(_all(second)) == 4
-    assert worker.jobs == 0
+    assert worker.num_jobs == 0
     assert first.empty()
 
 
@@ -80,16 +80,16 @@ def test_what_is_too_many_is_refused_and_what_is_cancelled_is_not_delivered(work
 
 
 def test_a_request_that_takes_too_long_ends_and_others_go_on(worker: Worker) -> None:
-    worker._seconds = 0.0
+    worker._time_limit = 0.0
     arrived: queue.Queue[Delta | QuantkitError] = queue.Queue()
     assert worker.submit([Request([1, 5], 120, WITHOUT_END)], (), arrived.put) is not None
     found = arrived.get(timeout=60)
     assert isinstance(found, TimeLimitError)
     assert "took more than 0 seconds" in str(found)
-    worker._seconds = 60.0
+    worker._time_limit = 60.0
     assert worker.submit([Request([1, 5], 4, WITHOUT_END)], (), arrived.put) is not None
     assert len(_all(arrived)) == 4
-    assert worker.jobs == 0
+    assert worker.num_jobs == 0
 
 
 def test_a_worker_that_stops_leaves_no_one_waiting(worker: Worker) -> None:

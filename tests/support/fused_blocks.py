@@ -12,16 +12,26 @@ from quantkit.model.decoder import Decoder
 
 
 def block_logits(
-    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
+    model: Decoder,
+    tokens: Tensor,
+    steps: list[int],
+    dtype: torch.dtype,
+    *,
+    is_prefill: bool = False,
 ) -> Tensor:
     """Logits [B, T, V], so many tokens at a time through the cache, the first among themselves
-    if `first`.
+    if `is_prefill`.
     """
-    return model.head(hidden_states(model, tokens, steps, dtype, first=first))
+    return model.head(hidden_states(model, tokens, steps, dtype, is_prefill=is_prefill))
 
 
 def hidden_states(
-    model: Decoder, tokens: Tensor, steps: list[int], dtype: torch.dtype, *, first: bool = False
+    model: Decoder,
+    tokens: Tensor,
+    steps: list[int],
+    dtype: torch.dtype,
+    *,
+    is_prefill: bool = False,
 ) -> Tensor:
     """The hidden states [B, T, D] of which they are."""
     cache = KVCache(model.config, len(tokens), tokens.shape[1] + 3, dtype, "cpu")
@@ -29,9 +39,9 @@ def hidden_states(
     with torch.inference_mode():
         for count in steps:
             positions = torch.arange(start, start + count)
-            own = first and start == 0
+            own = is_prefill and start == 0
             parts.append(
-                model.hidden(tokens[:, start : start + count], positions, cache, first=own)
+                model.hidden(tokens[:, start : start + count], positions, cache, is_prefill=own)
             )
             start += count
     return torch.cat(parts, dim=1)

@@ -16,7 +16,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.dispatch import list_allowed_backends
 from quantkit.model.decoder import Decoder
-from quantkit.model.load import fill, meta_init
+from quantkit.model.load import fill_parameters, meta_init
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ def ours(source: Path | Checkpoint) -> Decoder:
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     with meta_init():
         model = Decoder(checkpoint.config)
-    fill(
+    fill_parameters(
         model,
         checkpoint,
         "",

@@ -94,7 +94,9 @@ def stepwise(model: Decoder) -> tuple[list[torch.Tensor], list[int]]:
     """Logits of the prompt and of each of a chunk's likeliest tokens, and these tokens."""
     cache = KVCache(model.config, 1, CAPACITY, torch.float32, "cpu")
     positions = torch.arange(len(PROMPT))
-    logits = [model.head(model.hidden(torch.tensor([PROMPT]), positions, cache, first=True)[:, -1])]
+    logits = [
+        model.head(model.hidden(torch.tensor([PROMPT]), positions, cache, is_prefill=True)[:, -1])
+    ]
     tokens: list[int] = []
     for index in range(CHUNK):
         tokens.append(int(logits[-1].argmax()))

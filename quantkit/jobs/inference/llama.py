@@ -26,7 +26,7 @@ from quantkit.formats.folder import require_rows
 from quantkit.jobs.inference.load import open_runnable_checkpoint
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
-from quantkit.model.device import float_type
+from quantkit.model.device import to_torch_dtype
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
@@ -135,7 +135,7 @@ class Llama:
         length = as_integer("max_seq_len", max_seq_len)
         slots = as_integer("max_batch_size", max_batch_size)
         seed = as_seed("seed", seed)
-        float_dtype = float_type(dtype)
+        float_dtype = to_torch_dtype(dtype)
         require_flags(allow_slow=allow_slow)
         if backend is not None:
             require_backend(as_string("backend", backend))

@@ -18,7 +18,7 @@ from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import float_type
+from quantkit.model.device import to_torch_dtype
 from quantkit.model.load import load_model
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
@@ -63,14 +63,16 @@ def load(
         dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is
             the checkpoint's own.
         backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or
-            ``reference``; None chooses the fastest that serves them, except ``reference``, which is
-            slow.
+            ``reference``; None chooses the first of these that supports a layer, except
+            ``reference``, which is slow. ``cpu-fast`` is faster than ``cpu-exact``, but less
+            exact.
         allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of
             failing.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``,
             ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf``.
-        tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls
-            this, and then the model in the same way.
+        tp: the processes that share the model, from
+            `quantkit.distributed.group.join_until_exit`; each calls this, and then the model in the
+            same way.
         progress: called for each tensor; None reports nothing.
 
     Returns:
@@ -92,23 +94,54 @@ def load(
     require_flags(allow_slow=allow_slow)
     if backend is not None:
         require_backend(as_string("backend", backend))
-    path = as_path("path", path)
-    progress = skip_repeated_reports(progress)
-    float_dtype = float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
-    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
-    # A tokenizer that does not go with the embedding is found before weights are read.
-    tokenizer, _ = load_checked_tokenizer(checkpoint)
-    model = load_model(
+    checkpoint, tokenizer = open_with_tokenizer(as_path("path", path), weights, dtype)
+    model = load_opened(
         checkpoint,
         device=device,
-        dtype=float_dtype,
+        dtype=dtype,
+        backend=backend,
+        allow_slow=allow_slow,
+        tp=tp,
+        progress=progress,
+    )
+    return model, tokenizer
+
+
+def open_with_tokenizer(
+    path: Path, weights: WeightKind | None, dtype: FloatName | torch.dtype | None
+) -> tuple[Checkpoint, Tokenizer]:
+    """Open a checkpoint that a decoder here runs, and its tokenizer, before any weight is read.
+
+    Raises the errors of `open_runnable_checkpoint`, `CheckpointError` if there is no tokenizer or
+    it does not go with the embedding, and `RequestError` for an unknown float type.
+    """
+    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
+    tokenizer, _ = load_checked_tokenizer(checkpoint)
+    # None if the folder has no tokenizer: loading it again raises the error that says so.
+    return checkpoint, tokenizer or load_tokenizer(path)
+
+
+def load_opened(
+    checkpoint: Checkpoint,
+    *,
+    device: str | torch.device | None = None,
+    dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | None = None,
+    allow_slow: bool = False,
+    tp: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load the weights of an open checkpoint; arguments and errors as of `load`."""
+    return load_model(
+        checkpoint,
+        device=device,
+        dtype=to_torch_dtype(dtype),
         backend=backend,
         allow_slow=allow_slow,
         group=tp,
-        progress=progress,
+        progress=skip_repeated_reports(progress),
     )
-    return model, tokenizer or load_tokenizer(path)
 
 
 def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
@@ -155,19 +188,21 @@ def load_xla(
     require_flags(multi_host=multi_host)
     path = as_path("path", path)
     progress = skip_repeated_reports(progress)
-    float_dtype = float_type(dtype)
     if devices is not None:
         devices = as_integer("devices", devices)
     # Before the import, which would fail without JAX and not say how to install it.
     require_packages()
     from quantkit.xla.engine import load_on_devices
 
-    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
-    tokenizer, _ = load_checked_tokenizer(checkpoint)
+    checkpoint, tokenizer = open_with_tokenizer(path, weights, dtype)
     model = load_on_devices(
-        checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress
+        checkpoint,
+        devices=devices,
+        dtype=to_torch_dtype(dtype),
+        multi_host=multi_host,
+        progress=progress,
     )
-    return model, tokenizer or load_tokenizer(path)
+    return model, tokenizer
 
 
 def load_by_transformers(

@@ -47,7 +47,7 @@ from quantkit.errors import RequestError
 from quantkit.openai.batch import BatchRequest, is_batch_line, parse_batch_line
 from quantkit.openai.response_format import parse_response_format
 from quantkit.prompts.builder import PromptBuilder
-from quantkit.prompts.errors import name_argument_in_errors, report_errors_at
+from quantkit.prompts.errors import name_argument_in_errors, restate_errors
 from quantkit.prompts.options import OPTIONS
 from quantkit.prompts.prompt import Prompt, PromptFields, PromptKind
 from quantkit.runtime.request import BEAM_SEARCH, create_beam_search_error
@@ -114,7 +114,7 @@ def read_prompts(content: bytes, name: str, builder: PromptBuilder, model: str) 
         if not is_batch_line(values):
             lines.append(_read_line(values, place, builder))
             continue
-        with report_errors_at(place):
+        with restate_errors(place):
             batch = parse_batch_line(values)
             # Callers find an answer by its `custom_id`.
             first_number = line_numbers.setdefault(batch.custom_id, number)
@@ -127,7 +127,7 @@ def read_prompts(content: bytes, name: str, builder: PromptBuilder, model: str) 
             other_models.add(str(batch.request.model))
         if batch.request.is_chat:
             builder.load_chat_format()
-        with report_errors_at(place):
+        with restate_errors(place):
             prompts = batch.request.build_prompts(builder)
         lines.append(PromptLine(prompts, batch=batch))
     # No error: files made for another name of the same model can be used as they are.
@@ -145,12 +145,12 @@ def _read_line(values: Mapping[str, Any], place: str, builder: PromptBuilder) ->
     """Read a line that is not in OpenAI's format; `place` is the file and the line."""
     # Null is the same as absent, but the key has to be a known one.
     line_values = {key: value for key, value in values.items() if value is not None}
-    with report_errors_at(place):
+    with restate_errors(place):
         _require_known(values)
         kind = _find_kind(line_values)
     if kind == "messages":
         builder.load_chat_format()
-    with report_errors_at(place):
+    with restate_errors(place):
         prompt = builder.build(_parse_fields(kind, line_values))
     # An id may be null, and is then written as such.
     known_by = {key: values[key] for key in ("id",) if key in values}
@@ -229,7 +229,7 @@ def _parse_lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any
         raise RequestError("the file is empty", path=name, expected=f"on each line {_EXPECTED}")
     # Not `splitlines`, which also splits at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
-        with report_errors_at(f"{name}:{number}"):
+        with restate_errors(f"{name}:{number}"):
             values = _parse_line(line, is_first=number == 1)
         yield number, values
 

@@ -616,6 +616,6 @@ class QuantizeOptions:
                 )
         if self.device is not None:
             # Imports torch.
-            from quantkit.model.device import check_device
+            from quantkit.model.device import resolve_device
 
-            check_device(self.device)
+            resolve_device(self.device)

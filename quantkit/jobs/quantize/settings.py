@@ -14,7 +14,7 @@ from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize.options import QuantizeOptions, is_solved_by_default
-from quantkit.model.device import check_device
+from quantkit.model.device import resolve_device
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
@@ -24,8 +24,8 @@ def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
     use.
     """
     if source.config.run_by is None:
-        return check_device(options.device)
-    if options.device is not None and check_device(options.device).type != "cpu":
+        return resolve_device(options.device)
+    if options.device is not None and resolve_device(options.device).type != "cpu":
         raise RequestError(
             "models that transformers runs can only be quantized on the CPU",
             found=Message(Option("device", value=f"{str(options.device)!r}")),

@@ -22,7 +22,7 @@ from quantkit.jobs.refine.rewritten import (
     plan_rewriting,
     require_scales_change,
 )
-from quantkit.model.device import check_device
+from quantkit.model.device import resolve_device
 from quantkit.training.trained import TrainedNames
 
 # One sample to train on, and one that is held back.
@@ -103,7 +103,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         length=options.length,
         seed=options.seed,
         activation_memory=options.activation_memory,
-        device=check_device(options.device),
+        device=resolve_device(options.device),
     )
     if settings.samples < _MIN_SAMPLES:
         raise RequestError(
