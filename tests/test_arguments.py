@@ -276,6 +276,7 @@ def test_verify_of_nothing_is_no_check_of_one_model(demo_model: Path, tmp_path: 
     assert isinstance(quantkit.verify(tmp_path / "out", demo_model), quantkit.VerifyReport)
 
 
+@pytest.mark.slow
 def test_none_listens_to_no_progress(demo_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 40)

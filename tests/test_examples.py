@@ -32,6 +32,7 @@ def int4(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts(int4: Path, tmp_path: Path) -> None:
     prompts = ["My fellow citizens", "Größe", "The people of the United States"]
     (tmp_path / "in").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
@@ -44,6 +45,7 @@ def test_a_file_of_prompts(int4: Path, tmp_path: Path) -> None:
         assert one["text"] == "".join(pieces)
 
 
+@pytest.mark.slow
 def test_a_conversation(int4: Path) -> None:
     command = forked.command("-c", (EXAMPLES / "chat.py").read_text(), int4, "llama2")
     done = subprocess.run(

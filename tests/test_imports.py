@@ -318,6 +318,7 @@ def test_importing_everything_touches_no_accelerator_and_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
+@pytest.mark.slow
 def test_no_test_file_imports_from_another() -> None:
     """Each can be run, moved and changed alone; what several share is in tests/support."""
     importing = []

@@ -68,6 +68,7 @@ def _compile(expression: str, **affixes: str) -> Pattern:
     return Pattern(expression, key="the.key", match_time=MatchTime("x/config.json"), **affixes)
 
 
+@pytest.mark.slow
 def test_patterns_match_what_re_matches() -> None:
     """An expression matches the same names as with `re`, or is refused."""
     generator = random.Random(5)

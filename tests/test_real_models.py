@@ -44,6 +44,7 @@ def test_a_judge_that_ends_is_a_failure(subject: Subject) -> None:
     assert outcome.status == FAILED
 
 
+@pytest.mark.slow
 def test_only_passes_of_the_same_code_are_kept(subject: Subject) -> None:
     runs = []
 

@@ -281,6 +281,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert open_checkpoint(folder).config == expected
 
 
+@pytest.mark.slow
 def test_experts_are_reported(tmp_path: Path) -> None:
     source = _saved("qwen3-moe-dense-layer", tmp_path / "source")
     quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)

@@ -250,6 +250,7 @@ def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
     json.dumps(made.to_json())
 
 
+@pytest.mark.slow
 def test_files_of_weights_are_at_most_so_large(demo_model: Path, tmp_path: Path) -> None:
     dst, maximum = tmp_path / "out.gguf", 1_900_000
     made = quantkit.quantize(
@@ -263,6 +264,7 @@ def test_files_of_weights_are_at_most_so_large(demo_model: Path, tmp_path: Path)
     assert reported["model.layers.0.self_attn.q_proj"]["scheme"] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_choice(
     made: quantkit.QuantizeResult, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

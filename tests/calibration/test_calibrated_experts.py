@@ -166,6 +166,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     torch.testing.assert_close(seen[1], everyone.t() @ everyone, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_manifest_reports_which_tokens_calibrated_an_expert(
     made: quantkit.QuantizeResult,
 ) -> None:
@@ -244,6 +245,7 @@ def test_experts_that_change_too_much_on_their_own_tokens_are_calibrated_on_all(
     assert contents(tmp_path / "resumed") == contents(made.path)
 
 
+@pytest.mark.slow
 def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +316,7 @@ def test_disk_and_resumed_runs_give_equal_bytes(
         assert any(phase == "calibrate" and unit == "linears" for phase, _, _, unit in reported)
 
 
+@pytest.mark.slow
 def test_experts_have_schemes_of_their_own(model: Path, text: Path, tmp_path: Path) -> None:
     int4 = quantkit.Override("*.experts.*", QuantScheme.parse("int4-g32"))
     kept = quantkit.Override("*.layers.1.*.experts.2.*", None)

@@ -144,6 +144,7 @@ def test_gptq_is_much_closer_to_the_source_than_rounding(
     assert gptq < 0.5 * rtn
 
 
+@pytest.mark.slow
 def test_transformers_loads_what_gptq_writes(demo_model: Path, text: Path, tmp_path: Path) -> None:
     folder = _quantize(demo_model, tmp_path / "out", text)
     scales = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
@@ -237,6 +238,7 @@ def test_full_disk_under_the_activations_is_reported_and_resumable(
     assert _contents(_quantize(demo_model, tmp_path / "out", text, resume=True)) == whole
 
 
+@pytest.mark.slow
 def test_the_manifest_reports_how_each_layer_was_solved(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:

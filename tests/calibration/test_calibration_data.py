@@ -204,6 +204,7 @@ def test_pieces_of_too_few_tokens_mean_the_whole_text_is_tokenized(
     assert load_calibration(text, tokenizer, samples=3, length=60, seed=0).tokens.shape == (3, 60)
 
 
+@pytest.mark.slow
 def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     with path.open("wb") as file:
@@ -305,6 +306,7 @@ def test_what_cannot_be_drawn_is_refused_without_drawing(
         data.require_calibration(few, tokenizer, samples=3, length=800, seed=0)
 
 
+@pytest.mark.slow
 def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
     code = (
         "import sys\nfrom quantkit.calibration.data import load_calibration\nfrom"

@@ -176,6 +176,7 @@ def test_calls_are_read_if_the_template_prints_them(tmp_path: Path) -> None:
         read_documents(path, 10**6)
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_too_long_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_saved_dataset_of_several_splits_needs_the_name_of_one(tmp_path: Path)
         read_documents(tmp_path / "both/train", 10**6)
 
 
+@pytest.mark.slow
 def test_a_generator_calibrates_and_other_strings_do_not_resume(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -284,6 +284,7 @@ def test_the_libraries_are_quiet_and_set_as_before(answers: Answers) -> None:
     assert answers.settings_kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [False, True])
 def test_no_network_is_said_at_once(offline: bool, tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: who calls is refused

@@ -133,6 +133,7 @@ def test_a_linear_that_gptq_changes_beyond_its_bound_is_rounded() -> None:
     assert "GPTQ" in result.record["rounding_reason"]
 
 
+@pytest.mark.slow
 def test_a_model_with_outlier_channels_passes_the_gate(tmp_path: Path) -> None:
     source = quantkit.convert(DEMO_MODEL, tmp_path / "source", to="hf").path
     (source / "quantkit.json").unlink()

@@ -45,6 +45,7 @@ def test_samples_are_as_long_as_the_widest_linear_needs(effort: str, tmp_path: P
     assert EFFORTS["thorough"].length(config) == MAX_LENGTH
 
 
+@pytest.mark.slow
 def test_no_sample_is_longer_than_the_context_or_the_maximum(tmp_path: Path) -> None:
     short = _config(tmp_path / "short", max_position_embeddings=100)
     wide = _config(tmp_path / "wide", intermediate_size=1 << 17, max_position_embeddings=1 << 14)

@@ -147,6 +147,7 @@ def test_it_is_the_same_where_transformers_runs_the_model(
         torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=0, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_rounding_gives_the_same_codes_where_transformers_runs_the_model(
     kind: str, tiny_model: Tiny, tmp_path: Path
@@ -177,6 +178,7 @@ def test_rounding_gives_the_same_codes_where_transformers_runs_the_model(
     assert next(kls) == pytest.approx(next(kls), rel=0.01)
 
 
+@pytest.mark.slow
 def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:
@@ -276,6 +278,7 @@ def test_what_is_important_has_smaller_errors(name: str) -> None:
     assert weighted.sum() < 0.9 * even.sum()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_only_where_sums_are_the_same(
     tmp_path: Path, demo_model: Path
 ) -> None:

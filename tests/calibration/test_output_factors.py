@@ -238,6 +238,7 @@ def test_a_run_that_resumes_with_less_memory_writes_the_same(
     assert contents(resumed) == contents(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "model.norm", "lm_head"])
 def test_values_that_are_not_finite_are_named(
     module: str, demo_model: Path, tmp_path: Path

@@ -334,6 +334,7 @@ def languages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setattr(packaged, "CALIBRATION", path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("languages")
 def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(
     demo_model: Path, tmp_path: Path
@@ -364,6 +365,7 @@ def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("languages")
 def test_the_command_reports_what_it_takes_before_it_begins(
     demo_model: Path, tmp_path: Path, capfd: Capture

@@ -199,6 +199,7 @@ def test_what_makes_a_block_nonfinite_is_named(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_blocks_behind_the_last_that_is_quantized_are_not_run(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

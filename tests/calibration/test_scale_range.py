@@ -63,6 +63,7 @@ def test_a_float32_model_is_solved_for_formats_with_float16_scales(
         assert kinds & {"Q4_0", "Q5_0"}
 
 
+@pytest.mark.slow
 def test_several_formats_have_equal_scales_in_their_types(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_scales_out_of_range_are_found_before_solving_and_the_remedies_work(
     quantkit.quantize(source, tmp_path / "native", "int4-g32", **GPTQ)
 
 
+@pytest.mark.slow
 def test_small_scales_of_a_float16_model_are_found_before_solving(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_small_scales_of_a_float16_model_are_found_before_solving(
     assert UP in caught.value.problem
 
 
+@pytest.mark.slow
 def test_scales_that_bfloat16_rounds_beyond_float16_are_found_in_float16(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -141,6 +144,7 @@ def test_scales_that_bfloat16_rounds_beyond_float16_are_found_in_float16(
     assert verify(made.path, source).ok
 
 
+@pytest.mark.slow
 def test_bfloat16_models_of_usual_sizes_keep_bfloat16_scales(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:

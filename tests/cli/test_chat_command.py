@@ -136,6 +136,7 @@ def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(
     assert out == "".join(answer + "\n" for answer in expected)
 
 
+@pytest.mark.slow
 def test_a_pipe_through_the_command(demo_model: Path) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
     options = ["--max-new-tokens", "6", "--stop", "Mr"]

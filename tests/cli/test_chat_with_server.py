@@ -162,6 +162,7 @@ def _answer(body: Any) -> Reply:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
     with fake_api(_answer) as api:

@@ -207,6 +207,7 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(capfd: Capture) -> None:
         assert "Traceback" not in err, arguments
 
 
+@pytest.mark.slow
 def test_the_head_is_quantized_where_requested(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_recipe_is_read(demo_model: Path, tmp_path: Path, capfd: Capture) -> N
     assert not {"plan", "tensors"} & set(made)
 
 
+@pytest.mark.slow
 def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(
     tmp_path: Path,
 ) -> None:

@@ -66,6 +66,7 @@ def test_the_version_alone_is_one_line_and_verbose_alone_an_error(capfd: Capture
         assert "--version" in err
 
 
+@pytest.mark.slow
 def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
     home, cache = tmp_path / "alice", tmp_path / "alice" / "my" / "cache"
     cache.mkdir(parents=True)

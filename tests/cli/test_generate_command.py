@@ -206,6 +206,7 @@ def _drive(model: Path, folder: Path, *options: str) -> str:
     return text.replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_a_continuation_does_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
     shown = _drive(demo_model, tmp_path)
     assert f"One\\x1b]0;{_SPELLED}\n" in shown
@@ -219,6 +220,7 @@ def test_a_pipe_gets_every_byte_of_a_continuation(demo_model: Path, tmp_path: Pa
     assert done.stdout.decode() == f"One{_WRITTEN}\n"
 
 
+@pytest.mark.slow
 def test_lines_of_json_do_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "One", "id": "\x9b2J\x7f\x1b"}) + "\n")

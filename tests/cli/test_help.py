@@ -105,6 +105,7 @@ def _completions(*words: str) -> list[str]:
     return subprocess.check_output(command, env=environment, text=True, cwd="/").splitlines()
 
 
+@pytest.mark.slow
 def test_commands_and_options_are_completed() -> None:
     assert _completions("qu") == ["plain,quantize"]
     assert "plain,--calibration" in _completions("quantize", "--cal")

@@ -103,6 +103,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_inspect_reads_headers_without_torch(folders: Path) -> None:
     """Tied heads that are stored once more, and heads that may be tied ones, are compared with
     the embedding.
@@ -112,6 +113,7 @@ def test_inspect_reads_headers_without_torch(folders: Path) -> None:
     assert _run(*(("inspect", model) for model in models)) == [0] * 9
 
 
+@pytest.mark.slow
 def test_inspect_reports_what_is_wrong_without_torch(folders: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -127,15 +129,18 @@ def test_inspect_reports_what_is_wrong_without_torch(folders: Path, tmp_path: Pa
     assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
 
 
+@pytest.mark.slow
 def test_the_doctor_reads_headers_without_torch(folders: Path) -> None:
     assert _run(*(("doctor", model) for model in sorted(folders.iterdir()))) == [0] * 8
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     requested = [(name, "--help") for name in COMMANDS]
     assert set(_run(("--help",), ("--version",), *requested, ("plan", "convert", "-h"))) == {0}
 
 
+@pytest.mark.slow
 def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
     wrong = (
         "nonsense",
@@ -155,6 +160,7 @@ def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
 
 
+@pytest.mark.slow
 def test_a_server_is_talked_to_without_torch() -> None:
     """Also where it answers, or the address is wrong."""
     with fake_api(lambda body: said("x")) as api:
@@ -166,6 +172,7 @@ def test_a_server_is_talked_to_without_torch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
     source, out = str(folders / "source"), "/tmp/out"
     wrong = (
@@ -210,6 +217,7 @@ def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
     assert set(_run(*missing)) == {2}
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_a_file_of_prompts_is_reported_without_torch(
     folders: Path, tmp_path: Path
 ) -> None:

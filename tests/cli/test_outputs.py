@@ -108,6 +108,7 @@ def test_all_commands_that_find_something_out_write_json() -> None:
     assert all(_writes_json(command) for command in plans.commands.values())
 
 
+@pytest.mark.slow
 def test_convert_and_quantize_write_what_they_made(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -367,6 +367,7 @@ def test_the_table_of_trequests_begins_on_a_line_of_its_own_and_no_other_bars_ar
 GPTQ = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
 
 
+@pytest.mark.slow
 def test_a_resumed_gptq_run_reports_apart_what_was_there(demo_model: Path, tmp_path: Path) -> None:
     def job(src: Path, dst: Path, **given: Any) -> None:
         quantkit.quantize(
@@ -412,6 +413,7 @@ def test_of_a_group_the_first_process_reports(demo_model: Path, tmp_path: Path) 
     assert not PROGRESS.search(second.stderr)
 
 
+@pytest.mark.slow
 def test_only_what_changes_is_reported(demo_model: Path, tmp_path: Path) -> None:
     reported: dict[str, list[tuple[str, int, int, str]]] = {}
 

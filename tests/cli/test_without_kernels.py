@@ -86,6 +86,7 @@ def test_the_reference_that_was_requested_needs_no_permission(
     assert (code, WARNING in err) == (0, False)
 
 
+@pytest.mark.slow
 def test_what_needs_no_kernels_works_without_a_word(
     int8: Path, without_kernels: None, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -100,6 +101,7 @@ def test_what_needs_no_kernels_works_without_a_word(
         assert (code, "kernels" in err) == (0, False), err
 
 
+@pytest.mark.slow
 def test_rounding_to_int4_says_that_it_is_slower(
     demo_model: Path, without_kernels: None, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -82,6 +82,7 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
     assert found[1][0] == pytest.approx(found[0][0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_hessian_is_that_of_all_samples(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

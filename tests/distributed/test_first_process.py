@@ -83,6 +83,7 @@ def test_waiting_has_no_limit_of_time() -> None:
         assert (process.returncode, process.stdout) == (0, "['a']\n"), process.stderr
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **GPTQ, **b), demo_model, dst)

@@ -30,6 +30,7 @@ with join_processes("cpu") as group:
 """
 
 
+@pytest.mark.slow
 def test_processes_add_up_join_and_agree() -> None:
     done = forked.group(3, TALK)
     assert [process.returncode for process in done] == [0] * 3, done[0].stderr

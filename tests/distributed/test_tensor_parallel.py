@@ -228,6 +228,7 @@ def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
     assert "quantkit" not in done.stderr
 
 
+@pytest.mark.slow
 def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text").write_text(excerpt()[:1500])
     options = [
@@ -317,6 +318,7 @@ def test_processes_with_different_files_are_refused(
     assert "model.safetensors" in reported
 
 
+@pytest.mark.slow
 def test_processes_with_different_seeds_are_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -330,6 +332,7 @@ def test_processes_with_different_seeds_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
     all_ = forked.group(3, forked.COMMAND, "generate", folders["small"], "--prompt", "My")
     assert 0 not in [done.returncode for done in all_]

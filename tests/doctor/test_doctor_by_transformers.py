@@ -27,6 +27,7 @@ def test_a_model_is_looked_at_by_the_class_of_transformers(hybrid: Path, hybrid_
         assert not any("its family is not known here" in one for one in found.left_out)
 
 
+@pytest.mark.slow
 def test_stacked_experts_that_were_quantized_are_all_there(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

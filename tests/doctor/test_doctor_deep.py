@@ -116,6 +116,7 @@ def test_damage_shows_in_what_a_model_predicts(name: str, sound: Path, tmp_path:
     assert found.is_broken == (rule == "no-prediction")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
 def test_a_sound_model_has_nothing_and_its_perplexity_is_reported(
     scheme: str | None, sound: Path, tmp_path: Path
@@ -133,6 +134,7 @@ def test_a_sound_model_has_nothing_and_its_perplexity_is_reported(
     assert not any("predicts" in one for one in found.left_out)
 
 
+@pytest.mark.slow
 def test_meta_folders_and_gguf_files_are_run_too(sound: Path, tmp_path: Path) -> None:
     quantkit.convert(sound, tmp_path / "model.gguf", to="gguf")
     for path in (DEMO_MODEL, tmp_path / "model.gguf"):
@@ -141,6 +143,7 @@ def test_meta_folders_and_gguf_files_are_run_too(sound: Path, tmp_path: Path) ->
         assert any(one.startswith("perplexity ") for one in found.looked_at), found.lines()
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_with_its_manifest(sound: Path, tmp_path: Path) -> None:
     folder = oracle.copy(sound, tmp_path / "model")
     _scale("model.layers.2.mlp.down_proj.weight", 2)(folder)

@@ -117,6 +117,7 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd: Capture) -> None:
     model = oracle.make("llama", max_position_embeddings=128)
     with torch.no_grad():

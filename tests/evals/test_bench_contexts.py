@@ -161,6 +161,7 @@ def test_each_context_is_measured_with_each_batch(
     assert (tmp_path / "bench.svg").read_text().count("<!-- context -->") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
     (found,) = _bench(demo_model, contexts=(64,), int8_cache=True)
@@ -234,6 +235,7 @@ def test_the_peak_of_memory_begins_again() -> None:
 # What is left out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_in_memory_is_left_out(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +258,7 @@ def test_what_does_not_fit_in_memory_is_left_out(
         _bench(demo_model, contexts=(64,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_running_out_of_memory_leaves_out_the_row(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch

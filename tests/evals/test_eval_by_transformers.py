@@ -34,6 +34,7 @@ def _log_probabilities(folder: Path, tokens: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_perplexity_and_kl_are_those_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
     ids = load_tokenizer(hybrid).encode(TEXT["speech"][0], specials=True)
     windows = text_windows(ids, [], 64)
@@ -50,6 +51,7 @@ def test_perplexity_and_kl_are_those_of_transformers(hybrid: Path, hybrid_int4: 
     assert "transformers" in found.versions
 
 
+@pytest.mark.slow
 def test_a_known_family_has_the_same_figures_both_ways(demo_model: Path, tmp_path: Path) -> None:
     folder = quantkit.convert(demo_model, tmp_path / "hf").path
     alone = [
@@ -103,6 +105,7 @@ def test_several_processes_are_refused(hybrid: Path) -> None:
         open_models([hybrid], None, None, group)
 
 
+@pytest.mark.slow
 def test_a_page_shows_where_the_two_differ(
     hybrid: Path, hybrid_int4: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -36,6 +36,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_the_table_is_printed_and_the_files_are_written(
     demo_model: Path, text: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_table_is_printed_and_the_files_are_written(
     assert printed.strip() in outputs["--report"].read_text()
 
 
+@pytest.mark.slow
 def test_tables_for_papers_and_programs_have_stdout_alone(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -297,6 +297,7 @@ def _named(found: Evaluation, names: list[str]) -> Evaluation:
     return replace(found, rows=[found.rows[0], *more])
 
 
+@pytest.mark.slow
 def test_the_picture_is_as_high_as_what_there_is_to_show(found: Evaluation) -> None:
     pytest.importorskip("matplotlib")
 
@@ -368,6 +369,7 @@ def test_a_picture_has_equal_bytes_each_time(kind: str, found: Evaluation) -> No
     assert picture(found, kind) == picture(found, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "start"),
     [("", b"\x89PNG"), (".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")],
@@ -380,6 +382,7 @@ def test_the_suffix_decides_the_kind_of_picture(
     assert (tmp_path / f"out{suffix}").read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[str, Path]) -> None:
     alone = evaluate([folders["int8"]], window=WINDOW)
     assert list(alone.texts) == ["excerpt"]
@@ -476,6 +479,7 @@ def test_a_reference_alone_or_one_that_reads_otherwise_is_refused(
         evaluate([other])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_broken_gives_no_table(folders: dict[str, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

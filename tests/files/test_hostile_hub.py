@@ -307,6 +307,7 @@ def _cached(root: Path) -> Path:
     return root / DEEP / "hub" / "models--case--cached"
 
 
+@pytest.mark.slow
 def test_what_the_cache_holds_is_checked_once(tmp_path: Path) -> None:
     """As another program left it there, without a record of ours."""
     name = "hf:case/cached"
@@ -373,6 +374,7 @@ def test_a_record_replaces_a_link_and_does_not_follow_it(
     assert model.read_record(COMMIT) == {file}
 
 
+@pytest.mark.slow
 def test_a_branch_in_the_cache_that_leads_out_of_it_is_not_taken(tmp_path: Path) -> None:
     """As a program that does not check the hub's answers may have written it."""
     name = "hf:case/cached"

@@ -48,6 +48,7 @@ def _run(
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(
     home: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(
         assert _run(home, address, "inspect", "hf:some/model", offline=offline)[0] == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_downloaded_is_reported_in_one_line(home: Path) -> None:
     with hub({"some/model": FILES}) as (address, _):
         runs = {
@@ -93,6 +95,7 @@ def test_what_cannot_be_downloaded_is_reported_in_one_line(home: Path) -> None:
             quantkit.inspect(name)
 
 
+@pytest.mark.slow
 def test_what_the_cache_holds_in_part_is_not_taken(home: Path) -> None:
     """A download that broke off: all but one file are there."""
     with hub({"some/model": FILES}) as (address, _):
@@ -123,6 +126,7 @@ snapshot_download("some/model", cache_dir=sys.argv[1] + "/hub", ignore_patterns=
     assert _run(home, address, "inspect", "hf:some/model", offline=True)[0] == 2
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_of_a_repository_is_one_file(home: Path) -> None:
     parts = {f"Q4/m-0000{number}-of-00002.gguf": b"GGUF%d" % number for number in (1, 2)}
     with hub({"some/model": parts}) as (address, sent):
@@ -131,6 +135,7 @@ def test_a_model_in_a_folder_of_a_repository_is_one_file(home: Path) -> None:
     assert "Q4/m-00001-of-00002.gguf: has an invalid GGUF header" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_download(home: Path) -> None:
     """Two of the files never come."""
     never = threading.Event()
@@ -156,6 +161,7 @@ def test_a_destination_is_no_name_on_a_hub(tmp_path: Path) -> None:
         quantkit.convert(DEMO_MODEL, "hf:some/model")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_short_is_not_taken(home: Path) -> None:
     with hub({"some/model": FILES}) as (address, _):
         assert _run(home, address, "inspect", "hf:some/model")[0] == 0

@@ -93,6 +93,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(tensors=_tensors(FLOATS))
 def test_torch_reads_what_we_write(scratch: Path, tensors: Tensors) -> None:

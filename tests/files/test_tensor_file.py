@@ -66,6 +66,7 @@ def test_a_view_is_read_whole(
         assert file.read_bytes(name) == tensor.numpy().tobytes(), name
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(name_and_part=_parts(), buffer=st.sampled_from([4, 100, 1 << 23]))
 def test_a_part_is_read_as_torch_cuts_it(

@@ -42,6 +42,7 @@ def grammars(loaded: tuple[Any, Any]) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
 
 
+@pytest.mark.slow
 def test_answers_satisfy_their_schemas(
     loaded: tuple[Any, Any], engine: Engine, grammars: Grammars
 ) -> None:

@@ -162,6 +162,7 @@ def test_metadata_of_wrong_types_is_left_out(file: Path, tmp_path: Path) -> None
     assert metadata["license_name"] == "a-licence"
 
 
+@pytest.mark.slow
 def test_the_card_of_a_quantized_model_states_them(file: Path, tmp_path: Path) -> None:
     quantkit.convert(file, tmp_path / "folder", source_check=False)
     quantkit.quantize(tmp_path / "folder", tmp_path / "int8", "int8")
@@ -176,6 +177,7 @@ def test_the_card_of_a_quantized_model_states_them(file: Path, tmp_path: Path) -
     assert "\nquantkit quantize folder Talker-2-int8 " in body
 
 
+@pytest.mark.slow
 def test_a_requested_licence_replaces_all_of_the_other(
     folder: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +255,7 @@ def test_one_value_of_a_wrong_type_loses_no_others(folder: Path, tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_a_card_names_base_models_that_hubs_know_alone(folder: Path, tmp_path: Path) -> None:
     """Hubs refuse a card with a path, which also shows the folders of a machine."""
     names = ["/home/me/model", "./model", "C:\\model", "https://example.org/model", "gpt2"]
@@ -274,6 +277,7 @@ def test_a_card_names_base_models_that_hubs_know_alone(folder: Path, tmp_path: P
     assert "/home/me" not in (tmp_path / "of-other" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_several_licences_stay_several(folder: Path, tmp_path: Path) -> None:
     source = _rewrite_card(folder, tmp_path / "talker", "license: [mit, apache-2.0]\n")
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)

@@ -41,6 +41,7 @@ def _readme(folder: Path) -> tuple[dict[str, Any], str]:
     return facts, body
 
 
+@pytest.mark.slow
 def test_the_model_card_states_licence_and_figures(floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text(
@@ -75,6 +76,7 @@ def test_the_model_card_states_licence_and_figures(floats: Path, tmp_path: Path)
     assert str(tmp_path) not in body
 
 
+@pytest.mark.slow
 def test_columns_and_heads_of_the_table_are_as_many(floats: Path, tmp_path: Path) -> None:
     quantkit.quantize(
         floats,
@@ -96,6 +98,7 @@ def test_columns_and_heads_of_the_table_are_as_many(floats: Path, tmp_path: Path
     assert "KL of rounding" in heads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("folder", "config", "title", "base"),
     [
@@ -119,6 +122,7 @@ def test_the_title_is_the_models_name(
     assert "secret" not in body
 
 
+@pytest.mark.slow
 def test_the_hubs_name_is_kept_through_a_conversion(floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "models--own-er--mo.del/snapshots/0123abcd")
     quantkit.convert(source, tmp_path / "bf16")
@@ -128,6 +132,7 @@ def test_the_hubs_name_is_kept_through_a_conversion(floats: Path, tmp_path: Path
     assert facts["base_model"] == "own-er/mo.del"
 
 
+@pytest.mark.slow
 def test_a_name_and_a_licence_may_be_given(floats: Path, tmp_path: Path, capfd: Capture) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text(
@@ -264,6 +269,7 @@ def test_layers_are_reported_in_few_words(floats: Path, tmp_path: Path) -> None:
     assert "vllm serve" not in body
 
 
+@pytest.mark.slow
 def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path: Path) -> None:
     quantkit.quantize(floats, tmp_path / "out", "int4-g64-asym", method="rtn")
     facts, body = _readme(tmp_path / "out")
@@ -275,6 +281,7 @@ def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path
     assert "vllm serve floats-int4-g64-asym" in body
 
 
+@pytest.mark.slow
 def test_what_is_only_for_the_model_card_does_not_prevent_resuming(
     floats: Path, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_the_command_reports_what_is_kept(
     assert f"{tmp_path / 'out.partial'} is kept: add --resume" in err
 
 
+@pytest.mark.slow
 def test_the_work_of_a_lost_process_is_kept(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_what_counts_is_reported(
     )
 
 
+@pytest.mark.slow
 def test_one_size_is_reported(demo_model: Path, tmp_path: Path) -> None:
     given = {**SAMPLES, "accept_quality_loss": True}
     made = quantkit.quantize(demo_model, tmp_path / "made.gguf", target_bits=6.5, **given)

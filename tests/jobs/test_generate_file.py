@@ -279,6 +279,7 @@ def test_template_variables_and_tools_reach_the_template(demo_model: Path, tmp_p
     assert lines(tmp_path / "out")[0]["text"].startswith("Hi well then weather")
 
 
+@pytest.mark.slow
 def test_too_long_a_prompt_is_refused_with_its_line_or_cut(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -890,6 +891,7 @@ def test_processes_share_a_file_of_prompts(demo_model: Path, prompts: Path, tmp_
     assert not (tmp_path / "two1").exists()
 
 
+@pytest.mark.slow
 def test_a_bar_shows_how_far_it_is(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
     code, text = on_terminal(
         "generate", demo_model, "--prompts", prompts, "--output", "out", cwd=tmp_path

@@ -83,6 +83,7 @@ def test_an_unknown_value_is_refused(value: Any, source: Path, tmp_path: Path) -
             job(source, tmp_path / "out", if_exists=value)
 
 
+@pytest.mark.slow
 def test_gptq_is_not_repeated(
     source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_both_forms_hold_the_mean_squares_that_transformers_has(
     assert metadata["imatrix.datasets"] == ["text"]
 
 
+@pytest.mark.slow
 def test_rounding_uses_it(matrices: dict[str, Path], demo_model: Path, tmp_path: Path) -> None:
     """Both forms give the same codes, other ones than the default, and the manifest says which
     file it was.

@@ -75,6 +75,7 @@ def types(file: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
 
 
+@pytest.mark.slow
 def test_each_tensor_has_the_type_that_llama_cpp_gives_it(solved: Path) -> None:
     found = types(solved)
     assert found["token_embd.weight"] == "Q4_K"
@@ -157,6 +158,7 @@ def test_mixes(name: str, expected: dict[str, str], wide: Path, tmp_path: Path) 
     assert made.embedding is not None
 
 
+@pytest.mark.slow
 def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None:
     """The types that llama.cpp takes instead, which is said."""
     source = make(
@@ -219,6 +221,7 @@ def test_gptq_solves_rows_that_256_does_not_divide(width: int, tmp_path: Path) -
     assert not quantkit.diagnose(file, against=source).is_broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [96, 256])
 def test_two_files_are_compared_by_the_steps_of_their_blocks(width: int, tmp_path: Path) -> None:
     """Files of one model in two mixes, without a manifest, as they are downloaded."""
@@ -244,6 +247,7 @@ def test_a_tied_head_decides_the_type_of_the_embedding(tmp_path: Path) -> None:
     assert found["blk.0.attn_output.weight"] == "F32", "`keep` comes after the mix"
 
 
+@pytest.mark.slow
 def test_eight_experts_as_llama_cpp_has_them(tmp_path: Path) -> None:
     source = make(tmp_path / "experts", "mixtral", num_local_experts=8, num_hidden_layers=1)
     recipe = MixRules(MIXES["q4_k_m"], open_checkpoint(source).config).recipe()
@@ -266,6 +270,7 @@ def test_only_gguf_holds_them(wide: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.slow
 def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
     source = quantkit.convert(wide, tmp_path / "bf16", dtype="bf16", source_check=False).path
     made = quantkit.quantize(source, tmp_path / "made.gguf", target_bits=4.6, **GPTQ)
@@ -279,6 +284,7 @@ def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
     assert set(made.schemes) > {"q4_k"}, "some have more bits, some fewer"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_with_the_same_bytes(
     solved: Path, wide: Path, tmp_path: Path
 ) -> None:
@@ -321,6 +327,7 @@ def test_rows_that_32_does_not_divide_keep_their_floats(tmp_path: Path) -> None:
     } == {"F32"}
 
 
+@pytest.mark.slow
 def test_a_file_is_split_with_its_codes(wide: Path, tmp_path: Path) -> None:
     """Converted to GGUF, K-quants stay what they are; `verify` compares their scales of scales
     too.
@@ -349,6 +356,7 @@ def mixed(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).path
 
 
+@pytest.mark.slow
 def test_inspect_names_a_file_as_llama_cpp_does(solved: Path, mixed: Path, tmp_path: Path) -> None:
     assert quantkit.inspect(solved).format == "gguf (Q4_K_M)"
     assert "Q4_K" not in types(mixed).values()
@@ -361,6 +369,7 @@ def test_inspect_names_a_file_as_llama_cpp_does(solved: Path, mixed: Path, tmp_p
     assert names == FILE_TYPES
 
 
+@pytest.mark.slow
 def test_the_ways_to_convert_a_file_are_named_from_its_headers_and_work(
     mixed: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -464,6 +464,7 @@ except quantkit.errors.QuantkitError as error:
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_go_together_are_reported(folders: dict[str, Path]) -> None:
     for done in forked.group(2, DIFFERENT, folders["llama2"]):
         assert (done.returncode, done.stderr) == (0, "")

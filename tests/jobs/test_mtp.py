@@ -142,6 +142,7 @@ def test_patterns_are_those_of_runtimes(quantized: Quantized) -> None:
             assert not _is_ignored(module, patterns[kind])
 
 
+@pytest.mark.slow
 def test_experts_of_the_model_share_a_target_whatever_its_scheme(
     source: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_model_that_is_known_by_names_has_it_in_floats(layer: str, tmp_path: P
     assert {one.rule.name for one in quantkit.diagnose(made.path).findings} == {"no-tokenizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.2.eh_proj.weight"])
 def test_a_decoder_without_it_refuses_it_with_what_carries_it(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path

@@ -71,6 +71,7 @@ def _trusted(folder: Path, **options: Any) -> Any:
     return made.eval()
 
 
+@pytest.mark.slow
 def test_trusted_code_is_solved_and_measured_as_the_same_model_of_transformers(
     src: Path, made: quantkit.QuantizeResult, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_verify_and_evaluate_run_it(
     assert (code, f"run by {RUN_BY}" in err) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_resumed_or_repeated_run_has_the_same_code(
     src: Path, made: quantkit.QuantizeResult, tmp_path: Path
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_resumed_or_repeated_run_has_the_same_code(
         _quantize(other, made.path, if_exists="skip", **TRUST)
 
 
+@pytest.mark.slow
 def test_cached_logits_are_those_of_the_code(
     src: Path, made: quantkit.QuantizeResult, tmp_path: Path
 ) -> None:
@@ -245,6 +248,7 @@ def test_where_transformers_has_a_class_the_code_is_not_run(
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_what_has_no_own_decoder_runs_by_default_and_its_code_not(
     tiny_model: Tiny, ran: Path, tmp_path: Path
 ) -> None:
@@ -254,6 +258,7 @@ def test_what_has_no_own_decoder_runs_by_default_and_its_code_not(
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_the_code_of_a_known_type_is_run_if_it_is_trusted_as_transformers_does(
     tiny_model: Tiny, src: Path, tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_gguf_file_of_a_folder_is_compared_with_the_manifest_of_that(
         quantkit.push(folder / "model.gguf", NAME)
 
 
+@pytest.mark.slow
 def test_each_gguf_model_of_a_folder_is_checked(hub: Hub, model: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         quantkit.convert(model, tmp_path / name)
@@ -301,6 +302,7 @@ def _killed(hub: Hub, model: Path, when: Callable[[str, int], bool]) -> None:
     hub.total = 0
 
 
+@pytest.mark.slow
 def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(
     hub: Hub, model: Path, tmp_path: Path
 ) -> None:

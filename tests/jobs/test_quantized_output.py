@@ -786,6 +786,7 @@ def _not_reached(*_: object, **__: object) -> Any:
     raise AssertionError("samples were drawn")
 
 
+@pytest.mark.slow
 def test_the_demo_model_quantizes_from_its_meta_shards(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g32", method="rtn")
     text = "The old house stood at the end of the road"

@@ -25,6 +25,7 @@ def test_convert_says_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
     assert json.loads(json.dumps(made.to_json()))["path"] == str(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_quantize_says_what_it_wrote_and_how_good_it_is(demo_model: Path, tmp_path: Path) -> None:
     made = quantkit.quantize(
         demo_model, tmp_path / "out", scheme="int4-g64", method="rtn", keep=["*.layers.0.mlp.*"]
@@ -41,6 +42,7 @@ def test_quantize_says_what_it_wrote_and_how_good_it_is(demo_model: Path, tmp_pa
     assert set(value) == set(vars(made))
 
 
+@pytest.mark.slow
 def test_the_line_holds_the_mean_of_all_texts(demo_model: Path, tmp_path: Path) -> None:
     made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", method="rtn")
     short, long = (
@@ -75,6 +77,7 @@ def test_times_have_no_more_digits_than_one_reads(
     assert replace(made, seconds=seconds).lines()[0].endswith(f", {reported}")
 
 
+@pytest.mark.slow
 def test_each_process_of_a_group_gets_the_result_of_the_first(
     demo_model: Path, tmp_path: Path
 ) -> None:

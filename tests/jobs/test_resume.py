@@ -146,6 +146,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not _partial(killed).exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     _killed("quantize", demo_model, dst, 0.6)
@@ -262,6 +263,7 @@ def test_of_options_in_one_another_the_changed_ones_are_named(
         quantkit.quantize(demo_model, tmp_path / "out", "int8", source_check=False, resume=True)
 
 
+@pytest.mark.slow
 def test_gptq_records_the_number_of_threads_and_is_not_resumed_with_another(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -417,6 +419,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )

@@ -64,6 +64,7 @@ def test_the_card_has_the_figures_and_how_to_load_it(hybrid_int4: Path) -> None:
     oracle.load(hybrid_int4)  # as the card says
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_card_run(hybrid_int4: Path, tmp_path: Path, capfd: Capture) -> None:
     (folder,) = set(re.findall(r"quantkit eval (\S+)", (hybrid_int4 / "README.md").read_text()))
     assert f'quantkit generate {folder} "Once upon a time" --backend transformers' in _words(
@@ -74,6 +75,7 @@ def test_the_commands_of_the_card_run(hybrid_int4: Path, tmp_path: Path, capfd: 
     )
 
 
+@pytest.mark.slow
 def test_the_card_of_a_rounded_model_states_no_calibration(hybrid: Path, tmp_path: Path) -> None:
     made = quantkit.quantize(hybrid, tmp_path / "int8", "int8", source_check=False)
     assert f"{RUN_BY} ran it for the figures above. Load it" in _words(made.path)

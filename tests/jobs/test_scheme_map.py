@@ -91,6 +91,7 @@ def test_all_experts_of_a_layer_have_one_scheme(scheme: str, used: str | None) -
     assert ("reason" in scheme_map.describe({})[down]) == changed
 
 
+@pytest.mark.slow
 def test_the_notes_of_quantize_name_every_replacement(tmp_path: Path, capfd: Capture) -> None:
     source = oracle.save(oracle.make("llama", intermediate_size=72), tmp_path / "hf")
     arguments = ("quantize", source, tmp_path / "out", "--scheme", "int4-g128", "--method", "rtn")

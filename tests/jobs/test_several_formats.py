@@ -121,6 +121,7 @@ def test_each_format_has_the_bytes_of_a_run_in_it_alone(
     ]
 
 
+@pytest.mark.slow
 def test_experts_that_formats_order_differently(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_list_of_one_format_is_that_format(source: Path, tmp_path: Path) -> No
     assert (tmp_path / "out" / "quantize_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_plan_counts_all_formats(source: Path, tmp_path: Path) -> None:
     plans = {
         to: quantkit.plan.quantize(source, tmp_path / "out", "int4-g32", to=to)
@@ -292,6 +294,7 @@ def test_the_plan_counts_all_formats(source: Path, tmp_path: Path) -> None:
     assert whole.seconds < sum(one.seconds for one in plans.values())
 
 
+@pytest.mark.slow
 def test_another_set_of_formats_is_another_result(
     source: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -320,6 +323,7 @@ def test_another_set_of_formats_is_another_result(
     assert run(capfd, "verify", dst / "gptq", source)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_result_that_is_too_far_from_its_source_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

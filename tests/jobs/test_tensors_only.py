@@ -373,6 +373,7 @@ def test_linears_are_reported_by_names_without_transformers(
     assert len(linear_columns(config)) == 4
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that grows with the square of their number would never end on DeepSeek V3: names are
     counted, not time.

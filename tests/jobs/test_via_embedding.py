@@ -69,6 +69,7 @@ def _floats(source: Checkpoint, name: str) -> Tensor:
     return found.dequantize() if isinstance(found, QuantTensor) else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_it_is_rounded_and_measured_as_by_the_own_decoder(name: str, made: Made) -> None:
     own, other = (made(name, via=via) for via in ("own", "transformers"))

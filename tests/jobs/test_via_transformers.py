@@ -131,6 +131,7 @@ def test_what_is_not_quantized_stays_bit_for_bit_and_what_ran_it_is_recorded(
     assert {one["solver"] for one in manifest["modules"].values() if one["scheme"]} == {"gptq"}
 
 
+@pytest.mark.slow
 def test_a_family_with_a_decoder_loses_as_much_through_either(
     tiny_model: Tiny, made: Made, texts: Tensor
 ) -> None:
@@ -179,6 +180,7 @@ def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_by
     assert contents(dst) == contents(made("mixtral").path)
 
 
+@pytest.mark.slow
 def test_spilling_everything_changes_no_byte(tiny_model: Tiny, made: Made, tmp_path: Path) -> None:
     scratch, files = partial(tmp_path / "out") / SCRATCH, [0]
     given: dict[str, Any] = {
@@ -190,6 +192,7 @@ def test_spilling_everything_changes_no_byte(tiny_model: Tiny, made: Made, tmp_p
     assert contents(tmp_path / "out") == contents(made("mixtral").path)
 
 
+@pytest.mark.slow
 def test_an_expert_that_gets_no_token_is_solved_for_all(
     tiny_model: Tiny, tmp_path: Path, texts: Tensor
 ) -> None:
@@ -231,6 +234,7 @@ def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(
     assert [path.name for path in tmp_path.iterdir()] == ["bart"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "run_by"), [("llama", None), ("gpt_neox", RUN_BY)])
 def test_by_default_transformers_runs_what_no_decoder_does(
     kind: str, run_by: str | None, tiny_model: Tiny, tmp_path: Path
@@ -287,6 +291,7 @@ def test_what_is_not_installed_is_named_with_the_command(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_experts_that_stay_in_one_tensor_are_listed_one_by_one(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:

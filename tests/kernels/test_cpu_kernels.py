@@ -306,6 +306,7 @@ def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
     torch.testing.assert_close(found, wide.half().unsqueeze(0), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_the_operators_pass_torchs_own_checks() -> None:
     ops = load_kernels()
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
@@ -435,6 +436,7 @@ def test_several_python_threads_may_multiply_at_once() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None:
     code = (
         "import os, sys, torch\n"

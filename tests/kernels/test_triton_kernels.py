@@ -479,6 +479,7 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
     assert kernel.kwargs["tensors_to_clone"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(
     text: str, monkeypatch: pytest.MonkeyPatch

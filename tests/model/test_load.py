@@ -142,6 +142,7 @@ def test_an_unknown_backend_is_refused_for_a_model_without_quantized_layers_too(
         quantkit.load(demo_model if path == "demo" else tmp_path / path, backend="foo")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_layer_without_kernels_is_enough_to_refuse_a_model() -> None:
     checkpoint: Any = synthetic("llama-160m", "int8", None)
     odd = next(name for name in checkpoint.schemes if name.endswith("down_proj"))

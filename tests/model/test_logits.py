@@ -181,6 +181,7 @@ def test_tokens_are_the_likeliest_with_a_draft_and_without(
         assert (logits.amax(-1) - chosen <= 2 * _bound(dtype, "cpu-exact") * logits.std()).all()
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_many_sequences_give_the_eager_logits(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_sequences_next_to_each_other_are_as_with_transformers(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
 def test_quantized_models_switch_as_well(backend: str, tmp_path: Path) -> None:
     """Through kernels of whole blocks, that take rows of several sequences.
@@ -162,6 +163,7 @@ def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatc
     assert rows == [30, *[1] * 10, SWITCH + 1, *[1] * 18]
 
 
+@pytest.mark.slow
 def test_windows_and_partial_rotary_embedding_switch_as_well(tmp_path: Path) -> None:
     theirs = _make(
         hidden_size=128,

@@ -177,6 +177,7 @@ def test_rounded_inputs_add_to_the_bound_of_the_weights(
     assert (bound.kl, bound.perplexity_ratio) == pytest.approx((expected, 1 + expected))
 
 
+@pytest.mark.slow
 def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "q", "int4-g32", method="rtn")
     other = oracle.copy(tmp_path / "q", tmp_path / "swapped")
@@ -189,6 +190,7 @@ def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> No
         assert verify(first, other).verdict is Verdict.DIFFERENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "wider"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_between_float_types_every_element_counts(
     dtype: str, wider: str, demo_model: Path, tmp_path: Path
@@ -205,6 +207,7 @@ def test_between_float_types_every_element_counts(
     assert [tensor.name for tensor in report.differing] == ["lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_a_layer_that_changed_more_than_its_scheme_explains_stops_the_gate(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +243,7 @@ def test_what_a_config_says_of_texts_is_part_of_a_model(
     assert difference in out
 
 
+@pytest.mark.slow
 def test_end_tokens_of_the_generation_settings_count(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     other = oracle.copy(tmp_path / "a", tmp_path / "b")
@@ -251,6 +255,7 @@ def test_end_tokens_of_the_generation_settings_count(demo_model: Path, tmp_path:
     assert verify(demo_model, other).verdict is Verdict.SAME  # a Meta folder states no end tokens
 
 
+@pytest.mark.slow
 def test_a_missing_tokenizer_is_a_difference(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     other = oracle.copy(tmp_path / "a", tmp_path / "b")
@@ -301,6 +306,7 @@ def test_two_tokenizers_that_disagree_do_not_become_one_of_meta(
         quantkit.convert(tmp_path / "a", tmp_path / "meta", to="meta")
 
 
+@pytest.mark.slow
 def test_a_nan_beyond_the_texts_is_a_difference_of_quantized_models_too(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+@pytest.mark.slow
 def test_what_loses_more_than_its_baseline_allows_is_stopped(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_errors_are_reported_and_missed_in_earlier_manifests() -> None:
     assert str(earlier.kl_estimate) == "0.0123"
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_the_bounds_hold_whatever_rounding_would_do(
     assert (tmp_path / "out.partial").is_dir()
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, "int4-g64", method="rtn")
@@ -262,6 +265,7 @@ def _importance(folder: Path) -> Callable[[], dict[str, torch.Tensor]]:
     return partial(input_importance, source, load_checked_tokenizer(source)[0])
 
 
+@pytest.mark.slow
 def test_rounding_reads_each_weight_once_to_compare_and_to_run_it_and_again_for_its_error(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -281,6 +285,7 @@ def test_rounding_reads_each_weight_once_to_compare_and_to_run_it_and_again_for_
     assert gate_result.to_json(accepted=False) == _manifest(folder)["quality"]
 
 
+@pytest.mark.slow
 def test_gptq_reads_each_weight_once_and_the_source_for_its_baseline(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -387,6 +392,7 @@ def test_what_was_only_rounded_does_not_look_nearly_failed(
         assert line.endswith(" 0.25)")
 
 
+@pytest.mark.slow
 def test_gptq_is_reported_next_to_rounding(demo_model: Path, text: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     for record, line in zip(
@@ -400,6 +406,7 @@ def test_gptq_is_reported_next_to_rounding(demo_model: Path, text: Path, tmp_pat
         assert f" {Estimate(record['kl'], record['kl_error'])} " in line
 
 
+@pytest.mark.slow
 def test_a_fine_layer_may_make_up_for_coarse_ones(
     demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -421,6 +428,7 @@ def test_a_fine_layer_may_make_up_for_coarse_ones(
     assert quantkit.verify(tmp_path / "q").ok
 
 
+@pytest.mark.slow
 def test_a_rounded_layer_has_nothing_to_make_up_for(demo_model: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         QuantScheme.parse("int4-g64"), (Override("*.down_proj", QuantScheme.parse("int8")),)
@@ -494,6 +502,7 @@ def test_a_manifest_may_say_nothing_of_rounding(
     assert all((" 0.2)" in line) == bool(rounding.get("rounding_kl")) for line in lines[1:3])
 
 
+@pytest.mark.slow
 def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, "int8")

@@ -193,6 +193,7 @@ def test_the_buckets_are_the_divergence_and_the_int8_cache_that_of_the_engine(
         assert bucket.kl > 1e-5
 
 
+@pytest.mark.slow
 def test_what_is_broken_far_on_is_seen_there(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

@@ -274,6 +274,7 @@ def test_defaults_of_transformers_are_no_difference(demo_model: Path, tmp_path: 
     assert verify(tmp_path / "a", other).settings == []
 
 
+@pytest.mark.slow
 def test_sampling_of_a_gguf_file_is_compared_with_its_source(
     demo_model: Path, tmp_path: Path
 ) -> None:

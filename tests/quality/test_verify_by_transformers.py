@@ -50,6 +50,7 @@ def _without_transformers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "_missing", lambda: ["transformers"])
 
 
+@pytest.mark.slow
 def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int4: Path) -> None:
     tokenizer = load_tokenizer(hybrid)
     windows = text_windows(tokenizer.encode(gate_texts()["speech"]), prompt_start(tokenizer), 256)[
@@ -67,6 +68,7 @@ def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int
         assert any(RUN_BY in line for line in report.lines())
 
 
+@pytest.mark.slow
 def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> None:
     report = verify(hybrid, oracle.copy(hybrid, tmp_path / "copy"))
     assert report.verdict is Verdict.SAME
@@ -76,6 +78,7 @@ def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> Non
     ).is_same
 
 
+@pytest.mark.slow
 def test_logits_beyond_the_bound_are_a_difference(
     hybrid: Path, hybrid_int4: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +88,7 @@ def test_logits_beyond_the_bound_are_a_difference(
     assert not changed.probes["speech"].within
 
 
+@pytest.mark.slow
 def test_other_texts_of_the_tokenizer_are_a_difference(hybrid: Path, tmp_path: Path) -> None:
     other = oracle.copy(hybrid, tmp_path / "other")
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))

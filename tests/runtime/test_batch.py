@@ -298,6 +298,7 @@ def test_eager_engines_need_no_warm_up(folders: Path) -> None:
     assert Engine(batch_model(folders / "llama-int8"), 20).warm_up() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_a_warm_up_covers_more_rows_than_a_slot_holds(
     folders: Path, graphs: Callable[[], int]
@@ -474,6 +475,7 @@ def test_seeds_and_samples_do_not_depend_on_what_else_runs(folders: Path) -> Non
 # Where tokens are looked at late
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_late_is_cut_at_the_same_place(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_text_ends_at_an_end_token(file: str, hybrid: Path, tmp_path: Path) ->
     assert list(again.generate(ids, max_new_tokens=8)) == tokens[:end]
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_a_known_family_generates(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:

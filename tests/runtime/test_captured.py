@@ -128,6 +128,7 @@ def _bare(one: Generation) -> tuple[list[int], str | None]:
     return one.tokens, one.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("slots", [1, 3, 5])
 @pytest.mark.parametrize("soon", [0.0, 0.5, 1.0], ids=["late", "now and then", "at once"])
@@ -167,6 +168,7 @@ def test_tokens_are_those_of_steps_one_by_one(
     assert 0 < recorder.recorded <= len({bucket(count, 1) for count in range(1, slots + 1)})
 
 
+@pytest.mark.slow
 def test_rotary_positions_follow_the_length(folders: Path, recorder: LateRecorder) -> None:
     """Beyond the original context, where each row has frequencies of its own."""
     requests = [Request(prompt, 80, logprobs=None) for prompt in _prompts(3, random.Random(3))]

@@ -142,6 +142,7 @@ def _byte(tokenizer: Tokenizer, value: int) -> list[int]:
     return [token for token in range(tokenizer.vocab_size) if known.of(token) == bytes([value])]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_read_as_by_themselves_wherever_a_prompt_is_cut(

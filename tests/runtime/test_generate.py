@@ -360,6 +360,7 @@ def test_a_prompt_that_stands_before_the_model_is_reported(
     assert (code, err) == (2, "quantkit: error: A prompt: does not exist\n")
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_first_reads_the_prompt(
     demo_model: Path, answer: str, tmp_path: Path
 ) -> None:
@@ -385,6 +386,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_text_appears_piece_by_piece(demo_model: Path) -> None:
     """Here the second comes only once the first has been read."""
     command = [sys.executable, "-c", _WAITING, "generate", str(demo_model), "x"]
@@ -424,6 +426,7 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
         assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_reports_the_pace(
     demo_model: Path, answer: str
 ) -> None:

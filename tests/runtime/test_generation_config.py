@@ -51,6 +51,7 @@ def test_a_text_ends_at_the_tokens_of_either_file(folder: Path) -> None:
     assert (batched.token_ids, batched.finish_reason) == (whole[: whole.index(end)], "stop")
 
 
+@pytest.mark.slow
 def test_a_text_on_devices_ends_at_the_tokens_of_either_file(folder: Path, tmp_path: Path) -> None:
     require_torchax()
     _say(folder, eos_token_id=[5, 7])

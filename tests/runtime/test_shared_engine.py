@@ -45,6 +45,7 @@ def _said(session: ChatSession, question: str) -> str:
     return "".join(session.ask(question))
 
 
+@pytest.mark.slow
 def test_conversations_that_take_turns_on_an_engine_have_their_own_text(
     loaded: Loaded, chat: Chat
 ) -> None:

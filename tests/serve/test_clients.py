@@ -62,6 +62,7 @@ def test_langchains_chats_have_log_probabilities(chat: ChatOpenAI) -> None:
     assert len(found.response_metadata["logprobs"]["content"]) == NEW
 
 
+@pytest.mark.slow
 def test_langchains_completions_are_continued(address: str, client: OpenAI) -> None:
     settings: dict[str, Any] = {
         "base_url": f"{address}/v1",
@@ -107,6 +108,7 @@ def greedy_text(model: Any, tokenizer: Any, context: str) -> str:
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",

@@ -89,6 +89,7 @@ def _get(address: str, path: str, **headers: str) -> tuple[int, str]:
         return response.status, found[0]
 
 
+@pytest.mark.slow
 def test_a_line_says_how_a_request_went(logged: tuple[str, Path]) -> None:
     address, log = logged
     client = OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
@@ -243,6 +244,7 @@ def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(
     assert (line["status"], line["finish_reasons"], line["completion_tokens"]) == (500, [None], 1)
 
 
+@pytest.mark.slow
 def test_prompts_are_logged_where_that_is_requested(
     model: Path, template: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +259,7 @@ def test_prompts_are_logged_where_that_is_requested(
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_log_on_stdout_has_it_to_itself(model: Path) -> None:
     command = [
         sys.executable,

@@ -86,6 +86,7 @@ def test_the_model_says_what_its_folder_states(client: OpenAI, model: Path) -> N
     assert min(one["kl"] for one in texts) <= certificate["kl"] <= max(one["kl"] for one in texts)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_offers_no_chat(model: Path) -> None:
     with started(model, "--context", "128") as (process, address):
         assert process.stdout is not None

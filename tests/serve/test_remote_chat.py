@@ -183,6 +183,7 @@ def test_what_goes_wrong_is_one_line(reply: Reply, kind: type[RequestError], mes
         assert list(chat.ask("Then?")) == ["y"]
 
 
+@pytest.mark.slow
 def test_a_redirect_is_not_followed() -> None:
     """The key stays with the server that it is for."""
     with fake_api(lambda body: said("x")) as other:
@@ -246,6 +247,7 @@ def test_one_of_several_models_is_named() -> None:
         assert list(RemoteChat(Server(api.url), "a").ask("Who?")) == ["x"]
 
 
+@pytest.mark.slow
 def test_the_oldest_messages_are_forgotten_when_the_context_is_full(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

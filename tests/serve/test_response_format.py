@@ -38,6 +38,7 @@ class Thing(BaseModel):
     ages: list[int] = Field(max_length=2)
 
 
+@pytest.mark.slow
 def test_each_answer_satisfies_the_schema_whole_or_in_pieces(client: OpenAI) -> None:
     whole = client.chat.completions.create(**GIVEN, n=4, response_format=FORMAT)
     texts = [one.message.content or "" for one in whole.choices]
@@ -87,6 +88,7 @@ def test_other_options_go_with_it(client: OpenAI, loaded_tokens: dict[str, int])
     judge(SCHEMA, biased.message.content or "")  # there is no other way to end it
 
 
+@pytest.mark.slow
 def test_texts_and_any_object(client: OpenAI) -> None:
     found = client.completions.create(
         model="demo",

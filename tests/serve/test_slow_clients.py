@@ -165,6 +165,7 @@ def test_silent_clients_lose_their_connections(address: str) -> None:
             assert bool(answer) == bool(expected), name
 
 
+@pytest.mark.slow
 def test_a_header_byte_by_byte_is_not_waited_for(address: str) -> None:
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: " + b"x" * 10_000
     with connect(address) as client:
@@ -207,6 +208,7 @@ def test_a_client_that_stops_reading_gives_its_place_back(
             assert other.getresponse().status == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(address: str, log: Path) -> None:
     body = {
         "prompt": "War",

@@ -325,6 +325,7 @@ def test_what_makes_no_sense_is_refused(
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_reasoning_is_separate_whole_or_in_pieces(clients: dict[str, OpenAI]) -> None:
     """It begins in the prompt; a bias ends it soon."""
     client = clients["opened"]

@@ -38,6 +38,7 @@ def _loss(errors: Tensor, hessian: Tensor, outputs: Tensor) -> float:
     return (errors @ hessian * (outputs @ errors)).sum().item()
 
 
+@pytest.mark.slow
 def test_codes_equal_those_of_the_slow_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight after weight, each with the effect of all earlier errors on the loss taken off,
     over the whole matrix.

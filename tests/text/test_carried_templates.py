@@ -134,6 +134,7 @@ def test_the_manifest_knows_the_sources_templates(plain: Path, tmp_path: Path) -
     assert {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"} <= set(listed)
 
 
+@pytest.mark.slow
 def test_another_or_no_template_is_a_difference(source: Path, plain: Path, tmp_path: Path) -> None:
     changed = oracle.copy(source, tmp_path / "changed")
     (changed / "chat_template.jinja").write_text(TEMPLATE + " ")

@@ -558,6 +558,7 @@ def test_verify_names_the_first_id_that_differs(
         assert problem.endswith(f"token ids; the first is 40: byte token b{words}")
 
 
+@pytest.mark.slow
 def test_a_token_that_tokenizer_model_lacks_is_not_lost_on_the_way_to_meta(
     demo_model: Path, tmp_path: Path
 ) -> None:

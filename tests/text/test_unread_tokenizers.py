@@ -89,6 +89,7 @@ def test_the_advised_command_makes_the_tokenizer_that_transformers_has(tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_the_advised_command_reads_tekken(tmp_path: Path) -> None:
     _write_tekken(tmp_path)
     with raises(UnsupportedError, path=tmp_path, found="tekken.json") as caught:

@@ -74,6 +74,7 @@ def passes_of(models: tuple[Path, Path], tokens: Tensor) -> tuple[Passes, Tensor
     return Passes(quantized, reference, tokens.shape[1], CPU, Shares(quantized, ALONE)), targets
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_whole_model(
     models: tuple[Path, Path], tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,7 @@ def test_offsets_of_mlx_are_trained_with_their_scales(
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_int8_takes_smaller_steps(demo_model: Path, tmp_path: Path) -> None:
     """Steps as large as those of int4 would lose more than int8 does."""
     floats, src, dst = tmp_path / "floats", tmp_path / "src", tmp_path / "dst"
@@ -280,6 +281,7 @@ def test_int8_takes_smaller_steps(demo_model: Path, tmp_path: Path) -> None:
     assert kl(floats, dst) < kl(floats, src)
 
 
+@pytest.mark.slow
 def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
     floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
         quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_no_better_is_not_written(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +385,7 @@ def test_a_delta_gives_the_same_model(
     assert quantkit.verify(tmp_path / "dst").is_same
 
 
+@pytest.mark.slow
 def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) -> None:
     """Two bytes for a group of 32 weights, and the names."""
     quantkit.refine(int4, delta=tmp_path / "made.delta", against=floats, **QUICK)
@@ -390,6 +394,7 @@ def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) ->
     assert 2 * groups < (tmp_path / "made.delta").stat().st_size < 2 * groups + 1000 * len(found)
 
 
+@pytest.mark.slow
 def test_a_delta_must_pass_the_gate(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,6 +423,7 @@ def test_an_output_that_exists_is_found_before_training(
     assert not phases
 
 
+@pytest.mark.slow
 def test_a_delta_goes_with_its_model_alone(
     floats: Path, int4: Path, refined: Path, tmp_path: Path
 ) -> None:
@@ -463,6 +469,7 @@ def test_offsets_in_floats_are_not_trained_by_xla(floats: Path, mlx: Path, tmp_p
         quantkit.refine(mlx, tmp_path / "dst", against=floats, backend="xla", **QUICK)
 
 
+@pytest.mark.slow
 def test_a_forged_delta_is_an_error(floats: Path, int4: Path, tmp_path: Path) -> None:
     """With a hash that fits: no key of it is believed."""
     from safetensors import safe_open
@@ -647,6 +654,7 @@ def test_schemes_that_are_rounded_by_default_are_refused_first(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_gate_compares_weights_that_can_be_compared(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_model_that_cannot_be_built_stays_unmeasurable(tiny_model: Tiny, tmp_p
     assert not source.config.measurable
 
 
+@pytest.mark.slow
 def test_a_model_goes_with_its_checkpoint(tiny_model: Tiny) -> None:
     checkpoint = open_checkpoint(tiny_model("llama"), tensors_only=True)
     passage = weakref.ref(passage_of(checkpoint))

@@ -114,6 +114,7 @@ def test_only_the_text_part_is_quantized(
     _require_text_only(source, made.path)
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     made = _quantize(tiny_image_text_model("smolvlm"), tmp_path / "dst", "rtn")
     assert not any("does not load" in note for note in made.notes)
@@ -162,6 +163,7 @@ def test_a_model_computes_in_float32_whatever_its_parts_state(
     )
 
 
+@pytest.mark.slow
 def test_a_tied_model_may_store_its_head(
     tiny_image_text_model: Tiny, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_tied_model_may_store_its_head(
     assert quantkit.verify(tmp_path / "dst", source).ok
 
 
+@pytest.mark.slow
 def test_two_schemes_leave_doctor_nothing_to_say(
     tiny_image_text_model: Tiny, tmp_path: Path
 ) -> None:
@@ -210,6 +213,7 @@ def test_two_schemes_leave_doctor_nothing_to_say(
     ]
 
 
+@pytest.mark.slow
 def test_gptq_refuses_a_tower_that_a_recipe_names(
     tiny_image_text_model: Tiny, tmp_path: Path
 ) -> None:
@@ -295,6 +299,7 @@ def test_a_processor_makes_prompts_for_the_result(
         assert 0 < _kl(_log_probs(model, given), found)[0] < 0.1
 
 
+@pytest.mark.slow
 def test_processors_and_templates_are_copied(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     source = shutil.copytree(tiny_image_text_model("smolvlm"), tmp_path / "src")
     contents = {name: f'{{"chat_template": "{name}"}}\n'.encode() for name in PROCESSORS}

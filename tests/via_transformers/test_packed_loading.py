@@ -31,6 +31,7 @@ def _rounded(source: Path, dst: Path) -> quantkit.QuantizeResult:
     )
 
 
+@pytest.mark.slow
 def test_a_result_that_transformers_loads_has_no_note(hybrid_int4: Path) -> None:
     assert loading_problem(hybrid_int4) is None
     assert "does not load" not in (hybrid_int4 / "README.md").read_text()
@@ -57,6 +58,7 @@ def test_nothing_is_said_if_what_loads_it_is_not_installed(
     assert loading_problem(folder) is None
 
 
+@pytest.mark.slow
 def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(
     assert "transformers does not load the packed weights" in (made.path / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_without_its_class_a_config_is_that_of_a_language_model(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_quantized_experts_are_apart_and_floats_are_stacked(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_transformers_loads_packed_experts_of_llama_4(tiny_model: Tiny, tmp_path: Path) -> None:
     made = _rounded(tiny_model("llama4_text"), tmp_path / "dst")
     assert not any("does not load" in note for note in made.notes)
@@ -113,6 +114,7 @@ def test_transformers_loads_packed_experts_of_llama_4(tiny_model: Tiny, tmp_path
     torch.testing.assert_close(_logits(run), found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_that_keep_their_floats_stay_one_tensor(tiny_model: Tiny, tmp_path: Path) -> None:
     folder = tiny_model("granitemoe")
     made = _rounded(folder, tmp_path / "dst", keep="*.experts.*")
@@ -127,6 +129,7 @@ def test_experts_that_keep_their_floats_stay_one_tensor(tiny_model: Tiny, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_experts_of_llama_4_are_apart_in_a_quantized_folder(
     tiny_model: Tiny, tmp_path: Path
 ) -> None:

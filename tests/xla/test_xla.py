@@ -328,6 +328,7 @@ def refused(
     return done.stdout.split(), done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_model_that_xla_does_not_run_is_refused(refused: tuple[list[str], list[str]]) -> None:
     codes, errors = refused
     assert codes[0] == "4"

@@ -211,6 +211,7 @@ def _equal(one: Tensor | QuantTensor, other: Tensor | QuantTensor) -> bool:
     return torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale)
 
 
+@pytest.mark.slow
 def test_a_folder_in_a_codecs_layout_is_the_same_model(int8: Path, steps: Path) -> None:
     first, second = open_checkpoint(int8), open_checkpoint(steps)
     assert schemes(first) == schemes(second) != {}
@@ -264,6 +265,7 @@ def test_only_the_part_requested_is_read(
     assert max(read) == found.codes.numel() == 8 * whole.shape[1 - part.axis]
 
 
+@pytest.mark.slow
 def test_a_codec_may_give_floats(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "floats")
     modules = {f"{p}.weight" for p in _linears(tmp_path / "floats")}

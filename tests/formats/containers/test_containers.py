@@ -176,6 +176,7 @@ def loud(demo_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "loud"
 
 
+@pytest.mark.slow
 def test_it_is_written_found_and_the_same_model(
     demo_model: Path, loud: Path, capfd: Capture
 ) -> None:
@@ -188,6 +189,7 @@ def test_it_is_written_found_and_the_same_model(
     assert (found.weight_bytes, found.parameters) == (before.weight_bytes, before.parameters)
 
 
+@pytest.mark.slow
 def test_what_comes_from_it_is_what_comes_from_the_source(
     demo_model: Path, loud: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_file_and_its_manifest(made: Path, demo_model: Path, capfd: Capture) -> None:
     assert sorted(path.name for path in made.parent.iterdir()) == [
         "demo.gguf",
@@ -51,6 +52,7 @@ def test_a_file_and_its_manifest(made: Path, demo_model: Path, capfd: Capture) -
     assert len(fields["tokenizer.ggml.tokens"]) == open_checkpoint(made).config.vocab_size
 
 
+@pytest.mark.slow
 def test_the_way_back_is_the_same_model(made: Path, demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(made, tmp_path / "back", to="hf")
     assert verify(demo_model, tmp_path / "back").verdict is Verdict.SAME
@@ -103,6 +105,7 @@ def test_a_manifest_does_not_speak_for_another_file(made: Path, tmp_path: Path) 
         original.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "demo.gguf"
     quantkit.convert(demo_model, file, split_max_size=600_000, source_check=False)
@@ -122,6 +125,7 @@ def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -
         verify(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4-g64"])
 def test_codes_are_carried(scheme: str, demo_model: Path, tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file.gguf"

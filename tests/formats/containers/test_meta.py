@@ -250,6 +250,7 @@ def test_grouped_heads_come_back_bit_exact(
     _require_equal_shards(_read(tmp_path / "back"), _read(source))
 
 
+@pytest.mark.slow
 def test_heads_of_70b_go_from_8_shards_to_16_and_back(tmp_path: Path) -> None:
     """64 heads and 8 KV heads, each of which lies on two of 16 shards; narrow otherwise."""
     wide = {

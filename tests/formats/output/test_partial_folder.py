@@ -374,6 +374,7 @@ def test_an_output_that_found_its_name_taken_is_finished_later(
     assert not partial(dst).exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_the_rename_leaves_a_whole_model(
     demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
