@@ -194,7 +194,8 @@ def load_xla(
     require_packages()
     from quantkit.xla.engine import load_on_devices
 
-    checkpoint, tokenizer = open_with_tokenizer(path, weights, dtype)
+    checkpoint = open_runnable_checkpoint(path, weights, float_name(dtype))
+    tokenizer, _ = load_checked_tokenizer(checkpoint)
     model = load_on_devices(
         checkpoint,
         devices=devices,
@@ -202,7 +203,7 @@ def load_xla(
         multi_host=multi_host,
         progress=progress,
     )
-    return model, tokenizer
+    return model, tokenizer or load_tokenizer(path)
 
 
 def load_by_transformers(
