@@ -212,7 +212,7 @@ def test_the_solver_uses_them_if_scales_are_floats(
         return files["model.safetensors"]
 
     with_factors, default = made("with", "int4-g64"), made("default", "int4-g64", effort="default")
-    monkeypatch.setattr(OutputFactors, "take", lambda *_: {})
+    monkeypatch.setattr(OutputFactors, "take", lambda *_: (None, {}))
     assert made("without", "int4-g64") != with_factors
     monkeypatch.setattr(
         "quantkit.calibration.quantizers.measure_factors", lambda *_, **__: pytest.fail("measured")

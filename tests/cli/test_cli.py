@@ -429,7 +429,7 @@ def test_progress_is_plain_lines_where_stderr_is_no_terminal(
     assert without_progress(err) == ""
     phases = [found["phase"] for found in PROGRESS.finditer(err)]
     assert [phase for phase in phases if phase != "sha256 of the source"] == {
-        "convert": ["check of the source", "convert"],
+        "convert": ["check of the source", "convert", "exact"],
         "quantize": ["check of the source", "quantize", "gate"],
         "verify": ["tensors", "logits"],
     }[arguments[0]]

@@ -334,13 +334,11 @@ def test_processes_with_different_seeds_are_refused(
 
 @pytest.mark.slow
 def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
-    all_ = forked.group(3, forked.COMMAND, "generate", folders["small"], "--prompt", "My")
+    all_ = forked.group(3, forked.COMMAND, "generate", folders["fp32"], "--prompt", "My")
     assert 0 not in [done.returncode for done in all_]
     (reported,) = _reported("".join(done.stderr for done in all_))
-    assert (
-        "the attention heads cannot be divided among the processes (found 3 processes, 8 heads"
-        in reported
-    )
+    assert "the attention heads cannot be divided among the processes" in reported
+    assert "3 processes" in reported
 
 
 @pytest.mark.slow

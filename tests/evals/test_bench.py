@@ -286,19 +286,21 @@ def test_the_share_of_bandwidth_is_that_of_the_weights_read() -> None:
 
 def test_a_quantized_model_slower_than_its_floats_is_named() -> None:
     floats = replace(FOUND, name="b", quantized=False, decode={1: Rate(12.0, 11.0, 13.0)})
-    assert bench_report.warnings([FOUND, floats]) == [
+    assert bench_report.list_warnings([FOUND, floats]) == [
         "a decodes slower than b, which is not quantized"
     ]
-    assert bench_report.warnings([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
-    assert bench_report.warnings([floats]) == []
+    assert (
+        bench_report.list_warnings([FOUND, replace(floats, decode={1: Rate(8.0, 7.0, 9.0)})]) == []
+    )
+    assert bench_report.list_warnings([floats]) == []
 
 
 def test_runs_that_differ_widely_are_named() -> None:
     wide, steady = Rate(10.0, 8.0, 14.0), Rate(10.0, 8.0, 13.0)
-    (line,) = bench_report.warnings([replace(FOUND, prefill={16: wide}, decode={1: steady})])
+    (line,) = bench_report.list_warnings([replace(FOUND, prefill={16: wide}, decode={1: steady})])
     assert line.startswith("a figure spreads by 40% (prefill 16 of a): measure again")
     wider = Rate(10.0, 8.0, 15.0)
-    (line,) = bench_report.warnings(
+    (line,) = bench_report.list_warnings(
         [replace(FOUND, prefill={1: wide, 2: wider, 3: wide}, decode={1: steady})]
     )
     assert line.startswith("3 figures spread by up to 50% (prefill 2 of a): measure again")
@@ -321,7 +323,7 @@ def test_a_busy_machine_is_reported(
     one = replace(FOUND, device=device, threads=threads, other_load=load)
     assert one.busy is one.to_json()["busy"] is busy
     line = f"the machine is busy: other processes used {load} of its 2 cores; figures are low"
-    assert bench_report.warnings([FOUND, one]) == [line] * busy
+    assert bench_report.list_warnings([FOUND, one]) == [line] * busy
 
 
 def test_threads_that_lose_are_reported() -> None:
@@ -329,8 +331,8 @@ def test_threads_that_lose_are_reported() -> None:
     one = replace(
         FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0)
     )
-    assert bench_report.notes([one, FOUND]) == [line]
-    assert bench_report.notes([replace(one, one_thread=Rate(350.0, 340.0, 360.0))]) == []
+    assert bench_report.list_notes([one, FOUND]) == [line]
+    assert bench_report.list_notes([replace(one, one_thread=Rate(350.0, 340.0, 360.0))]) == []
 
 
 def test_warnings_and_notes_are_on_stderr(

@@ -249,7 +249,7 @@ def test_what_does_not_fit_in_memory_is_left_out(
         line
         == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
     )
-    assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
+    assert bench_report.list_notes([found])[-1] == f"mini-en is not measured at {line}"
     monkeypatch.setattr(timing, "free_bytes", lambda _: 0)
     with pytest.raises(
         RequestError,
@@ -399,7 +399,7 @@ def test_one_sheet_has_a_row_for_each_context_and_batch(found: Bench) -> None:
 
 def test_runs_that_differ_widely_at_a_context_are_named() -> None:
     wide = replace(AT, together=Rate(20.0, 10.0, 21.0))
-    (line,) = bench_report.warnings([replace(FOUND, at_contexts=[wide])])
+    (line,) = bench_report.list_warnings([replace(FOUND, at_contexts=[wide])])
     assert line.startswith("a figure spreads by 50% (context 1024, decode 1 of a): measure again")
 
 

@@ -477,7 +477,7 @@ def test_a_legacy_file_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     _require_as_torch(_saved(tmp_path / "a.bin", value, legacy=True))
 
 
-def test_a_legacy_file_is_read_twice_at_most(
+def test_each_step_reads_a_legacy_file_once(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = oracle.copy(saved, tmp_path / "bin")
@@ -497,7 +497,8 @@ def test_a_legacy_file_is_read_twice_at_most(
     monkeypatch.setattr(source, "SAMPLE_BYTES", 16)
     convert(folder, tmp_path / "out")
     size = path.stat().st_size
-    assert 2 * size <= counted <= 2.2 * size
+    # Its hash, the conversion, and the comparison with the result, which is as large.
+    assert 3 * size <= counted <= 4.2 * size
     converted = _weights(tmp_path / "out")
     for name, tensor in torch.load(path, weights_only=True, mmap=False).items():
         assert torch.equal(converted[name], tensor), name

@@ -175,7 +175,7 @@ def test_a_layer_that_only_some_formats_have_is_solved_again(
 ) -> None:
     from quantkit.jobs.output.writer import Writer
 
-    checkpoint, count = Writer.checkpoint, 0
+    checkpoint, count = Writer.record_safe_point, 0
 
     def stop(writer: Writer) -> None:
         nonlocal count

@@ -153,7 +153,7 @@ def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_by
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoint, solve, dst, solved = (
-        Writer.checkpoint,
+        Writer.record_safe_point,
         GroupSolver.solve,
         tmp_path / "out",
         list[str](),
