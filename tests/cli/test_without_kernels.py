@@ -13,7 +13,7 @@ from command import Capture, run
 
 import quantkit
 
-WARNING = "quantkit: warning: int8 "
+WARNING = "quantkit: warning: int8 runs without kernels"
 
 
 @pytest.fixture(scope="module")
