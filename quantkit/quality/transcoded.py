@@ -49,7 +49,7 @@ class Exact:
     Attributes:
         tensors: quantized tensors whose codes were carried.
         equal: those of them with the same numbers as in the source.
-        floats: float tensors that are equal bit for bit.
+        floats: float tensors that are equal bit for bit; norms to which GGUF adds one, as numbers.
         norms: norms that differ, as GGUF adds one to them, which rounds small weights.
         scales_cast: quantized tensors with the source's codes and zero points, and its scales
             rounded to another type.
@@ -75,15 +75,16 @@ class Exact:
     def line(self) -> str:
         """Describe the counts in a line."""
         if self.norms:
+            every = ""
             lost = f", but {self.norms} norms rounded, to which GGUF adds 1"
         else:
+            every = "all "
             lost = ""
         if not self.tensors and self.cast:
-            return (
-                f"all {self.floats + self.cast} tensors equal, {self.cast} of them once cast{lost}"
-            )
+            num_tensors = self.floats + self.cast
+            return f"{every}{num_tensors} tensors equal, {self.cast} of them once cast{lost}"
         if not self.tensors:
-            return f"all {self.floats} tensors equal bit for bit{lost}"
+            return f"{every}{self.floats} tensors equal bit for bit{lost}"
         if self.scales_cast:
             count = f"{self.equal} of {self.tensors} quantized tensors"
             return (
@@ -99,6 +100,7 @@ def require_exact(
     rounded: Collection[str] = (),
     scale_casts: Mapping[str, tuple[DType, ...]] = MappingProxyType({}),
     *,
+    float_types: Mapping[str, DType] = MappingProxyType({}),
     dequantize: bool = False,
     progress: Progress = silent,
 ) -> Exact:
@@ -111,6 +113,8 @@ def require_exact(
         rounded: the tensors whose codes were not carried.
         scale_casts: the types to which the scales of other tensors were cast, one after the other,
             by name.
+        float_types: the types to which floats were rounded, by name, if those in which they are
+            stored are wider: GGUF stores norms and biases as float32.
         dequantize: whether codes became floats, each rounded once.
 
     Raises:
@@ -138,13 +142,20 @@ def require_exact(
             equal = same_norms(
                 weight, stored, norm_offset_of(result.config, name), [DType(result.config.dtype)]
             )
-            norms += equal and not _equal(weight, stored.to(weight.dtype))
-        elif before.scheme is None and before.dtype == result.info(name).dtype:
-            floats += 1
-            equal = _same_floats(source.load(before.name), result.load(name))
+            is_rounded = not _equal(weight, stored.to(weight.dtype))
+            norms += equal and is_rounded
+            floats += equal and not is_rounded
         else:
-            casts += 1
-            equal = _same_once_cast(source.load(before.name), result.load(name))
+            stored_type = result.info(name).dtype
+            float_type = float_types.get(name, stored_type)
+            if before.scheme is None and before.dtype == float_type == stored_type:
+                floats += 1
+                equal = _same_floats(source.load(before.name), result.load(name))
+            else:
+                casts += 1
+                equal = _same_once_cast(
+                    source.load(before.name), result.load(name), float_type.torch
+                )
         if not equal:
             problem = f"tensor '{name}' differs from the source when it is read back"
             raise QuantkitError(problem, path=result.path, hint=_BUG)
@@ -248,19 +259,23 @@ def _same_weight(
     return True
 
 
-def _same_once_cast(before: Tensor | QuantTensor, after: Tensor | QuantTensor) -> bool:
-    """Return whether `after` has the numbers of `before`, each rounded once to its type."""
+def _same_once_cast(
+    before: Tensor | QuantTensor, after: Tensor | QuantTensor, dtype: torch.dtype
+) -> bool:
+    """Return whether `after` has the numbers of `before`, each rounded once to `dtype`; its own
+    type may be wider.
+    """
     if isinstance(after, QuantTensor) or before.shape != after.shape:
         return False
     if isinstance(before, Tensor) and before.dim() < 2:
-        return _equal(before.to(after.dtype), after)
+        return _equal(before.to(dtype).to(after.dtype), after)
     # In parts, because the float32 products of all rows would need more memory than the weight.
     for start, stop in row_chunks(before.shape[0], math.prod(before.shape[1:])):
         if isinstance(before, QuantTensor):
             rows = before.rows(start, stop).dequantize()
         else:
             rows = before[start:stop]
-        if not _equal(rows.to(after.dtype), after[start:stop]):
+        if not _equal(rows.to(dtype).to(after.dtype), after[start:stop]):
             return False
     return True
 

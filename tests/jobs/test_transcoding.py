@@ -287,6 +287,24 @@ def test_floats_are_compared_with_the_source(
     assert not (tmp_path / "damaged").exists()
 
 
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_norms_that_gguf_stores_as_float32_are_rounded_to_the_requested_type(
+    scheme: str | None, floats: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = oracle.copy(floats if scheme is None else folders[scheme], tmp_path / "float32")
+    generator = torch.Generator().manual_seed(0)
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "norm" in name:
+            return 1 + torch.rand(tensor.shape, generator=generator)
+        return tensor
+
+    _change(folder, change)
+    options: Any = {"dtype": "bf16", "dequantize": scheme is not None}
+    result = quantkit.convert(folder, tmp_path / "bf16.gguf", source_check=False, **options)
+    assert result.exact.cast >= 5
+
+
 @pytest.fixture
 def steep(folders: dict[str, Path], tmp_path: Path) -> Path:
     """A model of which one scale is beyond float16."""

@@ -186,6 +186,7 @@ def _compare(
         result,
         changes.rounded,
         scale_casts,
+        float_types={spec.name: spec.dtype for spec in plan.work.encoder.planned},
         dequantize=plan.options.dequantize,
         progress=progress,
     )
