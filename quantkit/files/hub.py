@@ -30,6 +30,7 @@ from quantkit.files.hub_answers import (
     COMMIT,
     HubFile,
     files_by_name,
+    limit_download,
     parse_hub_file,
     validate_commit,
     validate_hub_answers,
@@ -268,7 +269,12 @@ def _fetch(
         with validate_hub_answers(str(model), commit, file):
             # By branch, not by commit: the library then records the branch's commit in the cache,
             # where it is found without network.
-            hf_hub_download(model.name, file.name, revision=model.revision)
+            hf_hub_download(
+                model.name,
+                file.name,
+                revision=model.revision,
+                tqdm_class=limit_download(file, str(model)),
+            )
         cached.require_announced(commit, file, file in checked)
 
     tasks: list[Callable[[], None]] = []

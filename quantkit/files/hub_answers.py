@@ -27,6 +27,10 @@ _ETAG = re.compile(r"[\w+=~-][\w.+=~-]{0,199}", re.ASCII)
 # Backslashes separate folders on Windows; control characters could drive a terminal.
 _NO_FILE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_SIZE = 1 << 60
+# How long a connection may carry nothing.
+_SILENT_SECONDS = 600.0
+# Bytes beyond its announced size after which a download is stopped.
+_SPARE_BYTES = 1 << 24
 _HOME = "https://huggingface.co/"
 
 
@@ -151,13 +155,44 @@ def validate_hub_answers(
         _expected.reset(token)
 
 
+def limit_download(file: HubFile, path: str) -> Any:
+    """Make the class of a progress bar that stops a download of more bytes than the hub announced
+    for a file: a body may be endless, and the library compares its size only at its end.
+
+    The bar raises a `CheckpointError`; `path` is for this error.
+    """
+    import huggingface_hub.utils
+
+    utils: Any = huggingface_hub.utils
+    library_bar: Any = utils.tqdm
+    # Downloads from Xet storage may report more than the file's own bytes.
+    max_bytes = file.size + _SPARE_BYTES
+
+    class LimitedBar(library_bar):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            # A bar that is not shown counts nothing itself.
+            self._received = 0.0
+
+        # The library calls it before it writes the bytes.
+        def update(self, count: float | None = 1) -> bool | None:
+            self._received += count or 0
+            problem = f"sends more of {format_value(file.name)} than it announced"
+            _require(self._received <= max_bytes, problem, path, self._received, file.size)
+            shown: bool | None = super().update(count)
+            return shown
+
+    return LimitedBar
+
+
 def _make_checked_client(client: Any) -> Any:
     """Make an HTTP client with the settings of the library's, which checks every answer."""
     hooks = client.event_hooks
     return type(client)(
         event_hooks={**hooks, "response": [*hooks["response"], _check_answer]},
         follow_redirects=client.follow_redirects,
-        timeout=client.timeout,
+        # The library sets none for uploads, and would wait for a silent hub without end.
+        timeout=_SILENT_SECONDS,
     )
 
 

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import PREFIX, SECONDS, silence_library
-from quantkit.files.hub_answers import HubFile, files_by_name, parse_hub_file, validate_commit
+from quantkit.files.hub_answers import (
+    HubFile,
+    files_by_name,
+    parse_hub_file,
+    validate_commit,
+    validate_hub_answers,
+)
 from quantkit.files.hub_failures import short, translate_read_error, translate_write_error
 from quantkit.files.hub_threads import result_in_time, run_in_threads
 from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
@@ -304,7 +310,7 @@ def _send(
             large_files.setdefault(file.sha256, []).append([file])
     try:
         report()
-        with silence_library():
+        with silence_library(), validate_hub_answers(PREFIX + repository.name):
             # A token that may not write there fails before large files are sent.
             if small_files:
                 run_in_threads([partial(upload, small_files)], 1, on_tick=report)

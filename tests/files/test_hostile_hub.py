@@ -388,6 +388,16 @@ def test_a_branch_in_the_cache_that_leads_out_of_it_is_not_taken(tmp_path: Path)
     assert (run.code, run.err.count("\n")) == (2, 1)
 
 
+def test_a_body_beyond_its_announced_size_is_not_stored(tmp_path: Path) -> None:
+    name = "hf:case/endless"
+    more = bytes(1 << 26)
+    hostile = {"case/endless": Hostile(body=lambda path, body: body + more)}
+    with hub({"case/endless": FILES}, hostile=hostile) as (address, _):
+        run = _run(tmp_path, address, name)[name]
+    # The library itself would compare the size at the end, and raise another error.
+    assert (run.code, run.err.count("\n")) == (CheckpointError.exit_code, 1)
+
+
 @pytest.mark.parametrize(
     ("file_hash", "route", "problem"),
     [

@@ -4,6 +4,7 @@ model take.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -28,10 +29,12 @@ class Hostile:
         info: changes the answer about the repository; called with it, returns another one.
         headers: changes the headers of the answer about a file; called with its path and them,
             returns others. The file may be one that is not there.
+        body: changes the content that is sent of a file, not what is announced of it.
     """
 
     info: Callable[[Any], object] = lambda info: info
     headers: Callable[[str, dict[str, str]], Mapping[str, str]] = lambda path, headers: headers
+    body: Callable[[str, bytes], bytes] = lambda path, body: body
 
 
 @contextmanager
@@ -86,7 +89,10 @@ def hub(
                 before(path)
                 sent.append(path)
             headers |= {"ETag": f'"{_digest(path, files[path])}"', "Accept-Ranges": "bytes"}
-            self._send(200, files[path], changed.headers(path, headers))
+            content = files[path]
+            if self.command == "GET":
+                content = changed.body(path, content)
+            self._send(200, content, changed.headers(path, headers))
 
         def _missing(self, headers: Mapping[str, str] = {}) -> None:
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", **headers})
@@ -105,7 +111,9 @@ def hub(
                 self.send_header(key, value)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(body)
+                # A client may stop reading.
+                with contextlib.suppress(ConnectionError):
+                    self.wfile.write(body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
