@@ -80,6 +80,8 @@ def test_what_loses_more_than_its_baseline_allows_is_stopped(
     quality = _manifest(dst)["quality"]
     assert (quality["passed"], quality["accepted"]) == (False, True)
     assert any(text["kl"] > text["kl_bound"] for text in quality["texts"])
+    # Whoever downloads the model reads that it failed its gate.
+    assert "Not within its bound" in (dst / "README.md").read_text()
     code, _, err = run(capfd, "verify", dst)
     assert code == 8
     assert "--accept-quality-loss" in err

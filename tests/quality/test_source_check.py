@@ -72,10 +72,19 @@ def _one_row(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("job", ["convert", "quantize"])
 @pytest.mark.parametrize(
-    "damage", [_shuffled, _zeroed, _headless, _one_row], ids=lambda damage: damage.__name__
+    ("damage", "found"),
+    [
+        (_shuffled, "perplexity"),
+        # The two checks have the same type and exit code.
+        (_zeroed, "the same prediction"),
+        (_headless, "the same prediction"),
+        (_one_row, "the same prediction"),
+    ],
+    ids=["shuffled", "zeroed", "headless", "one row"],
 )
 def test_a_broken_source_is_reported_and_nothing_is_written(
     damage: Callable[[dict[str, Tensor]], object],
+    found: str,
     job: str,
     sound: Path,
     tmp_path: Path,
@@ -86,6 +95,7 @@ def test_a_broken_source_is_reported_and_nothing_is_written(
     code, _, err = run(capfd, job, source, tmp_path / "out", *scheme)
     assert code == 3
     assert str(source) in err
+    assert found in err
     assert "--no-source-check" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -29,7 +29,8 @@ def raises(
 
     Args:
         error_type: the type of the error, or several types of which it has one.
-        names: the names of tensors, files, keys and values that its line contains.
+        names: the names of tensors, files, keys and values that its line contains, apart from the
+            folder that its path is in: a folder of pytest's may contain any short one.
         path: the file or folder that it concerns.
         found, expected: its attributes of these names, compared as text.
         argument: the name of the argument that is wrong.
@@ -48,7 +49,10 @@ def raises(
         assert error.argument == argument
     missing_options = set(options) - list_options(error.message)
     assert not missing_options, str(error)
-    missing_names = [name for name in names if name not in str(error)]
+    line = str(error)
+    if error.path is not None:
+        line = line.removeprefix(str(Path(error.path).parent))
+    missing_names = [name for name in names if name not in line]
     assert not missing_names, str(error)
 
 

@@ -621,8 +621,8 @@ CONTRADICTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("qwen2", G + "merges", lambda value: [*value, "q zz"], "q zz"),
     ("qwen2", G + "merges", lambda value: [*value, "qq"], "qq"),
     ("qwen2", G + "add_bos_token", lambda _: True, "tokenizer.ggml.bos_token_id"),
-    ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "quantkit.tokenizer_json"),
-    ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "model"),
+    ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "list"),
+    ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "'model'"),
     ("qwen2", "quantkit.tokenizer_json", lambda _: '{"added_tokens": {"263": 1}}', "263"),
     ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "../x"),
 ]

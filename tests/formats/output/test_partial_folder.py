@@ -203,8 +203,10 @@ CHANGES: dict[str, Change] = {
 def test_a_journal_of_another_form(change: str, demo_model: Path, dst: Path) -> None:
     rewrite_last(partial(dst), CHANGES[change])
     before = contents(partial(dst))
-    with raises(ResumeError, f"{partial(dst)}/"):
+    with pytest.raises(ResumeError) as caught:
         quantkit.convert(demo_model, dst, resume=True)
+    assert caught.value.path is not None
+    assert Path(caught.value.path).parent == partial(dst)
     assert contents(partial(dst)) == before
 
 
