@@ -121,8 +121,8 @@ def _join_reasons(reasons: Mapping[str, Sequence[str]]) -> str:
 
 
 def offer_kernels_for_floats(device: torch.device, dtype: torch.dtype) -> OfferedKernels | None:
-    """Return a GPU backend's operations for a model without quantized layers; None on a CPU, where
-    kernels would have to be compiled first.
+    """Return a GPU backend's kernels for a model without quantized layers; None on a CPU, where
+    they would have to be compiled first.
     """
     if device.type == "cpu":
         return None

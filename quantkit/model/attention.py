@@ -224,7 +224,7 @@ def _mix_values_in_chunks(
         keys_per_chunk = count
     else:
         keys_per_chunk = min(count, window + MAX_QUERY_ROWS)
-    # ScoreSettings are float32, 4 bytes each.
+    # Scores are float32, 4 bytes each.
     bytes_per_query = 4 * batch * heads * keys_per_chunk
     size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // bytes_per_query))
     mixed = torch.empty(

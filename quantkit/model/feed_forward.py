@@ -187,10 +187,10 @@ def _make_bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     # The kernels have this factor as a constant.
     if config.activation_alpha != OAI_ALPHA:
         return None
-    operations = wide[0].backend.offer_kernels()
-    if operations is None or operations.experts is None:
+    offered = wide[0].backend.offer_kernels()
+    if offered is None or offered.experts is None:
         return None
-    kernel = operations.experts
+    kernel = offered.experts
     return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 
 

@@ -117,11 +117,11 @@ def fuse_blocks(
         for linear in _find_fused_linears(block):
             if not isinstance(linear, QuantLinear):
                 return None
-            operations = linear.backend.offer_kernels()
-            if operations is None or operations.block is None:
+            offered = linear.backend.offer_kernels()
+            if offered is None or offered.block is None:
                 return None
             linears.append(linear)
-            kernels.append(operations.block)
+            kernels.append(offered.block)
         # Experts run in the block through their bank.
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None

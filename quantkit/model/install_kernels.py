@@ -387,8 +387,7 @@ def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) 
 
 
 def _is_close(result: Tensor, right: Tensor, share: float) -> bool:
-    """Return whether the error of each number is at most a share of its
-    `_measure_error_scale`."""
+    """Return whether each number's error is at most a share of its `_measure_error_scale`."""
     return is_within(result, right, share * _measure_error_scale(right))
 
 

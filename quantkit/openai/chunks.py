@@ -34,7 +34,7 @@ class ResponseStream:
     @property
     def num_choices(self) -> int:
         """Count the choices of the response."""
-        return len(self._choices)
+        return self._builder.num_choices
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first token."""

@@ -37,8 +37,11 @@ class ApiRequest:
         """Tell whether messages are answered; otherwise a text is continued."""
         return self.path == CHAT
 
-    def build_prompts(self, builder: PromptBuilder) -> list[Prompt]:
+    def build_prompts(self, builder: PromptBuilder, place: str | None = None) -> list[Prompt]:
         """Encode the prompts for a model.
+
+        Args:
+            place: the file and the line of the request, for errors; None if it is in no file.
 
         Raises:
             RequestError: as `PromptBuilder.build`, with the API's names of fields, or if there are
@@ -48,7 +51,7 @@ class ApiRequest:
         if self.is_chat:
             builder.load_chat_format()
         prompts: list[Prompt] = []
-        with restate_errors(names=self.names):
+        with restate_errors(place, names=self.names):
             for fields in self.prompts:
                 prompt = builder.build(fields)
                 _require_few_constrained(prompt, len(self.prompts))

@@ -31,8 +31,7 @@ Tokens drawn beyond the end of a sequence are dropped.
 @dataclass
 class _Rows:
     """The rows of the next step. The first `num_decoding` rows append the last token of a running
-    sequence each, which is on the device; the others read
-    `host_tokens`.
+    sequence each, which is on the device; the others read `host_tokens`.
 
     Attributes:
         lengths, logits_indices: see `Engine.step`.

@@ -158,7 +158,7 @@ class _EventStream(StreamingResponse):
 
 
 class _Handlers:
-    """The handlers of all handlers."""
+    """Answers the requests to each of the server's paths."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self._served = served

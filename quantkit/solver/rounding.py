@@ -161,8 +161,7 @@ def _fit_scales(
     grouped: Tensor, importance: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
 ) -> tuple[Tensor, Tensor]:
     """Choose the better of some scales [O, G] and those that fit their codes best; return them and
-    the codes less zero points [O, G, S]. `importance` [G, S] is that of squared
-    errors.
+    the codes less zero points [O, G, S]. `importance` [G, S] is that of squared errors.
 
     A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find
     it.

@@ -184,6 +184,11 @@ class QuantScheme:
         return self.codes is not Codes.INTEGERS
 
     @property
+    def is_int4(self) -> bool:
+        """Return whether codes are integers of 4 bits."""
+        return self.bits == 4 and not self.of_small_floats
+
+    @property
     def has_minima(self) -> bool:
         """Return whether groups have minima instead of zero points."""
         return not self.symmetric and self.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS)

@@ -195,6 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path)
     options: Any = parser.parse_args()
+    # An error only after the measurements would lose them.
+    if options.plot and options.plot.suffix not in (".png", ".pdf", ".svg"):
+        parser.error("--plot takes a .png, .pdf or .svg file")
     if options.serve:
         return serve(*options.serve)
     if options.peer is None or options.models is None:

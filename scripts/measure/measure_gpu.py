@@ -205,6 +205,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
+    # An error only after the measurements would lose them.
+    if options.plot and options.plot.suffix not in (".png", ".pdf", ".svg"):
+        parser.error("--plot takes a .png, .pdf or .svg file")
     deadline = time.monotonic() + options.seconds
     schemes, tokens = (
         options.schemes.split(","),

@@ -495,8 +495,11 @@ def _continue_lines(
     line_places: list[int] = []
     # The number of each line's first prompt among all prompts.
     first_numbers: list[int] = []
+    # How many continuations each line gets.
+    num_choices: list[int] = []
     for place, (_, line) in enumerate(todo):
         first_numbers.append(len(prompts))
+        num_choices.append(sum(prompt.request.samples for prompt in line.prompts))
         for prompt in line.prompts:
             prompts.append(prompt)
             requests.append(prompt.request)
@@ -516,7 +519,7 @@ def _continue_lines(
         line_completions = ended.setdefault(place, [])
         prompt_number = completion.prompt - first_numbers[place]
         line_completions.append(replace(completion, prompt=prompt_number))
-        if len(line_completions) < sum(prompt.request.samples for prompt in line.prompts):
+        if len(line_completions) < num_choices[place]:
             continue
         del ended[place]
         yield number, _build_lines(number, line, line_completions, texts, model_name)

@@ -125,10 +125,7 @@ def read_prompts(content: bytes, name: str, builder: PromptBuilder, model: str) 
                 )
         if batch.request.model not in (None, model):
             other_models.add(str(batch.request.model))
-        if batch.request.is_chat:
-            builder.load_chat_format()
-        with restate_errors(place):
-            prompts = batch.request.build_prompts(builder)
+        prompts = batch.request.build_prompts(builder, place)
         lines.append(PromptLine(prompts, batch=batch))
     # No error: files made for another name of the same model can be used as they are.
     if other_models:

@@ -52,7 +52,6 @@ from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 from quantkit.via_transformers.linears import auto_class
 
@@ -386,14 +385,10 @@ def _readers(
         "readers": readers,
         "read_here_alone": here_alone,
         "not_on_cpu": not_on_cpu,
-        "has_int4": any(_is_int4(scheme) for scheme in scheme_map.schemes.values()),
+        "has_int4": any(scheme.is_int4 for scheme in scheme_map.schemes.values()),
         "in_transformers": in_transformers,
         "auto_class": model_class,
     }
-
-
-def _is_int4(scheme: QuantScheme) -> bool:
-    return scheme.bits == 4 and not scheme.of_small_floats
 
 
 def describe_command(options: QuantizeOptions, source: Checkpoint) -> dict[str, object]:

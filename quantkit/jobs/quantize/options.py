@@ -534,7 +534,8 @@ class QuantizeOptions:
                         " yet",
                     )
                 )
-        if self.to not in (None, NATIVE):
+        # A DST that ends in .gguf is a target too.
+        if [target.name for target in self.targets] != [NATIVE]:
             raise RequestError(
                 Message(
                     Option("to"),

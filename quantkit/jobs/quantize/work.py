@@ -37,7 +37,6 @@ from quantkit.via_transformers.forward import passage_of
 if TYPE_CHECKING:
     from quantkit.via_transformers.passage import Survey
 
-_INT4_BITS = 4
 # The entries of the manifest on a quantization, in order.
 _ENTRIES = (
     "recipe",
@@ -209,7 +208,7 @@ def _choose_kernel_selector(plan: FormatPlan) -> Callable[[torch.device], Column
     """
     for module in plan.inputs:
         scheme = plan.scheme_map.schemes[module]
-        if scheme.bits == _INT4_BITS and not scheme.of_small_floats:
+        if scheme.is_int4:
             return lambda device: with_positive_scales(select_column_kernels(device))
     return select_column_kernels
 
