@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -261,6 +262,11 @@ def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Pa
                 )
                 response = stream.getresponse()
                 response.readline()
+                # On a busy machine the other request may not have reached the server yet.
+                running = b""
+                while b"quantkit_running_requests 2" not in running:
+                    with urllib.request.urlopen(f"{address}/metrics") as metrics:
+                        running = metrics.read()
                 process.send_signal(signal.SIGTERM)
                 *_, last, empty = response.read().split(b"\n\n")
                 status, answer = whole.result()
