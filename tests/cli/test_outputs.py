@@ -258,7 +258,7 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_work(
 def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
     with raises(DestinationError, path=tmp_path):
         Outputs(str(tmp_path))
-    with raises(RequestError, str(tmp_path / "out.md")):
+    with raises(RequestError, path=tmp_path / "out.md"):
         Outputs(str(tmp_path / "out.md"), report=tmp_path / "out.md")
 
 
