@@ -252,13 +252,15 @@ def test_the_library_does_not_print() -> None:
         assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "print"], module
 
 
-@pytest.mark.parametrize("package", ["transformers", "greenlet"])
-def test_transformers_and_what_runs_it_are_used_in_one_room(package: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "room"), [("transformers", "via_transformers"), ("greenlet", "passes")]
+)
+def test_transformers_and_greenlet_are_used_in_one_room_each(package: str, room: str) -> None:
     users = [
         m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))
     ]
     assert users
-    assert all(module.startswith("quantkit.via_transformers.") for module in users)
+    assert all(module.startswith(f"quantkit.{room}.") for module in users)
 
 
 @pytest.mark.slow

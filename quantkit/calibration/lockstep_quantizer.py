@@ -31,13 +31,13 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
+from quantkit.passes.passage import Inputs, Passage, Routed, Survey
+from quantkit.passes.site import Site
+from quantkit.passes.spill import Spill
 from quantkit.tensors.products import exact_float32, times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.via_transformers.lazy_model import set_parameter
-from quantkit.via_transformers.passage import Inputs, Passage, Routed, Survey
-from quantkit.via_transformers.sites import Site
-from quantkit.via_transformers.spill import Spill
+from quantkit.via_transformers.lazy_model import LazyModel, set_parameter
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LockstepQuantizer(RtnQuantizer):
 
     calibration: Calibration
     schemes: Mapping[str, QuantScheme]
-    passage: Passage
+    passage: Passage[LazyModel]
     survey: Survey
     _: KW_ONLY
     memory_bytes: int
@@ -205,12 +205,12 @@ class _Streams:
             return
         self._active = self._is_float[index]
         for name, versions in self._versions.items():
-            set_parameter(self._passage.lazy.model, name, versions[self._active])
+            set_parameter(self._passage.partwise.model, name, versions[self._active])
 
     def _free_part(self, part: str) -> None:
         """Free what a part had in either stream."""
         for name in list(self._versions):
-            if self._passage.lazy.part_of(name) == part:
+            if self._passage.partwise.part_of(name) == part:
                 del self._versions[name]
         malloc_trim()
 
@@ -249,7 +249,7 @@ class _Streams:
                 difference = None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
                 # Of this batch's stream.
-                floats = self._passage.lazy.model.get_parameter(site.parameter)
+                floats = self._passage.partwise.model.get_parameter(site.parameter)
                 difference = times(difference.flatten(0, -2), site.of(floats).t())
             self._sums.add_pair(_apply_shares(inputs, shares), difference)
             self._waiting = None
@@ -281,7 +281,7 @@ class _Streams:
 
     def _solve_group(self, group: Inputs) -> dict[str, Result]:
         """Solve the weights of a group, and let the quantized stream have them."""
-        model = self._passage.lazy.model
+        model = self._passage.partwise.model
         sums = self._sums
         self._sums = None
         weights = dict[str, Tensor]()
@@ -326,7 +326,7 @@ class _Streams:
         sent = self._counts[site.module][site.expert]
         every = self._every
         if self._is_starved(
-            site, site.of(self._passage.lazy.model.get_parameter(site.parameter)).shape[1]
+            site, site.of(self._passage.partwise.model.get_parameter(site.parameter)).shape[1]
         ):
             return {"tokens": every, "tokens_from": "all", "routed_tokens": sent}
         return {"tokens": sent, "tokens_from": "routed"}
@@ -345,7 +345,7 @@ class _Streams:
         return self._solver.round(module, weights[module], {**kept, "tokens_reason": reason})
 
     def _install(self, site: Site, weights: Mapping[str, QuantTensor]) -> None:
-        model = self._passage.lazy.model
+        model = self._passage.partwise.model
         name = site.parameter
         if name not in self._versions:
             floats = model.get_parameter(name)

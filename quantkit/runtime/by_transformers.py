@@ -14,6 +14,7 @@ from quantkit.base.memory import available_bytes, enough_memory, size_text
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.passes.passage import convert_model_errors
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_request, prompt_ids
 from quantkit.runtime.sampling import Sampler
@@ -21,7 +22,6 @@ from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.finite import require_finite_logits
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.linears import quiet
-from quantkit.via_transformers.passage import convert_model_errors
 
 
 class TransformersModel:
@@ -51,7 +51,7 @@ class TransformersModel:
                 problem, path=checkpoint.path, found=size_text(required_bytes), expected=expected
             )
         self._path = checkpoint.path
-        self._lazy = passage_of(checkpoint).lazy
+        self._lazy = passage_of(checkpoint).partwise
         # generation_config.json and the tokenizer may name more end tokens than the config.
         config = replace(checkpoint.config, eos_token_ids=self._lazy.end_tokens)
         self.config = replace(config, eos_token_ids=end_tokens(checkpoint.path, config))

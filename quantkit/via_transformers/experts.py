@@ -4,38 +4,18 @@ to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.passes.site import Brought, Visitor
+
 IMPLEMENTATION = "quantkit"
 # The attribute of a module of experts with its visitor.
 _VISITOR = "_quantkit_visitor"
-
-
-@dataclass
-class Brought:
-    """The inputs of a batch to a product. Its tensors lose their memory when the batch is moved to
-    a file.
-
-    Attributes:
-        inputs: [..., I].
-        tokens: for an expert's product, the numbers [N] of the tokens whose rows these are; None if
-            it gets all.
-        shares: the weights [N] of the expert's output for these tokens.
-        at: computes the inputs [N, I] that tokens, given by their numbers, would have at an
-            expert's product; its argument None means all tokens. None if an expert's inputs are
-            known for its own tokens only, and if there are no experts.
-    """
-
-    inputs: Tensor
-    tokens: Tensor | None = None
-    shares: Tensor | None = None
-    at: Callable[[Tensor | None], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,20 +39,6 @@ _OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, has_bias=False, are_a
 """Classes outside of the registry whose experts get all tokens, multiplied by the weights of their
 outputs, which are zero for most tokens.
 """
-
-
-class Visitor(Protocol):
-    """Sees the inputs of experts."""
-
-    def visit_routing(self, experts: nn.Module, counts: list[int]) -> None:
-        """Observe the number of tokens that are sent to each expert, before any product."""
-        ...
-
-    def visit_product(self, experts: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
-        """Observe the inputs of a product with the weight of an expert in the parameter `leaf`,
-        before it is computed.
-        """
-        ...
 
 
 def use_experts(model: Any) -> None:

@@ -40,9 +40,9 @@ from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
-    from quantkit.via_transformers.experts import Brought
-    from quantkit.via_transformers.passage import Passage
-    from quantkit.via_transformers.sites import Site
+    from quantkit.passes.passage import Passage
+    from quantkit.passes.site import Brought, Site
+    from quantkit.via_transformers.lazy_model import LazyModel
 
 _HEAD = CANONICAL["head"]
 
@@ -113,7 +113,7 @@ def observe_inputs(
     for linear in linear_columns(checkpoint.config):
         if linears is None or linear in linears:
             observed_linears.append(linear)
-    sites, _ = find_sites(passage.lazy, observed_linears)
+    sites, _ = find_sites(passage.partwise, observed_linears)
     passage.compute_hidden_states([tokens], progress, sites=sites, on_product=observe_site)
 
 
@@ -190,7 +190,7 @@ def run_by_transformers(
     # Building the model reads the config, so the code and the linears of experts must be in it.
     source.config = replace(source.config, code=code)
     unstack(source)
-    lazy = passage_of(source).lazy
+    lazy = passage_of(source).partwise
     config = source.config
     model = lazy.model
     if is_headless(model):
@@ -355,16 +355,16 @@ def why_not_run(error: QuantkitError) -> str:
     return error.problem
 
 
-def passage_of(checkpoint: Checkpoint) -> Passage:
+def passage_of(checkpoint: Checkpoint) -> Passage[LazyModel]:
     """Build the model of a checkpoint that transformers runs, or reuse the one that was built.
 
     Raises `UnsupportedError` or `CheckpointError` if transformers cannot run it.
     """
     # Both need transformers and greenlet, which are optional.
+    from quantkit.passes.passage import Passage
     from quantkit.via_transformers.lazy_model import LazyModel
-    from quantkit.via_transformers.passage import Passage
 
-    passage: Passage | None = getattr(checkpoint, _PASSAGE, None)
+    passage: Passage[LazyModel] | None = getattr(checkpoint, _PASSAGE, None)
     if passage is None:
         passage = Passage(LazyModel(checkpoint), checkpoint.path)
         setattr(checkpoint, _PASSAGE, passage)

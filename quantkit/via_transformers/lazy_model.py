@@ -25,8 +25,9 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.passes.site import Visitor
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.via_transformers.experts import use_experts
+from quantkit.via_transformers.experts import set_visitor, use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
 
 _Shape = tuple[int, ...]
@@ -149,6 +150,14 @@ class LazyModel:
             if module is input_embeddings:
                 return name, module
         return None
+
+    def set_visitor(self, visitor: Visitor | None) -> None:
+        """Set what sees the inputs of all of the model's experts."""
+        set_visitor(self.model, visitor)
+
+    def silence(self) -> contextlib.AbstractContextManager[None]:
+        """Silence the logs, warnings and progress bars of transformers."""
+        return quiet()
 
     def load(self, part: str) -> None:
         """Load the weights of a part's modules."""

@@ -6,50 +6,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.passes.site import WEIGHT, Site
 from quantkit.via_transformers.lazy_model import LazyModel, rows_of
 
-WEIGHT = "weight"
 REORDERED = "transformers stores its rows in another order"
-
-
-@dataclass(frozen=True)
-class Site:
-    """A product with a weight [O, I].
-
-    Attributes:
-        module: the module of transformers that has the weight.
-        leaf: the weight's parameter there.
-        expert: the number of the weight in a parameter of stacked weights; None if the parameter is
-            the weight.
-        rows: the linears on disk that the weight is made of, with the first of their rows and the
-            one after the last.
-        transposed: whether the module has the weight as [I, O].
-    """
-
-    module: str
-    leaf: str
-    expert: int | None
-    rows: tuple[tuple[str, int, int], ...]
-    transposed: bool = False
-
-    @property
-    def parameter(self) -> str:
-        return f"{self.module}.{self.leaf}"
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Select the weight [O, I] in its parameter, not copied."""
-        if self.expert is None:
-            weight = parameter
-        else:
-            weight = parameter[self.expert]
-        if self.transposed:
-            return weight.t()
-        return weight
 
 
 def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dict[str, str]]:

@@ -198,7 +198,7 @@ def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(
         )
     oracle.logits(model, _sample(source))
     found = input_importance(source, None)
-    targets = passage_of(source).lazy.targets
+    targets = passage_of(source).partwise.targets
     uses = {name: seen[targets[f"{name}.weight"][0].removesuffix(".weight")] for name in found}
     assert max(map(len, uses.values())) > 1
     for name, inputs in uses.items():

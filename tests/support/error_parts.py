@@ -40,7 +40,8 @@ def raises(
         yield caught
     error = caught.value
     if path is not None:
-        assert error.path is not None and Path(error.path) == path
+        assert error.path is not None
+        assert Path(error.path) == path
     if found is not None:
         assert str(error.found) == str(found)
     if expected is not None:

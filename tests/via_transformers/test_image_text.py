@@ -152,7 +152,7 @@ def test_a_model_computes_in_float32_whatever_its_parts_state(
 ) -> None:
     source = tiny_image_text_model(kind)
     assert '"bfloat16"' in (source / "config.json").read_text()
-    lazy = passage_of(open_to_run(source, via="transformers")).lazy
+    lazy = passage_of(open_to_run(source, via="transformers")).partwise
     for part in lazy.parts:
         lazy.load(part)
     assert {one.dtype for one in lazy.model.parameters()} == {torch.float32}

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import core_model_loading as loading
 
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.site import Site
 from quantkit.via_transformers.lazy_model import LazyModel
-from quantkit.via_transformers.sites import REORDERED, Site, find_sites
+from quantkit.via_transformers.sites import REORDERED, find_sites
 
 Tiny = Callable[[str], Path]
 _EXPERTS = "model.layers.0.block_sparse_moe.experts"

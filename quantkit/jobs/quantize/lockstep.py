@@ -7,8 +7,8 @@ from quantkit.base.messages import Message, Option
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.jobs.quantize.formats import FormatPlan
+from quantkit.passes.passage import Survey
 from quantkit.via_transformers.forward import passage_of
-from quantkit.via_transformers.passage import Survey
 from quantkit.via_transformers.sites import find_sites
 
 # Modules that a note lists by name.
@@ -29,7 +29,7 @@ def survey_linears(plan: FormatPlan, drawn: Calibration) -> tuple[FormatPlan, Su
     schemes = plan.scheme_map.schemes
     linears = plan.scheme_map.linears
     passage = passage_of(source)
-    sites, kept = find_sites(passage.lazy, linears)
+    sites, kept = find_sites(passage.partwise, linears)
     # All batches take the same path, or calibration refuses them: one sample shows it.
     survey = passage.survey(sites, drawn.tokens[:1])
     for reason, unsolved_sites in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):

@@ -111,7 +111,7 @@ def prepare(options: QuantizeOptions) -> Plan:
     ):
         from quantkit.via_transformers.embedding import with_embedding
 
-        source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
+        source.config = with_embedding(source.config, passage_of(source).partwise, source.path)
     recipe = apply_gguf_mix(options, with_head_on_disk(recipe, source.config), source.config)
     scheme_map, scheme_notes = assign_schemes(source, recipe, dst, target, strict=options.strict)
     notes += _note_how_it_runs(source, scheme_map, trusts_code=options.trust_remote_code)

@@ -35,7 +35,7 @@ from quantkit.tensors.products import compute_dtype
 from quantkit.via_transformers.forward import passage_of
 
 if TYPE_CHECKING:
-    from quantkit.via_transformers.passage import Survey
+    from quantkit.passes.passage import Survey
 
 # The entries of the manifest on a quantization, in order.
 _ENTRIES = (

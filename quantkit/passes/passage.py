@@ -1,5 +1,5 @@
-"""Pass samples through a `LazyModel`: parts are loaded when the samples arrive at them, and linears
-show their inputs.
+"""Pass samples through a `PartwiseModel`: parts are loaded when the samples arrive at them, and
+linears show their inputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,12 @@ from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.via_transformers.experts import Brought, set_visitor
-from quantkit.via_transformers.lazy_model import LazyModel
-from quantkit.via_transformers.lockstep import Lockstep, NotLoaded, stop
-from quantkit.via_transformers.sites import WEIGHT, Site
-from quantkit.via_transformers.spill import Spill
+from quantkit.passes.lockstep import Lockstep, NotLoaded, stop
+from quantkit.passes.partwise_model import PartwiseModel
+from quantkit.passes.site import WEIGHT, Brought, Site
+from quantkit.passes.spill import Spill
+
+Model = TypeVar("Model", bound=PartwiseModel)
 
 _HIDDEN = "hidden states"
 # Other modules outside of lists are small, and stay loaded.
@@ -126,15 +127,15 @@ class _Returned(tuple[Tensor, ...]):
         return None
 
 
-class Passage:
+class Passage(Generic[Model]):
     """Batches of tokens [B, T] that pass through a model."""
 
-    def __init__(self, lazy: LazyModel, path: Path) -> None:
+    def __init__(self, partwise: Model, path: Path) -> None:
         """
         Args:
             path: of the model, for errors.
         """
-        self.lazy = lazy
+        self.partwise = partwise
         self._path = path
         # How many modules of each part are running, over all batches.
         self._open: Counter[str] = Counter()
@@ -142,8 +143,8 @@ class Passage:
         self._at = ""
         # Parts that stay loaded for a complete pass.
         self._resident: set[str] = set()
-        for part in lazy.parts:
-            if not lazy.is_listed(part) and not _is_large(lazy.model.get_submodule(part)):
+        for part in partwise.parts:
+            if not partwise.is_listed(part) and not _is_large(partwise.model.get_submodule(part)):
                 self._resident.add(part)
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
@@ -158,13 +159,13 @@ class Passage:
         def record_site(site: Site, brought: Brought) -> None:
             counts[site] += 1
             inputs = brought.inputs
-            part = self.lazy.part_of(site.module)
+            part = self.partwise.part_of(site.module)
             for group_inputs, version, group_sites in reversed(groups):
                 # The version tells whether the tensor was written to since.
                 if group_inputs is not inputs or version != inputs._version:
                     continue
                 # One part is loaded at a time, so a group must not span several.
-                if self.lazy.part_of(group_sites[0].module) == part:
+                if self.partwise.part_of(group_sites[0].module) == part:
                     if site not in group_sites:
                         group_sites.append(site)
                     return
@@ -242,18 +243,18 @@ class Passage:
             UnsupportedError: if the model fails.
         """
         states: list[Tensor] = []
-        body_modules = set(self.lazy.body.modules())
-        site_modules = (self.lazy.model.get_submodule(site.module) for site in sites)
+        body_modules = set(self.partwise.body.modules())
+        site_modules = (self.partwise.model.get_submodule(site.module) for site in sites)
         to_head = any(module not in body_modules for module in site_modules)
 
         def collect_states(index: int, place: Hashable, value: Any) -> None:
             if place == _HIDDEN:
                 states.append(value)
 
-        handle = self.lazy.body.register_forward_hook(
+        handle = self.partwise.body.register_forward_hook(
             lambda module, args, output: stop(_HIDDEN, output[0])
         )
-        listed = [part for part in self.lazy.parts if self.lazy.is_listed(part)]
+        listed = [part for part in self.partwise.parts if self.partwise.is_listed(part)]
         try:
             with (
                 self._hook_modules(sites, on_product),
@@ -272,7 +273,7 @@ class Passage:
             raise UnsupportedError(
                 "the model does not run its base model, as transformers names it",
                 path=self._path,
-                found=type(self.lazy.body).__name__,
+                found=type(self.partwise.body).__name__,
             )
         return states
 
@@ -280,11 +281,11 @@ class Passage:
         """Compute the logits [N, V] of states [N, D] that `compute_hidden_states` has returned: the
         model runs with these states in place of its body's output.
         """
-        body = self.lazy.body
-        if body is self.lazy.model:
+        body = self.partwise.body
+        if body is self.partwise.model:
             return states
         logits: list[Tensor] = []
-        handle = self.lazy.model.register_forward_hook(
+        handle = self.partwise.model.register_forward_hook(
             lambda module, args, output: logits.append(output.logits[0])
         )
         # The model's own code may scale or cap logits, so it runs with a replaced body.
@@ -310,22 +311,24 @@ class Passage:
         """Run batches and yield the places where all of them have stopped. No other batches can run
         until the generator is closed.
         """
-        if self.lazy.loaded:
+        if self.partwise.loaded:
             raise RuntimeError("this model is in use")
-        for part in {*self._resident, *self.lazy.first_parts}:
-            self.lazy.load(part)
+        for part in {*self._resident, *self.partwise.first_parts}:
+            self.partwise.load(part)
         # Copies, because a stopped batch's tensors may lose their memory to files.
         forwards = [self._forward(tokens.clone()) for tokens in batches]
         try:
-            rounds = Lockstep(forwards, self.lazy.model, spill).iterate_rounds(on_stop, on_resume)
+            rounds = Lockstep(
+                forwards, self.partwise.model, spill, self.partwise.silence
+            ).iterate_rounds(on_stop, on_resume)
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):
                         self._enter(place.name, on_part_exit)
                     yield place
         finally:
-            for part in list(self.lazy.loaded):
-                self.lazy.unload(part)
+            for part in list(self.partwise.loaded):
+                self.partwise.unload(part)
             self._open.clear()
             malloc_trim()
 
@@ -335,19 +338,19 @@ class Passage:
 
         def run() -> None:
             with convert_model_errors(self._path, describe_location):
-                self.lazy.model(input_ids=tokens, use_cache=False)
+                self.partwise.model(input_ids=tokens, use_cache=False)
 
         return run
 
     def _enter(self, part: str, on_part_exit: Callable[[str], None]) -> None:
         """Load a part, and free those that no sample is in."""
         open_parts = {name for name, count in self._open.items() if count}
-        for unused_part in self.lazy.loaded - self._resident - open_parts:
+        for unused_part in self.partwise.loaded - self._resident - open_parts:
             on_part_exit(unused_part)
-            self.lazy.unload(unused_part)
+            self.partwise.unload(unused_part)
         # Freed memory is returned before the next weights are read.
         malloc_trim()
-        self.lazy.load(part)
+        self.partwise.load(part)
 
     @contextmanager
     def _hook_modules(
@@ -360,9 +363,9 @@ class Passage:
         handles: list[Any] = []
         names: dict[nn.Module, str] = {}
         parts: dict[nn.Module, str | None] = {}
-        for name, module in self.lazy.model.named_modules():
+        for name, module in self.partwise.model.named_modules():
             names[module] = name
-            parts[module] = self.lazy.part_of(name)
+            parts[module] = self.partwise.part_of(name)
         site_at: dict[tuple[str, str, int | None], Site] = {}
         experts: set[str] = set()
         for site in sites:
@@ -377,7 +380,7 @@ class Passage:
             part = parts[module]
             if part is not None:
                 # The caller loads the part when all batches have stopped here.
-                if part not in self.lazy.loaded:
+                if part not in self.partwise.loaded:
                     stop(Part(part))
                 # Counted per module, because the modules of a part are called within each other.
                 self._open[part] += 1
@@ -406,10 +409,10 @@ class Passage:
         for module in names:
             handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
             handles.append(module.register_forward_hook(leave_module))
-        set_visitor(self.lazy.model, OfExperts())
+        self.partwise.set_visitor(OfExperts())
         try:
             yield
         finally:
-            set_visitor(self.lazy.model, None)
+            self.partwise.set_visitor(None)
             for handle in handles:
                 handle.remove()

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.passage import Inputs, Passage, Routed, Survey
+from quantkit.passes.site import Site
+from quantkit.passes.spill import Spill
 from quantkit.via_transformers.lazy_model import LazyModel
-from quantkit.via_transformers.passage import Inputs, Passage, Routed, Survey
-from quantkit.via_transformers.sites import Site, find_sites
-from quantkit.via_transformers.spill import Spill
+from quantkit.via_transformers.sites import find_sites
 
 Tiny = Callable[[str], Path]
 KINDS = (
@@ -55,9 +56,9 @@ def _surveyed(folder: Path) -> tuple[Passage, list[Site], Survey]:
 
 
 def _require_unloaded(passage: Passage) -> None:
-    assert all(parameter.is_meta for parameter in passage.lazy.model.parameters())
+    assert all(parameter.is_meta for parameter in passage.partwise.model.parameters())
     assert not any(
-        one._forward_hooks or one._forward_pre_hooks for one in passage.lazy.model.modules()
+        one._forward_hooks or one._forward_pre_hooks for one in passage.partwise.model.modules()
     )
 
 
@@ -160,7 +161,7 @@ def test_one_block_at_a_time_has_weights_and_gets_them_once(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passage, _, _ = _surveyed(tiny_model("llama"))
-    lazy, load, read, reported = passage.lazy, passage.lazy.load, list[str](), list[Any]()
+    lazy, load, read, reported = passage.partwise, passage.partwise.load, list[str](), list[Any]()
 
     def watched(part: str) -> None:
         load(part)
@@ -210,7 +211,9 @@ def test_code_that_fails_is_reported_with_its_module(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passage, sites, _ = _surveyed(tiny_model("llama"))
-    monkeypatch.setattr(passage.lazy.model.model.layers[1].mlp.act_fn, "forward", lambda _: 1 / 0)
+    monkeypatch.setattr(
+        passage.partwise.model.model.layers[1].mlp.act_fn, "forward", lambda _: 1 / 0
+    )
     for run in (
         lambda: passage.compute_hidden_states(TOKENS),
         lambda: passage.survey(sites, TOKENS[0]),

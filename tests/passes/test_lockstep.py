@@ -13,9 +13,9 @@ from error_parts import raises
 from torch import Tensor, nn
 
 from quantkit.errors import DestinationError, NoSpaceError, UnsupportedError
-from quantkit.via_transformers import spill as spill_module
-from quantkit.via_transformers.lockstep import Lockstep, stop
-from quantkit.via_transformers.spill import Spill
+from quantkit.passes import spill as spill_module
+from quantkit.passes.lockstep import Lockstep, stop
+from quantkit.passes.spill import Spill
 
 _BYTES = 4000  # of what each batch holds below
 DTYPES = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import UnsupportedError
-from quantkit.via_transformers.linears import quiet
-from quantkit.via_transformers.spill import Spill
+from quantkit.passes.spill import Spill
 
 
 @dataclass
@@ -52,18 +52,24 @@ class Lockstep:
     """Batches that pass through a model together."""
 
     def __init__(
-        self, forwards: Iterable[Callable[[], object]], module: nn.Module, spill: Spill
+        self,
+        forwards: Iterable[Callable[[], object]],
+        module: nn.Module,
+        spill: Spill,
+        silence: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
         Args:
             forwards: functions that run the model on each batch.
             module: the model, whose tensors belong to no batch.
             spill: keeps the tensors of stopped batches.
+            silence: makes a context in which the model's code runs.
         """
         self._batches = [_Batch(forward) for forward in forwards]
         self._trackers = [_Tracker() for _ in self._batches]
         self._module = module
         self._spill = spill
+        self._silence = silence
 
     def iterate_rounds(
         self,
@@ -100,7 +106,7 @@ class Lockstep:
             self._spill.restore(index)
             # These contexts belong to the thread, not to the greenlet: they are entered again for
             # each batch.
-            with torch.no_grad(), quiet(), self._trackers[index]:
+            with torch.no_grad(), self._silence(), self._trackers[index]:
                 batch_stop: Stop | None = batch.switch()
             # A batch that has ended returns the result of the model.
             if batch.dead:

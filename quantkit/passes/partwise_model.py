@@ -1,0 +1,64 @@
+"""What a model offers so that samples can pass through it part by part."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from quantkit.passes.site import Visitor
+
+
+class PartwiseModel(Protocol):
+    """A model whose parameters are on the meta device, except those of parts that are loaded.
+
+    A *part* is an element of an outermost list of modules, such as a decoder block, or any other
+    module with parameters.
+
+    Attributes:
+        model: the model; its `forward` takes ``input_ids`` and ``use_cache``.
+        loaded: the parts whose weights are in memory.
+    """
+
+    model: Any
+    loaded: set[str]
+
+    @property
+    def parts(self) -> list[str]:
+        """List the names of all parts."""
+        ...
+
+    @property
+    def first_parts(self) -> list[str]:
+        """Find the parts that tokens enter first."""
+        ...
+
+    @property
+    def body(self) -> nn.Module:
+        """Find the model without its head."""
+        ...
+
+    def part_of(self, module: str) -> str | None:
+        """Find the part that a module is, or is in; None for a module that contains parts."""
+        ...
+
+    def is_listed(self, part: str) -> bool:
+        """Check that a part is an element of a list of modules."""
+        ...
+
+    def load(self, part: str) -> None:
+        """Load the weights of a part's modules, in float32."""
+        ...
+
+    def unload(self, part: str) -> None:
+        """Free the weights of a part, except those that are tied to a part that is loaded."""
+        ...
+
+    def set_visitor(self, visitor: Visitor | None) -> None:
+        """Set what sees the inputs of all of the model's experts."""
+        ...
+
+    def silence(self) -> AbstractContextManager[None]:
+        """Silence the logs and warnings of the model's code."""
+        ...
