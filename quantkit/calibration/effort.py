@@ -34,6 +34,11 @@ FACTOR_ROWS = 2048
 """Outputs of linears whose gradients are multiplied with each other, at most."""
 GRADIENTS = "gradients"
 """The name of the backward pass in reports of progress."""
+# Of the size of a float, for each expert that a token is sent to: two indices of 64 bits for the
+# experts' tokens, one of its number, and its share.
+_CHOICE_ELEMENTS = 7
+# The tokens of an expert that gets many, in units of the mean.
+_BUSY_EXPERT = 2
 STATE_BYTES = 2
 """Bytes of an element of a block's inputs, kept as bfloat16 for the backward pass."""
 
@@ -251,26 +256,35 @@ def activation_bytes(
     config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, gpu_bytes: int = 0
 ) -> tuple[int, int, int]:
     """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]:
-    of the streams, and of activations kept between two passes, which are the inputs of a branch's
-    last linear, or the outputs of experts in each stream so far; and of the products of gradients,
-    if there are some. On disk there may be more before that, of the backward pass.
+    of both streams where all samples stop, and of the products of gradients, if there are some. On
+    disk there may be more before that, of the backward pass.
 
     The figures are for one process with all samples. Several processes share the samples, each with
     this memory, so they write less to disk, unless their shares are so few batches that the float
     stream has more of them.
     """
     streams = 1 + compute_float_share(config, shape, effort)
-    between = 0.0
-    # Of each token the residual twice, its norm, and the inputs of a linear.
+    hidden = config.hidden_size
+    # What each token has where it stops: the residual, and the inputs of a linear.
+    stopped: list[float] = [2 * hidden]
     if config.tensors is not None:
-        between = streams * (2 * config.hidden_size + inner_width(config))
-    for layer in () if config.tensors is not None else layer_kinds(config):
-        groups = [group for group in groups_of(config, layer) if group.writes]
-        if config.layers[layer].experts:
-            groups = [group for group in groups if group.branch != "mlp"]
-            between = max(between, streams * config.hidden_size)
-        between = max(between, *(group.columns for group in groups))
-    total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
+        # Of models that transformers runs, the residual twice, its norm, and those inputs.
+        stopped.append(3 * hidden + inner_width(config))
+        layers: Iterable[int] = ()
+    else:
+        layers = layer_kinds(config)
+    for layer in layers:
+        for group in groups_of(config, layer):
+            if group.share < 1:
+                # The norm and the sum of the experts' outputs too, and the choice of experts.
+                assert config.experts is not None
+                choice = _CHOICE_ELEMENTS * config.experts.per_token
+                # Some experts get more tokens than others.
+                share = min(1, _BUSY_EXPERT * group.share)
+                stopped.append(3 * hidden + share * group.columns + choice)
+            elif group.writes:
+                stopped.append(hidden + group.columns)
+    total = int(4 * math.prod(shape) * streams * max(stopped))
     before = gradient_activation_bytes(config, shape, effort)
     if before:
         total += factor_bytes(config)

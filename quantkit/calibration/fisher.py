@@ -19,7 +19,6 @@ from quantkit.architectures.topology import input_groups
 from quantkit.base.progress import Progress, silent
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import batch_samples
-from quantkit.calibration.streams import embed_batches, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import (
@@ -29,6 +28,7 @@ from quantkit.model.load import (
     meta_init,
     narrow_to_floats,
 )
+from quantkit.model.samples import embed_batches, make_sample_step
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 
@@ -73,7 +73,7 @@ class FisherPasses:
         self._states = list(embed_batches(source, batches))
         self._store, self._inputs = store, dict[tuple[str, int, int], Tensor]()
         self._kept = -(-kept // step)  # batches
-        self._step = step_of_samples(source.config, length, device)
+        self._step = make_sample_step(source.config, length, device)
 
     @torch.no_grad()
     def forward(

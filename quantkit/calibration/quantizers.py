@@ -7,50 +7,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import input_groups
-from quantkit.base.memory import malloc_trim, set_mmap_threshold
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, silent
-from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import BlockPair
-from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.cache_scales import CACHE_SCALES, scales_of, scales_on_sample
-from quantkit.calibration.data import Calibration
-from quantkit.calibration.effort import Effort, uses_factor
-from quantkit.calibration.estimate import gpu_activation_bytes
-from quantkit.calibration.factor_pass import measure_factors
-from quantkit.calibration.group_solver import GroupSolver, Result
-from quantkit.calibration.output_factors import OutputFactors
+from quantkit.calibration.cache_scales import CACHE_SCALES, scales_on_sample
+from quantkit.calibration.group_solver import Result
 from quantkit.calibration.scale_range import (
-    choose_scale_dtype,
     has_finite_scales,
     scale_out_of_range,
     widen_scales,
 )
-from quantkit.calibration.streams import Streams
-from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written
 from quantkit.formats.folders_encoder import in_folder
 from quantkit.formats.kv_scales import is_scale
-from quantkit.formats.output.staging import SCRATCH
-from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.load import narrow_to_floats
 from quantkit.model.shared_scales import SharedScales
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.finite import cast_finite
-from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
@@ -250,178 +233,3 @@ class RtnQuantizer:
             raise scale_out_of_range(spec.name, spec.dtype, self.source)
         weight = widen_scales(result.weight, spec.dtype)
         return weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
-
-
-@dataclass
-class GptqQuantizer(RtnQuantizer):
-    """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to
-    them; rounding for other tensors.
-
-    With several processes each has a share of the samples and of the rows; all of them solve the
-    same blocks.
-
-    Attributes:
-        schemes: by module.
-        device: computes the blocks.
-        memory_bytes: activations held in memory; more go to disk.
-        effort: how many batches the float stream has.
-        group: the processes that share the work.
-        progress: called with the number of linears that the samples have passed.
-    """
-
-    calibration: Calibration
-    schemes: Mapping[str, QuantScheme]
-    _: KW_ONLY
-    device: torch.device
-    memory_bytes: int
-    effort: Effort
-    group: ProcessGroup
-    _streams: Streams | None = field(default=None, init=False)
-
-    @contextmanager
-    def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
-        set_mmap_threshold(MMAP_THRESHOLD)
-        self._written = written = replace(
-            written, count=self.group.broadcast_from_rank0(written.count)
-        )
-        self._begin(blocks, written)
-        unsolved = []
-        for block in blocks:
-            if block.layer is not None and not block.is_quantized_in(written):
-                unsolved.append(block.layer)
-        self._unsolved = frozenset(unsolved)
-        self._to_solve = Counter(block.layer for block in blocks)
-        self._begun: set[int] = set()
-        self._shared: dict[str, Result] = {}
-        self._stop = 1 + max(unsolved, default=-1)
-        self._first_unsolved = min(unsolved, default=0)
-        self._passed = 0
-        tokens = self.calibration.tokens
-        config = self.source.config
-        layers = (input_groups(config, layer) for layer in range(config.num_layers))
-        self._linears = [sum(len(group.modules) for group in groups) for groups in layers]
-        # All may share one GPU.
-        room = gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size
-        store = ActivationStore(
-            written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room
-        )
-        try:
-            with exact_float32():
-                if self._stop:
-                    kernels = self.kernels_of(self.device)
-                    output = (spec for block in blocks for spec in block.tensors)
-                    dtype = choose_scale_dtype(self.source, output)
-                    factors = self._measure_output_factors(store)
-                    self._solver = GroupSolver(
-                        schemes=self.schemes,
-                        scale_dtype=dtype,
-                        group=self.group,
-                        kernels=kernels,
-                        shared=self.shared,
-                        factors=factors,
-                    )
-                    own = tokens[self.group.share(len(tokens))]
-                    self._streams = Streams(
-                        self.source, own, store, self.device, self.effort, self._embedding()
-                    )
-                yield
-        finally:
-            store.close()
-            self._streams = None
-            malloc_trim()
-        # Until no process has anything left on disk.
-        self.group.wait()
-
-    def _measure_output_factors(self, store: ActivationStore) -> OutputFactors | None:
-        """Measure the factors of outputs' errors for the blocks that are not solved yet; None if no
-        scheme or effort uses them.
-        """
-        tokens = self.calibration.tokens
-        count = self.effort.gradient_samples(self.source.config, tokens.shape)
-        wanted = set()
-        for name, scheme in self.schemes.items():
-            if name != EMBEDDING and uses_factor(scheme):
-                wanted.add(name)
-        if not count or not wanted:
-            return None
-        return measure_factors(
-            self.source,
-            tokens[:count],
-            wanted,
-            store,
-            device=self.device,
-            group=self.group,
-            first_layer=self._first_unsolved,
-            progress=self.progress,
-        )
-
-    def _embedding(self) -> QuantTensor | None:
-        """Return the embedding as it is rounded, if it has so few bits that the linears should make
-        up for its error.
-        """
-        scheme = self.schemes.get(EMBEDDING)
-        if scheme is None or scheme.bits >= _EXACT_BITS:
-            return None
-        weight = narrow_to_floats(self.source.load(f"{EMBEDDING}.weight"))
-        return round_to_nearest(weight, scheme, torch.float16, select_column_kernels)[0]
-
-    def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        """As `RtnQuantizer.solve`; but the call itself solves the linears of a decoder block, with
-        all processes of the group.
-        """
-        if block.layer is None or block.layer >= self._stop:
-            results = {}
-        else:
-            results = self._results_of(block, block.layer)
-        return self._tensors(block, results)
-
-    def _results_of(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """Return the results of a block, by name of the linear. All results of an output share
-        those of a layer, which are kept up to its last block.
-        """
-        if layer not in self._begun:
-            self._begun.add(layer)
-            self._shared = self._quantize(block, layer)
-        self._to_solve[layer] -= 1
-        results = self._shared
-        if self._to_solve[layer]:
-            self._shared = dict(results)
-        else:
-            self._shared = {}
-        return results
-
-    def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
-        """Return the results of a block, by name of the linear; none if an earlier run has written
-        them all.
-        """
-        assert self._streams is not None
-
-        def load_written(name: str) -> Tensor | QuantTensor:
-            return self._written.load(block.to_output_name(name))
-
-        stored = None if layer in self._unsolved else load_written
-        results: dict[str, Result] = {}
-        self._report(layer, 0)
-        try:
-            with torch.inference_mode():
-                pair = BlockPair(self.source, layer, self._solver, self.device, stored)
-                pair.quantized.self_attn.as_cached = maxima = CacheMaxima(self.device)
-                for count, found in quantize_block(pair, self._streams):
-                    results |= found
-                    self._report(layer, count)
-                scales = [spec for spec in block.tensors if is_scale(spec.name)]
-                if scales:
-                    largest = self.group.join(maxima.largest.unsqueeze(0), self.group.size).amax(0)
-                    self._scales |= scales_of(layer, largest, scales[0].dtype, self.source.path)
-        except NonFiniteError as error:
-            raise self._explain_error(error, block) from error
-        return results
-
-    def _report(self, layer: int, count: int) -> None:
-        """Report how many linears the samples have passed: of all, or of the blocks that an
-        earlier run has written.
-        """
-        resumed = layer < self._first_unsolved
-        total = sum(self._linears[: self._first_unsolved] if resumed else self._linears)
-        self._passed += count
-        self.progress("calibrate" if resumed else "quantize", self._passed, total, "linears")

@@ -36,12 +36,17 @@ class Stop:
     value: Any = None
 
 
-def stop(key: Hashable, value: Any = None) -> None:
-    """Stop the current batch until all have arrived at this place."""
+def stop(key: Hashable, value: Any = None) -> bool:
+    """Stop the current batch until all have arrived at this place.
+
+    Returns:
+        Whether it shall stop here again, see `Lockstep.repeats`.
+    """
     current = getcurrent()
     assert isinstance(current, _Batch)
     assert current.parent is not None
-    current.parent.switch(Stop(key, value))
+    repeats: bool = current.parent.switch(Stop(key, value))
+    return repeats
 
 
 class _Batch(greenlet):
@@ -49,7 +54,12 @@ class _Batch(greenlet):
 
 
 class Lockstep:
-    """Batches that pass through a model together."""
+    """Batches that pass through a model together.
+
+    Attributes:
+        repeats: what `stop` returns to all batches when they continue; the next round sets it to
+            False.
+    """
 
     def __init__(
         self,
@@ -70,6 +80,7 @@ class Lockstep:
         self._module = module
         self._spill = spill
         self._silence = silence
+        self.repeats = False
 
     def iterate_rounds(
         self,
@@ -101,13 +112,19 @@ class Lockstep:
     ) -> Stop | None:
         """Let all batches continue to the next place; None if they have ended."""
         first_stop: Stop | None = None
+        repeats = self.repeats
+        self.repeats = False
         for index, batch in enumerate(self._batches):
             on_resume(index)
             self._spill.restore(index)
             # These contexts belong to the thread, not to the greenlet: they are entered again for
             # each batch.
             with torch.no_grad(), self._silence(), self._trackers[index]:
-                batch_stop: Stop | None = batch.switch()
+                # The arguments of the first switch would be those of the batch's function.
+                if batch:
+                    batch_stop: Stop | None = batch.switch(repeats)
+                else:
+                    batch_stop = batch.switch()
             # A batch that has ended returns the result of the model.
             if batch.dead:
                 batch_stop = None
@@ -171,6 +188,11 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Weak, so that tracking does not keep tensors alive.
         self._tensor_refs: list[weakref.ref[Tensor]] = []
         self._written = set[int]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler (130 MB) to keep it from this code.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.site import Visitor
 
 
@@ -19,9 +21,11 @@ class PartwiseModel(Protocol):
     Attributes:
         model: the model; its `forward` takes ``input_ids`` and ``use_cache``.
         loaded: the parts whose weights are in memory.
+        device: where the weights are loaded to, and the model computes.
     """
 
     model: Any
+    device: torch.device
     loaded: set[str]
 
     @property
@@ -32,6 +36,11 @@ class PartwiseModel(Protocol):
     @property
     def first_parts(self) -> list[str]:
         """Find the parts that tokens enter first."""
+        ...
+
+    @property
+    def resident_parts(self) -> set[str]:
+        """Find the parts that stay loaded for a complete pass."""
         ...
 
     @property
@@ -59,6 +68,20 @@ class PartwiseModel(Protocol):
         """Set what sees the inputs of all of the model's experts."""
         ...
 
+    def record_cache(self, recorder: CacheRecorder | None) -> None:
+        """Set what records the keys and values of all layers."""
+        ...
+
     def silence(self) -> AbstractContextManager[None]:
         """Silence the logs and warnings of the model's code."""
         ...
+
+
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter of a model, not trained."""
+    owner, _, leaf = name.rpartition(".")
+    if isinstance(value, nn.Parameter):
+        parameter = value
+    else:
+        parameter = nn.Parameter(value, requires_grad=False)
+    setattr(model.get_submodule(owner), leaf, parameter)

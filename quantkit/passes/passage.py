@@ -24,20 +24,9 @@ from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.site import WEIGHT, Brought, Site
 from quantkit.passes.spill import Spill
 
-Model = TypeVar("Model", bound=PartwiseModel)
+Model = TypeVar("Model", bound=PartwiseModel, covariant=True)
 
 _HIDDEN = "hidden states"
-# Other modules outside of lists are small, and stay loaded.
-_LARGE_TYPES = (nn.Embedding, nn.Linear)
-# Elements of a small module, which stays loaded too, because models may use its weight without
-# calling it.
-_SMALL = 1 << 16
-
-
-def _is_large(module: nn.Module) -> bool:
-    if not isinstance(module, _LARGE_TYPES):
-        return False
-    return sum(parameter.numel() for parameter in module.parameters()) > _SMALL
 
 
 @dataclass(frozen=True)
@@ -127,6 +116,36 @@ class _Returned(tuple[Tensor, ...]):
         return None
 
 
+class Observer:
+    """Sees batches of samples on their way through a model. This one does nothing."""
+
+    def resume(self, index: int) -> None:
+        """Act before a batch, given by its index, continues."""
+
+    def arrive(self, index: int, place: Hashable, value: Any) -> None:
+        """Look at the value of a batch that has stopped at a place: a `Brought` at `Inputs`, and at
+        `Routed` the number of tokens by expert.
+        """
+
+    def enter_part(self, part: str) -> None:
+        """Act after the weights of a part have been loaded, before any batch uses them."""
+
+    def leave_part(self, part: str) -> None:
+        """Act when all batches have left a part, before its weights are freed."""
+
+
+class _Collector(Observer):
+    """Collects the values of all batches at one place."""
+
+    def __init__(self, place: Hashable) -> None:
+        self._place = place
+        self.values: list[Any] = []
+
+    def arrive(self, index: int, place: Hashable, value: Any) -> None:
+        if place == self._place:
+            self.values.append(value)
+
+
 class Passage(Generic[Model]):
     """Batches of tokens [B, T] that pass through a model."""
 
@@ -139,13 +158,10 @@ class Passage(Generic[Model]):
         self._path = path
         # How many modules of each part are running, over all batches.
         self._open: Counter[str] = Counter()
+        # Of the batches that are on their way.
+        self._lockstep: Lockstep | None = None
         # The module that was entered last, for errors.
         self._at = ""
-        # Parts that stay loaded for a complete pass.
-        self._resident: set[str] = set()
-        for part in partwise.parts:
-            if not partwise.is_listed(part) and not _is_large(partwise.model.get_submodule(part)):
-                self._resident.add(part)
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
         """Send a batch through the model, to see how it reaches the sites. Raises
@@ -188,41 +204,45 @@ class Passage(Generic[Model]):
         groups: Iterable[Inputs],
         batches: Sequence[Tensor],
         spill: Spill,
-        on_stop: Callable[[int, Hashable, Any], None],
-        on_resume: Callable[[int], None],
-        on_part_exit: Callable[[str], None] = lambda part: None,
-    ) -> Generator[Inputs]:
-        """Send batches through the model as far as they reach groups of a `Survey`, in its order,
-        and yield each group after all batches have shown their inputs.
-
-        Args:
-            on_stop: called with the index of a batch, the place, and its value there: a `Brought`
-                at `Inputs`, and at `Routed` the number of tokens by expert.
-            on_resume: called with the index of a batch before it continues.
-            on_part_exit: called with a part that all batches have left, before its weights are
-                freed.
+        observer: Observer,
+    ) -> Generator[Inputs | Routed]:
+        """Send batches through the model as far as they reach some groups of linears, in the order
+        in which batches reach them, and yield each group after all batches have shown their inputs.
+        The routing of experts is yielded before their groups.
         """
         # Batches stop only at the first site of a group, because the others have the same inputs.
         places = {group.sites[0]: group for group in groups}
         last = list(places.values())[-1]
 
         def stop_at_site(site: Site, brought: Brought) -> None:
-            stop(places[site], brought)
+            # The observer may want to see the inputs again, after it has looked at all of them.
+            while stop(places[site], brought):
+                pass
 
         def stop_at_experts(name: str, counts: list[int]) -> None:
             stop(Routed(name), counts)
 
-        rounds = self._run_rounds(batches, spill, on_stop, on_resume, on_part_exit)
+        rounds = self._run_rounds(batches, spill, observer)
         with (
             self._hook_modules(list(places), stop_at_site, stop_at_experts),
             closing(rounds),
         ):
             for place in rounds:
+                if isinstance(place, Routed):
+                    yield place
                 if isinstance(place, Inputs):
                     yield place
                     # The layers after the last site, such as the head, are not needed.
-                    if place == last:
+                    if place == last and not self._lockstep_repeats():
                         break
+
+    def repeat_inputs(self) -> None:
+        """Let all batches show the inputs again at the group that `iterate_inputs` has yielded."""
+        assert self._lockstep is not None
+        self._lockstep.repeats = True
+
+    def _lockstep_repeats(self) -> bool:
+        return self._lockstep is not None and self._lockstep.repeats
 
     def compute_hidden_states(
         self,
@@ -242,23 +262,21 @@ class Passage(Generic[Model]):
         Raises:
             UnsupportedError: if the model fails.
         """
-        states: list[Tensor] = []
         body_modules = set(self.partwise.body.modules())
         site_modules = (self.partwise.model.get_submodule(site.module) for site in sites)
         to_head = any(module not in body_modules for module in site_modules)
 
-        def collect_states(index: int, place: Hashable, value: Any) -> None:
-            if place == _HIDDEN:
-                states.append(value)
+        collector = _Collector(_HIDDEN)
 
-        handle = self.partwise.body.register_forward_hook(
-            lambda module, args, output: stop(_HIDDEN, output[0])
-        )
+        def stop_after_body(module: nn.Module, args: Any, output: Any) -> None:
+            stop(_HIDDEN, output[0].cpu())
+
+        handle = self.partwise.body.register_forward_hook(stop_after_body)
         listed = [part for part in self.partwise.parts if self.partwise.is_listed(part)]
         try:
             with (
                 self._hook_modules(sites, on_product),
-                closing(self._run_rounds(batches, Spill(), collect_states)) as rounds,
+                closing(self._run_rounds(batches, Spill(), collector)) as rounds,
             ):
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
@@ -268,6 +286,7 @@ class Passage(Generic[Model]):
         finally:
             handle.remove()
         progress("layers", len(listed), len(listed), "layers")
+        states: list[Tensor] = collector.values
         # A model may call parts of its body instead of the body.
         if len(states) != len(batches):
             raise UnsupportedError(
@@ -286,10 +305,12 @@ class Passage(Generic[Model]):
             return states
         logits: list[Tensor] = []
         handle = self.partwise.model.register_forward_hook(
-            lambda module, args, output: logits.append(output.logits[0])
+            lambda module, args, output: logits.append(output.logits[0].cpu())
         )
         # The model's own code may scale or cap logits, so it runs with a replaced body.
-        body.forward = lambda *args, **kwargs: _Returned(states.unsqueeze(0))
+        body.forward = lambda *args, **kwargs: _Returned(
+            states.unsqueeze(0).to(self.partwise.device)
+        )
         tokens = torch.zeros(1, len(states), dtype=torch.long)
         try:
             with self._hook_modules((), _ignore_product):
@@ -304,33 +325,37 @@ class Passage(Generic[Model]):
         self,
         batches: Sequence[Tensor],
         spill: Spill,
-        on_stop: Callable[[int, Hashable, Any], None] = lambda index, place, value: None,
-        on_resume: Callable[[int], None] = lambda index: None,
-        on_part_exit: Callable[[str], None] = lambda part: None,
+        observer: Observer | None = None,
     ) -> Generator[Hashable]:
         """Run batches and yield the places where all of them have stopped. No other batches can run
         until the generator is closed.
         """
         if self.partwise.loaded:
             raise RuntimeError("this model is in use")
-        for part in {*self._resident, *self.partwise.first_parts}:
+        if observer is None:
+            observer = Observer()
+        for part in {*self.partwise.resident_parts, *self.partwise.first_parts}:
             self.partwise.load(part)
+            observer.enter_part(part)
         # Copies, because a stopped batch's tensors may lose their memory to files.
-        forwards = [self._forward(tokens.clone()) for tokens in batches]
+        forwards = [self._forward(self._copy(tokens)) for tokens in batches]
         try:
-            rounds = Lockstep(
-                forwards, self.partwise.model, spill, self.partwise.silence
-            ).iterate_rounds(on_stop, on_resume)
+            self._lockstep = Lockstep(forwards, self.partwise.model, spill, self.partwise.silence)
+            rounds = self._lockstep.iterate_rounds(observer.arrive, observer.resume)
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):
-                        self._enter(place.name, on_part_exit)
+                        self._enter(place.name, observer)
                     yield place
         finally:
             for part in list(self.partwise.loaded):
                 self.partwise.unload(part)
             self._open.clear()
+            self._lockstep = None
             malloc_trim()
+
+    def _copy(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.partwise.device, copy=True)
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
         def describe_location() -> str:
@@ -342,15 +367,16 @@ class Passage(Generic[Model]):
 
         return run
 
-    def _enter(self, part: str, on_part_exit: Callable[[str], None]) -> None:
+    def _enter(self, part: str, observer: Observer) -> None:
         """Load a part, and free those that no sample is in."""
         open_parts = {name for name, count in self._open.items() if count}
-        for unused_part in self.partwise.loaded - self._resident - open_parts:
-            on_part_exit(unused_part)
+        for unused_part in self.partwise.loaded - self.partwise.resident_parts - open_parts:
+            observer.leave_part(unused_part)
             self.partwise.unload(unused_part)
         # Freed memory is returned before the next weights are read.
         malloc_trim()
         self.partwise.load(part)
+        observer.enter_part(part)
 
     @contextmanager
     def _hook_modules(
@@ -394,6 +420,8 @@ class Passage(Generic[Model]):
             if part is not None:
                 self._open[part] -= 1
 
+        passage = self
+
         class OfExperts:
             def visit_routing(self, module: nn.Module, counts: list[int]) -> None:
                 if names[module] in experts:
@@ -402,6 +430,11 @@ class Passage(Generic[Model]):
             def visit_product(
                 self, module: nn.Module, leaf: str, expert: int, brought: Brought
             ) -> None:
+                owner = f"{names[module]}.{leaf}".rpartition(".")[0]
+                part = passage.partwise.part_of(owner)
+                # An expert may be a part of its own, which no module has entered yet.
+                if part is not None and part not in passage.partwise.loaded:
+                    stop(Part(part))
                 site = site_at.get((names[module], leaf, expert))
                 if site is not None:
                     on_product(site, brought)

@@ -16,13 +16,14 @@ class Site:
     """A product with a weight [O, I].
 
     Attributes:
-        module: the module of transformers that has the weight.
-        leaf: the weight's parameter there.
-        expert: the number of the weight in a parameter of stacked weights; None if the parameter is
-            the weight.
+        module: the module that has the weight; of an expert's, the module of all experts.
+        leaf: the weight's parameter there, with a dot for each module between them.
+        expert: the number of the expert that the weight belongs to; None for no expert, or one that
+            gets all tokens.
         rows: the linears on disk that the weight is made of, with the first of their rows and the
             one after the last.
         transposed: whether the module has the weight as [I, O].
+        stacked: whether an expert's parameter contains the weights of all experts.
     """
 
     module: str
@@ -30,14 +31,25 @@ class Site:
     expert: int | None
     rows: tuple[tuple[str, int, int], ...]
     transposed: bool = False
+    stacked: bool = True
 
     @property
     def parameter(self) -> str:
         return f"{self.module}.{self.leaf}"
 
+    @property
+    def owner(self) -> str:
+        """Return the name of the module that has the parameter itself."""
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether the weight is the whole parameter of a module of its own."""
+        return not self.transposed and (self.expert is None or not self.stacked)
+
     def of(self, parameter: Tensor) -> Tensor:
         """Select the weight [O, I] in its parameter, not copied."""
-        if self.expert is None:
+        if self.expert is None or not self.stacked:
             weight = parameter
         else:
             weight = parameter[self.expert]

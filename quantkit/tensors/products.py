@@ -118,7 +118,7 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
         padded = _pad_rows(rows)
     else:
         padded = rows
-    return F.linear(padded, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
+    return F.linear(padded, weight)[: len(rows)].float().view(*x.shape[:-1], len(weight))
 
 
 @contextmanager

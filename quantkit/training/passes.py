@@ -15,10 +15,10 @@ from torch import Tensor
 
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.fisher import through_logits
-from quantkit.calibration.streams import step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scale_embeddings
 from quantkit.model.load import BLOCK_PREFIX, fill_parameters, float_parameter, meta_init
+from quantkit.model.samples import make_sample_step
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
@@ -55,7 +55,7 @@ class Passes:
         self._device = device
         self._shares = shares
         self._config = self._model.config
-        self._step = step_of_samples(self._config, length, device)
+        self._step = make_sample_step(self._config, length, device)
         self._together = batch_samples(model.config, length)
         self._embedding = self._model.load("model.embed_tokens.weight")
         self._heads = [_floats(shares.head_of(model)), _floats(shares.head_of(reference))]

@@ -138,27 +138,18 @@ def final_logits(
 
 
 def is_installed() -> bool:
-    """Check that transformers is installed, and the packages that running models with it needs."""
-    return not _missing()
+    """Check that transformers is installed."""
+    # Importing transformers would take seconds.
+    return importlib.util.find_spec("transformers") is not None
 
 
 def require_installed() -> None:
-    """Raise a `RequestError` unless transformers and greenlet are installed."""
-    missing = _missing()
-    if missing:
+    """Raise a `RequestError` unless transformers is installed."""
+    if not is_installed():
         raise RequestError(
-            f"{' and '.join(missing)} must be installed to run a model by transformers",
+            "transformers must be installed to run this model",
             hint="pip install 'quantkit[transformers]'",
         )
-
-
-def _missing() -> list[str]:
-    missing: list[str] = []
-    for name in ("transformers", "greenlet"):
-        # Importing transformers would take seconds.
-        if importlib.util.find_spec(name) is None:
-            missing.append(name)
-    return missing
 
 
 def run_by_transformers(
@@ -329,13 +320,12 @@ def _runs(source: StoredCheckpoint) -> bool:
 
 
 def _require_installed_for(source: StoredCheckpoint) -> None:
-    """Raise a `RequestError` unless the packages are installed that run an architecture for which
+    """Raise a `RequestError` unless transformers is installed, which runs architectures for which
     quantkit has no decoder.
     """
-    missing = _missing()
-    if missing:
+    if not is_installed():
         raise RequestError(
-            f"{' and '.join(missing)} must be installed to run this architecture",
+            "transformers must be installed to run this architecture",
             path=source.path,
             found=source.config.architecture,
             hint=(
@@ -360,7 +350,7 @@ def passage_of(checkpoint: Checkpoint) -> Passage[LazyModel]:
 
     Raises `UnsupportedError` or `CheckpointError` if transformers cannot run it.
     """
-    # Both need transformers and greenlet, which are optional.
+    # It needs transformers, which is optional.
     from quantkit.passes.passage import Passage
     from quantkit.via_transformers.lazy_model import LazyModel
 

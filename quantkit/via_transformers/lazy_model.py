@@ -25,12 +25,19 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.passes.cache_recorder import CacheRecorder
+from quantkit.passes.partwise_model import set_parameter
 from quantkit.passes.site import Visitor
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.experts import set_visitor, use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
 
 _Shape = tuple[int, ...]
+# Other modules outside of lists are small, and stay loaded.
+_LARGE_TYPES = (nn.Embedding, nn.Linear)
+# Elements of a small module, which stays loaded too, because models may use its weight without
+# calling it.
+_SMALL = 1 << 16
 _ANOTHER = "a weight file is missing, or the config belongs to another model"
 
 
@@ -43,6 +50,7 @@ class LazyModel:
         targets: the parameter that each tensor on disk is, or is part of, and the pattern that
             merges or splits it; see `targets`.
         loaded: the parts whose weights are in memory.
+        device: where the weights are loaded to, and the model computes; see `move_to`.
     """
 
     def __init__(self, source: Checkpoint) -> None:
@@ -56,6 +64,7 @@ class LazyModel:
             CheckpointError: if tensors are missing, or have other shapes.
         """
         self._source = source
+        self.device = torch.device("cpu")
         self.model: Any = _built(source)
         self._mapping = mapping_of(self.model)
         self._stacked = group_stacked_experts(source.config)
@@ -89,6 +98,10 @@ class LazyModel:
             for part in dict.fromkeys(self._parts[tied_name] for tied_name in tied_names):
                 self._tensors[part].append(name)
         self._require_all()
+        self._resident_parts: set[str] = set()
+        for part in self._tensors:
+            if not self.is_listed(part) and not _is_large(self.model.get_submodule(part)):
+                self._resident_parts.add(part)
 
     def part_of(self, module: str) -> str | None:
         """Find the part that a module is, or is in; None for a module that contains parts."""
@@ -115,6 +128,13 @@ class LazyModel:
             return []
         part = self.part_of(embedding[0])
         return [] if part is None else [part]
+
+    @property
+    def resident_parts(self) -> set[str]:
+        """Find the parts that stay loaded for a complete pass: those outside of lists that are
+        small.
+        """
+        return self._resident_parts
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -155,9 +175,23 @@ class LazyModel:
         """Set what sees the inputs of all of the model's experts."""
         set_visitor(self.model, visitor)
 
+    def record_cache(self, recorder: CacheRecorder | None) -> None:
+        """Set what records the keys and values of all layers."""
+        if recorder is not None:
+            raise NotImplementedError("a recorder of keys and values")
+
     def silence(self) -> contextlib.AbstractContextManager[None]:
         """Silence the logs, warnings and progress bars of transformers."""
         return quiet()
+
+    def move_to(self, device: torch.device) -> None:
+        """Let the model compute on a device; no part may be loaded."""
+        assert not self.loaded
+        self.device = device
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
 
     def load(self, part: str) -> None:
         """Load the weights of a part's modules."""
@@ -165,7 +199,7 @@ class LazyModel:
         tensors: dict[str, _OnDisk] = {}
         for name in self._tensors[part]:
             tensors[name] = _OnDisk(self._source, name, self._stacked.get(name, ()))
-        self._convert(tensors, "cpu")
+        self._convert(tensors, str(self.device))
         self._share(part)
 
     def unload(self, part: str) -> None:
@@ -299,6 +333,12 @@ class LazyModel:
         )
 
 
+def _is_large(module: nn.Module) -> bool:
+    if not isinstance(module, _LARGE_TYPES):
+        return False
+    return sum(parameter.numel() for parameter in module.parameters()) > _SMALL
+
+
 def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
     """Find a tensor whose shape differs from that of most tensors whose names differ only in
     numbers, and their shape; None if there is none.
@@ -378,16 +418,6 @@ def merge_into_parameter(
     else:
         parameter = converted
     return parameter
-
-
-def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter of a model, not trained."""
-    owner, _, leaf = name.rpartition(".")
-    if isinstance(value, nn.Parameter):
-        parameter = value
-    else:
-        parameter = nn.Parameter(value, requires_grad=False)
-    setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def _part_of(name: str, lists: Iterable[str]) -> str:

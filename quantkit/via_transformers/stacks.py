@@ -17,8 +17,9 @@ from torch import Tensor
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
+from quantkit.passes.partwise_model import set_parameter
 from quantkit.via_transformers.experts import experts_of
-from quantkit.via_transformers.lazy_model import mapping_of, merge_into_parameter, set_parameter
+from quantkit.via_transformers.lazy_model import mapping_of, merge_into_parameter
 from quantkit.via_transformers.linears import model_class, quiet, targets
 
 _OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:gate|up|down)_proj\.weight")

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import quantkit
-from quantkit.calibration.quantizers import GptqQuantizer
+from quantkit.calibration.gptq_quantizer import GptqQuantizer
 from quantkit.tensors.scheme import QuantScheme
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,26 @@ from error_parts import raises
 from partial import contents
 from safetensors.torch import load_file, save_file
 from saved_experts import NEVER, STARVED, save_experts
+from solved_streams import CPU, solve_streams
 from stored_codes import codes
 from torch import Tensor
 
 import quantkit
 from quantkit.calibration import group_solver
-from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import BlockPair
-from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.effort import EFFORTS, Effort, activation_bytes, batch_samples
-from quantkit.calibration.group_solver import GroupSolver
+from quantkit.calibration.effort import EFFORTS, Effort, activation_bytes
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.streams import Streams
 from quantkit.data.files import excerpt
-from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.attention import make_causal_attention
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.decoder import Step
-from quantkit.model.feed_forward import Experts
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
+from quantkit.passes.decoder_parts import DecoderParts
+from quantkit.passes.passage import Passage
+from quantkit.passes.spill import Spill
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches
 from quantkit.solver.rounding import round_to_nearest
@@ -51,7 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SAMPLES, LENGTH = 24, 40
 TOKENS = SAMPLES * LENGTH
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +83,6 @@ def _kl(source: Checkpoint, other: Checkpoint) -> float:
     return compare_batches(source, other, [batch])[0].divergence.kl
 
 
-def _quantize_block(
-    source: Checkpoint, layer: int, streams: Streams, schemes: dict[str, QuantScheme]
-) -> None:
-    with torch.inference_mode():
-        pair = BlockPair(source, layer, GroupSolver(schemes, torch.float32, SINGLE), CPU)
-        list(quantize_block(pair, streams))
-
-
 def _expert(layer: int, expert: int, part: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
 
@@ -113,24 +102,15 @@ def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_p
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe-dense-layer", "olmoe-clip", "gpt-oss"])
-def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
+def test_samples_pass_through_the_models_own_layers(case: str, tmp_path: Path) -> None:
     source = open_checkpoint(save_experts(case, tmp_path / "source"))
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
-    store = ActivationStore(tmp_path / "states", 10**9)
-    streams = Streams(source, tokens, store, CPU, EFFORTS["thorough"])
     decoder = load_model(source, dtype=torch.float32, device="cpu")
-    positions = torch.arange(LENGTH)
-    step = Step(decoder.rotary(positions), make_causal_attention(positions, decoder.config.windows))
+    passage = Passage(DecoderParts(source, LENGTH, CPU), source.path)
     with torch.inference_mode():
-        x = decoder.model.embed(tokens)
-        for layer, block in enumerate(decoder.model.layers):
-            x = block(x, step)
-            _quantize_block(source, layer, streams, {})
-            if isinstance(block.mlp, Experts):
-                for stream in ("quantized", "float"):
-                    torch.testing.assert_close(
-                        store.rows((stream, 0), torch.arange(TOKENS)), x.flatten(0, 1)
-                    )
+        expected = decoder.hidden(tokens, torch.arange(LENGTH))
+    first, second = passage.compute_hidden_states([tokens[:10], tokens[10:]])
+    torch.testing.assert_close(torch.cat([first, second]), expected)
 
 
 def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
@@ -148,8 +128,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
 
     monkeypatch.setattr(HessianAccumulator, "release", watched)
     schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
-    store = ActivationStore(tmp_path / "states", 10**9)
-    _quantize_block(source, 0, Streams(source, tokens, store, CPU, EFFORTS["default"]), schemes)
+    solve_streams(source, tokens, schemes)
     decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
     step = Step(decoder.rotary(positions), make_causal_attention(positions, decoder.config.windows))
     block: Any = decoder.model.layers[0]
@@ -329,24 +308,21 @@ def test_experts_have_schemes_of_their_own(model: Path, text: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("effort", [EFFORTS["default"], EFFORTS["thorough"]])
-def test_a_store_holds_what_was_reckoned(
-    effort: Effort, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stopped_samples_hold_what_was_reckoned(
+    effort: Effort, model: Path, demo_model: Path
 ) -> None:
-    source = open_checkpoint(model)
-    tokens = oracle.random_tokens(2048, batch=8, vocabulary=2048)
-    assert batch_samples(source.config, 2048) == 1
-    store = ActivationStore(tmp_path / "states", 10**9)
-    free: list[int] = []
-    put = ActivationStore.put
-
-    def watched(self: Any, *arguments: Any) -> None:
-        put(self, *arguments)
-        free.append(self._free[True])
-
-    monkeypatch.setattr(ActivationStore, "put", watched)
-    _quantize_block(source, 0, Streams(source, tokens, store, CPU, effort), {})
-    reckoned, *_ = activation_bytes(source.config, tokens.shape, effort, 10**9)
-    assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
+    for path, modules in (
+        (model, [_expert(0, expert, "down_proj") for expert in range(6)]),
+        (demo_model, ["model.layers.0.mlp.down_proj"]),
+    ):
+        source = open_checkpoint(path)
+        tokens = oracle.random_tokens(512, batch=8, vocabulary=2048)
+        spill = Spill()
+        schemes = dict.fromkeys(modules, QuantScheme.parse("int8"))
+        solve_streams(source, tokens, schemes, effort=effort, spill=spill)
+        streams = replace(effort, gradient_tokens=0)
+        reckoned, *_ = activation_bytes(source.config, tokens.shape, streams, 10**9)
+        assert spill.peak_bytes == pytest.approx(reckoned, rel=0.05), path
 
 
 @pytest.mark.slow

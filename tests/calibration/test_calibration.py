@@ -16,13 +16,14 @@ from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.calibration import activation_store, group_solver
+from quantkit.calibration import group_solver
 from quantkit.data.files import excerpt
 from quantkit.errors import DestinationError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
+from quantkit.passes.spill import Spill
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
@@ -222,15 +223,15 @@ def test_full_disk_under_the_activations_is_reported_and_resumable(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _contents(_quantize(demo_model, tmp_path / "whole", text))
-    write, count = activation_store._write, []
+    save, count = Spill._save, []
 
-    def full(path: Path, value: Any) -> None:
-        count.append(path)
+    def full(self: Spill, folder: Path, storage: Any) -> Any:
+        count.append(folder)
         if len(count) == 60:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, value)
+        return save(self, folder, storage)
 
-    monkeypatch.setattr(activation_store, "_write", full)
+    monkeypatch.setattr(Spill, "_save", full)
     with raises(DestinationError, "No space", options=["activation_memory", "resume"]):
         _quantize(demo_model, tmp_path / "out", text, activation_memory=0)
     assert not list((tmp_path / "out.partial").glob(".activations*"))

@@ -215,7 +215,8 @@ def test_the_solver_uses_them_if_scales_are_floats(
     monkeypatch.setattr(OutputFactors, "take", lambda *_: (None, {}))
     assert made("without", "int4-g64") != with_factors
     monkeypatch.setattr(
-        "quantkit.calibration.quantizers.measure_factors", lambda *_, **__: pytest.fail("measured")
+        "quantkit.calibration.gptq_quantizer.measure_factors",
+        lambda *_, **__: pytest.fail("measured"),
     )
     assert made("default2", "int4-g64", effort="default") == default
     made("floats", "mxfp4")

@@ -22,8 +22,8 @@ from quantkit.architectures.topology import input_groups
 from quantkit.base.progress import silent
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import EFFORTS
-from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
-from quantkit.calibration.streams import Streams
+from quantkit.calibration.gptq_quantizer import GptqQuantizer
+from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
@@ -34,6 +34,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output.writer import Work, open_writer
 from quantkit.jobs.quantize.formats import tensor_blocks
+from quantkit.passes.decoder_parts import DecoderParts
+from quantkit.passes.passage import Passage
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -122,11 +124,17 @@ def test_gptq_reads_each_quantized_weight_once(demo_model: Path, tmp_path: Path)
     schemes = dict.fromkeys(modules, QuantScheme.parse("int8"))
     blocks = tensor_blocks(source, schemes, target("compressed-tensors"))
     planned = [spec for block in blocks for spec in block.tensors]
+    tokens = oracle.random_tokens(16, batch=4, vocabulary=2048)
+    cpu = torch.device("cpu")
+    parts = DecoderParts(source, 16, cpu)
     quantizer = GptqQuantizer(
-        source,
-        Calibration(oracle.random_tokens(16, batch=4, vocabulary=2048), "", 0),
-        schemes,
-        device=torch.device("cpu"),
+        source=source,
+        calibration=Calibration(tokens, "", 0),
+        schemes=schemes,
+        passage=Passage(parts, source.path),
+        groups=parts.list_groups(),
+        embedding_parameter=None,
+        device=cpu,
         memory_bytes=10**9,
         effort=EFFORTS["default"],
         allow_nonfinite=False,
@@ -204,14 +212,15 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = open_checkpoint(demo_model).config.num_layers
-    passes = []
-    run_to_last = Streams.run_to_last
+    loaded: list[str] = []
+    load = DecoderParts.load
 
-    def counted(self: Streams, *arguments: Any, **named: Any) -> None:
-        passes.append(arguments[0].site)
-        run_to_last(self, *arguments, **named)
+    def watched(self: DecoderParts, part: str) -> None:
+        loaded.append(part)
+        load(self, part)
 
-    monkeypatch.setattr(Streams, "run_to_last", counted)
+    monkeypatch.setattr(DecoderParts, "load", watched)
     kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, keep=kept)
-    assert passes == ["attention.out", "mlp.out"]
+    assert "model.layers.0.mlp.down_proj" in loaded
+    assert not any(part.startswith("model.layers.1") for part in loaded)

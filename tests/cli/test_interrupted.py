@@ -385,7 +385,7 @@ def test_another_error_says_what_is_kept(
 
 STOPPED = """
 import os, signal, sys
-from quantkit.calibration.quantizers import GptqQuantizer
+from quantkit.calibration.gptq_quantizer import GptqQuantizer
 from quantkit.cli.entry import main
 step = GptqQuantizer.solve
 def stopped(self, block):

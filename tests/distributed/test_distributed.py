@@ -9,18 +9,13 @@ from typing import Any
 import forked
 import pytest
 import torch
+from solved_streams import solve_streams
 from stored_codes import codes
 
 import quantkit
-from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import BlockPair
-from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.effort import EFFORTS
-from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.streams import Streams
 from quantkit.data.files import excerpt
-from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.tensors.scheme import QuantScheme
@@ -98,15 +93,9 @@ def test_the_hessian_is_that_of_all_samples(
         return hessian, paired, *others
 
     monkeypatch.setattr(HessianAccumulator, "release", watched)
-    cpu = torch.device("cpu")
+    schemes = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
     for part in (tokens, tokens[:2], tokens[2:]):
-        states = ActivationStore(tmp_path / "states", 10**9)
-        solver = GroupSolver(
-            {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE
-        )
-        with torch.inference_mode():
-            streams = Streams(source, part, states, cpu, EFFORTS["default"])
-            list(quantize_block(BlockPair(source, 0, solver, cpu), streams))
+        solve_streams(source, part, schemes)
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.passes.passage import Inputs, Passage, Routed, Survey
+from quantkit.passes.passage import Inputs, Observer, Passage, Routed, Survey
 from quantkit.passes.site import Site
 from quantkit.passes.spill import Spill
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -82,19 +82,18 @@ def _seen(passage: Passage, survey: Survey, spill: Spill) -> dict[tuple[int, Any
     """What batches bring to groups, and to experts."""
     found: dict[tuple[int, Any], Tensor] = {}
 
-    def arrived(index: int, place: Any, value: Any) -> None:
-        if isinstance(place, Inputs):
-            found[index, place] = value.inputs.clone()
-            if value.at is not None:
-                found[index, (place, "all")] = value.at(None).clone()
-                torch.testing.assert_close(value.at(value.tokens), value.inputs)
-        elif isinstance(place, Routed):
-            found[index, place] = torch.tensor(value)
+    class Seeing(Observer):
+        def arrive(self, index: int, place: Any, value: Any) -> None:
+            if isinstance(place, Inputs):
+                found[index, place] = value.inputs.clone()
+                if value.at is not None:
+                    found[index, (place, "all")] = value.at(None).clone()
+                    torch.testing.assert_close(value.at(value.tokens), value.inputs)
+            elif isinstance(place, Routed):
+                found[index, place] = torch.tensor(value)
 
-    assert (
-        tuple(passage.iterate_inputs(survey.groups, TOKENS, spill, arrived, lambda index: None))
-        == survey.groups
-    )
+    places = passage.iterate_inputs(survey.groups, TOKENS, spill, Seeing())
+    assert tuple(place for place in places if isinstance(place, Inputs)) == survey.groups
     _require_unloaded(passage)
     return found
 
@@ -236,6 +235,30 @@ def test_gradients_warnings_and_logs_are_as_before(tiny_model: Tiny) -> None:
     before = state()
     passage.compute_hidden_states(TOKENS)
     assert state() == before
-    rounds = passage.iterate_inputs(survey.groups, TOKENS, Spill(), lambda *_: None, lambda _: None)
+    rounds = passage.iterate_inputs(survey.groups, TOKENS, Spill(), Observer())
     assert next(iter(rounds)) == survey.groups[0]
     assert state() == before
+
+
+def test_inputs_are_shown_again_on_request(tiny_model: Tiny) -> None:
+    passage, _, survey = _surveyed(tiny_model("llama"))
+    arrived: list[tuple[int, Any, Tensor]] = []
+
+    class Seeing(Observer):
+        def arrive(self, index: int, place: Any, value: Any) -> None:
+            if isinstance(place, Inputs):
+                arrived.append((index, place, value.inputs.clone()))
+
+    first, last = survey.groups[0], survey.groups[-1]
+    requests = [first, last, last]
+    for place in passage.iterate_inputs(survey.groups, TOKENS, Spill(), Seeing()):
+        if place in requests:
+            assert isinstance(place, Inputs)
+            requests.remove(place)
+            passage.repeat_inputs()
+    _require_unloaded(passage)
+    count = len(TOKENS)
+    assert [place for _, place, _ in arrived[: 2 * count]] == [first] * 2 * count
+    assert [place for _, place, _ in arrived[-3 * count :]] == [last] * 3 * count
+    for index in range(count):
+        assert torch.equal(arrived[index][2], arrived[count + index][2])

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from quantkit.calibration import hessian as hessian_module
-from quantkit.calibration.block_pair import BlockPair, StreamLinear, linear_of
-from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import SINGLE
-from quantkit.formats.detect import open_checkpoint
 from quantkit.solver import gptq as gptq_module
 from quantkit.solver.gptq import cholesky, solve_factored, upper_transposed_times
 from quantkit.tensors import products
 from quantkit.tensors.products import (
     add_square_,
-    bfloat16_linear,
     fill_lower_,
     multiplies_bfloat16,
     times,
@@ -137,28 +131,3 @@ def test_float32_goes_to_what_is_fastest_on_the_processor(
     monkeypatch.setattr(products, "_onednn_is_built_in", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     assert products._is_faster_through_onednn.__wrapped__() is expected
-
-
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_the_solver_has_float32_weights_whatever_samples_pass_through(
-    bfloat16: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    monkeypatch.setattr("quantkit.calibration.block_pair.compute_dtype", lambda device: dtype)
-    source = open_checkpoint(demo_model)
-    pair = BlockPair(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
-    group = pair.groups[0]
-    pair.load(group)
-    linear = linear_of(pair.floats, group.modules[0])
-    weight = source.load("model.layers.0.self_attn.q_proj.weight")
-    assert isinstance(weight, torch.Tensor)
-    assert torch.equal(linear.weight, weight.float())
-    x = torch.randn(3, weight.shape[1])
-    expected = bfloat16_linear(x, weight.bfloat16()) if bfloat16 else x @ weight.float().t()
-    torch.testing.assert_close(linear(x), expected)
-    pair.install(group, {})
-    assert isinstance(linear, StreamLinear)
-    assert linear.compute_dtype == dtype
-    linear.drop_solver_weight()
-    assert linear.weight.numel() == (0 if bfloat16 else weight.numel())
-    torch.testing.assert_close(linear_of(pair.quantized, group.modules[0])(x), expected)

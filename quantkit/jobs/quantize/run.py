@@ -11,7 +11,6 @@ from quantkit.architectures.topology import parameters
 from quantkit.base.progress import Progress, without_phase
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import ProcessGroup
-from quantkit.errors import RequestError
 from quantkit.formats.container import Written
 from quantkit.formats.folders_encoder import select_folder
 from quantkit.formats.output.staging import name_partial_folder, note_partial_output
@@ -43,12 +42,6 @@ def run_quantization(
     began = time.monotonic()
     plan = prepare(options)
     formats = plan.formats
-    # The driver for these models adds up inputs in one process only.
-    if formats.source.config.run_by is not None and group.size > 1:
-        raise RequestError(
-            "models that transformers runs can only be quantized by one process",
-            found=f"{group.size} processes",
-        )
     # The others may run on machines without the output, and follow what rank 0 finds there.
     if group.is_rank0:
         finished = may_accept_existing(formats.dst, options.if_exists)

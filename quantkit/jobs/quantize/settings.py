@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-import torch
-
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
 from quantkit.calibration.effort import every_group
@@ -17,20 +15,6 @@ from quantkit.jobs.quantize.options import QuantizeOptions, is_solved_by_default
 from quantkit.model.device import resolve_device
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
-
-
-def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
-    """Choose the device on which GPTQ computes. Raises `RequestError` for a device that it cannot
-    use.
-    """
-    if source.config.run_by is None:
-        return resolve_device(options.device)
-    if options.device is not None and resolve_device(options.device).type != "cpu":
-        raise RequestError(
-            "models that transformers runs can only be quantized on the CPU",
-            found=Message(Option("device", value=f"{str(options.device)!r}")),
-        )
-    return torch.device("cpu")
 
 
 def gptq_settings(
@@ -89,7 +73,7 @@ def gptq_settings(
         seed=options.seed,
         effort_name=options.effort_name,
         activation_memory=options.activation_memory,
-        device=_device(options, source),
+        device=resolve_device(options.device),
     )
 
 

@@ -4,20 +4,22 @@ decides its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.base.progress import Progress, in_phase
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.cache_scales import scale_tokens
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
-from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
+from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.distributed.group import ProcessGroup
+from quantkit.formats.container import StoredCheckpoint
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
@@ -35,7 +37,8 @@ from quantkit.tensors.products import compute_dtype
 from quantkit.via_transformers.forward import passage_of
 
 if TYPE_CHECKING:
-    from quantkit.passes.passage import Survey
+    from quantkit.passes.partwise_model import PartwiseModel
+    from quantkit.passes.passage import Inputs, Passage, Survey
 
 # The entries of the manifest on a quantization, in order.
 _ENTRIES = (
@@ -104,7 +107,7 @@ def settle_schemes_and_samples(
     drawn = settings.draw(source, group=group, progress=progress)
     survey = None
     if source.config.run_by is not None:
-        # Imports greenlet, which is optional.
+        # Imports greenlet, which other jobs do not need.
         from quantkit.jobs.quantize.lockstep import survey_linears
 
         # Models that transformers runs are written in one format.
@@ -170,27 +173,17 @@ def quantizer_of(
         return quantizer
     drawn = samples.drawn
     effort = settings.effort_on(source.config, drawn.tokens.shape, scheme_map.linears.values())
-    if samples.survey is not None:
-        # Imports greenlet, which is optional.
-        from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
+    # Imports greenlet, which other jobs do not need.
+    from quantkit.calibration.gptq_quantizer import GptqQuantizer
 
-        return LockstepQuantizer(
-            source=source,
-            calibration=drawn,
-            schemes=scheme_map.schemes,
-            passage=passage_of(source),
-            survey=samples.survey,
-            memory_bytes=settings.memory_bytes,
-            effort=effort,
-            allow_nonfinite=solver.allow_nonfinite,
-            progress=progress,
-            shared=shared,
-            kernels_of=kernels_of,
-        )
+    passage, groups, embedding = _prepare_passage(source, samples, settings.device)
     return GptqQuantizer(
-        source,
-        drawn,
-        scheme_map.schemes,
+        source=source,
+        calibration=drawn,
+        schemes=scheme_map.schemes,
+        passage=passage,
+        groups=groups,
+        embedding_parameter=embedding,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
         effort=effort,
@@ -200,6 +193,27 @@ def quantizer_of(
         shared=shared,
         kernels_of=kernels_of,
     )
+
+
+def _prepare_passage(
+    source: StoredCheckpoint, samples: Samples, device: torch.device
+) -> tuple[Passage[PartwiseModel], Sequence[Inputs], str | None]:
+    """Prepare a model that samples pass through: by transformers if they were surveyed, or else by
+    quantkit's decoder.
+
+    Returns:
+        The passage, its linears by shared input, and the name of the embedding's parameter; None if
+        its error is not followed.
+    """
+    from quantkit.passes.decoder_parts import DecoderParts
+    from quantkit.passes.passage import Passage
+
+    if samples.survey is not None:
+        passage = passage_of(source)
+        passage.partwise.move_to(device)
+        return passage, samples.survey.groups, None
+    parts = DecoderParts(source, samples.drawn.tokens.shape[1], device)
+    return Passage(parts, source.path), parts.list_groups(), f"{EMBEDDING}.weight"
 
 
 def _choose_kernel_selector(plan: FormatPlan) -> Callable[[torch.device], ColumnKernels]:

@@ -1,0 +1,296 @@
+"""The tensors of a quantized model, block after block, by GPTQ on calibration samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+
+import torch
+
+from quantkit.architectures.names import EMBEDDING
+from quantkit.base.memory import malloc_trim, set_mmap_threshold
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.cache_scales import scales_of
+from quantkit.calibration.data import Calibration
+from quantkit.calibration.effort import Effort, batch_samples, uses_factor
+from quantkit.calibration.estimate import gpu_activation_bytes
+from quantkit.calibration.factor_pass import measure_factors
+from quantkit.calibration.group_solver import GroupSolver, Result
+from quantkit.calibration.output_factors import OutputFactors
+from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
+from quantkit.calibration.sample_streams import Batches, SampleStreams
+from quantkit.calibration.scale_range import choose_scale_dtype
+from quantkit.distributed.group import ProcessGroup
+from quantkit.errors import NonFiniteError
+from quantkit.formats.container import Written
+from quantkit.formats.kv_scales import is_scale
+from quantkit.formats.output.staging import SCRATCH
+from quantkit.model.column_kernels import select_column_kernels
+from quantkit.model.load import BLOCK_PREFIX, narrow_to_floats
+from quantkit.passes.cache_recorder import CacheRecorder
+from quantkit.passes.partwise_model import PartwiseModel
+from quantkit.passes.passage import Inputs, Passage
+from quantkit.passes.spill import Spill
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.products import compute_dtype, exact_float32
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+
+# Of an embedding whose error is too small to be followed.
+_EXACT_BITS = 8
+
+
+@dataclass
+class GptqQuantizer(RtnQuantizer):
+    """GPTQ for the linears that samples reach, on the inputs that the quantized model passes to
+    them; rounding for other tensors.
+
+    With several processes each has a share of the samples and of the rows; all of them solve the
+    same groups of linears.
+
+    Attributes:
+        schemes: by module on disk.
+        passage: the model, by quantkit's decoder or by transformers.
+        groups: the linears by shared input, in the order in which samples reach them.
+        embedding_parameter: the name of the model's embedding; None if it is not followed.
+        device: where the model and the solver compute.
+        memory_bytes: of activations in memory; more go to disk.
+        effort: how many batches go through the float model too.
+        group: the processes that share the work.
+        progress: called with the number of linears that the samples have passed.
+    """
+
+    calibration: Calibration
+    schemes: Mapping[str, QuantScheme]
+    passage: Passage[PartwiseModel]
+    groups: Sequence[Inputs]
+    _: KW_ONLY
+    embedding_parameter: str | None
+    device: torch.device
+    memory_bytes: int
+    effort: Effort
+    group: ProcessGroup
+    _results: dict[str, Result] = field(default_factory=dict, init=False)
+
+    @contextmanager
+    def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
+        set_mmap_threshold(MMAP_THRESHOLD)
+        self._written = replace(written, count=self.group.broadcast_from_rank0(written.count))
+        self._begin(blocks, self._written)
+        self._calibrated = self._list_calibrated()
+        self._remaining_uses = Counter(
+            module for block in blocks for module in self._list_wanted(block)
+        )
+        unsolved = set(self._remaining_uses)
+        self._recorder = CacheRecorder()
+        has_scales = any(is_scale(spec.name) for block in blocks for spec in block.tensors)
+        # Of the backward pass; several processes may share one disk.
+        store = ActivationStore(
+            written.folder / f"{SCRATCH}-factors-{self.group.rank}", self.memory_bytes
+        )
+        # All processes may share one GPU.
+        gpu_bytes = gpu_activation_bytes(
+            self.source.config, self.calibration.tokens.shape, self.device
+        )
+        spill = Spill(
+            written.folder / f"{SCRATCH}-{self.group.rank}",
+            self.memory_bytes,
+            gpu_bytes // self.group.size,
+        )
+        try:
+            with exact_float32(), torch.no_grad():
+                if unsolved:
+                    if has_scales:
+                        self.passage.partwise.record_cache(self._recorder)
+                    streams = self._make_streams(blocks, unsolved, store)
+                    groups = self._cut_groups(unsolved)
+                    self._solved_groups = self._solve_groups(streams, groups, unsolved, spill)
+                    # Which leaves the model without weights.
+                    with closing(self._solved_groups):
+                        yield
+                else:
+                    yield
+        finally:
+            self.passage.partwise.record_cache(None)
+            spill.close()
+            store.close()
+            self._results.clear()
+            malloc_trim()
+        # Until no process has anything left on disk.
+        self.group.wait()
+
+    def solve(self, block: TensorBlock) -> Iterator[Solved]:
+        """As `RtnQuantizer.solve`; but the call itself solves the linears of the block, with all
+        processes of the group.
+        """
+        wanted = self._list_wanted(block)
+        try:
+            while not self._results.keys() >= set(wanted):
+                self._results |= next(self._solved_groups)
+        except NonFiniteError as error:
+            raise self._explain_error(error, block) from error
+        results: dict[str, Result] = {}
+        for module in wanted:
+            # The results of an output in several formats share those of a linear.
+            self._remaining_uses[module] -= 1
+            if self._remaining_uses[module]:
+                results[module] = self._results[module]
+            else:
+                results[module] = self._results.pop(module)
+        scales = [spec for spec in block.tensors if is_scale(spec.name)]
+        if scales and wanted and block.layer is not None:
+            self._scales |= self._join_scales(block.layer, scales[0])
+        return self._tensors(block, results)
+
+    def _list_calibrated(self) -> set[str]:
+        """List the modules on disk that samples reach and that have a scheme."""
+        calibrated: set[str] = set()
+        for group in self.groups:
+            for site in group.sites:
+                calibrated.update(module for module, _, _ in site.rows if module in self.schemes)
+        return calibrated
+
+    def _list_wanted(self, block: TensorBlock) -> list[str]:
+        """List the modules of a block that are solved; none if an earlier run has written all."""
+        if block.is_quantized_in(self._written):
+            return []
+        modules = (spec.name.removesuffix(".weight") for spec in block.tensors)
+        return [module for module in modules if module in self._calibrated]
+
+    def _cut_groups(self, unsolved: set[str]) -> list[Inputs]:
+        """Leave out the groups after the last one with a linear that is not solved yet."""
+        groups = list(self.groups)
+        while unsolved.isdisjoint(_list_modules(groups[-1])):
+            groups.pop()
+        return groups
+
+    def _make_streams(
+        self, blocks: Sequence[TensorBlock], unsolved: set[str], store: ActivationStore
+    ) -> SampleStreams:
+        tokens = self.calibration.tokens
+        specs = (spec for block in blocks for spec in block.tensors)
+        solver = GroupSolver(
+            schemes=self.schemes,
+            scale_dtype=choose_scale_dtype(self.source, specs),
+            group=self.group,
+            kernels=self.kernels_of(self.device),
+            shared=self.shared,
+            factors=self._measure_output_factors(unsolved, store),
+        )
+        output_names: dict[str, str] = {}
+        for block in blocks:
+            for spec in block.tensors:
+                module = spec.name.removesuffix(".weight")
+                output_names.setdefault(module, block.to_output_name(spec.name))
+
+        def load_stored(module: str) -> QuantTensor:
+            stored = self._written.load(output_names[module])
+            assert isinstance(stored, QuantTensor)
+            return stored
+
+        return SampleStreams(
+            self.passage,
+            Batches.of(
+                tokens,
+                self.group.share(len(tokens)),
+                batch_samples(self.source.config, tokens.shape[1]),
+                self.effort,
+                self.device,
+            ),
+            solver,
+            load_stored=load_stored,
+            stored=self._calibrated - unsolved,
+            compute_dtype=compute_dtype(self.device),
+            recorder=self._recorder,
+            embedding=self._round_embedding(),
+        )
+
+    def _measure_output_factors(
+        self, unsolved: set[str], store: ActivationStore
+    ) -> OutputFactors | None:
+        """Measure the factors of outputs' errors for the blocks that are not solved yet; None if no
+        scheme or effort uses them.
+        """
+        tokens = self.calibration.tokens
+        count = self.effort.gradient_samples(self.source.config, tokens.shape)
+        wanted = set()
+        for name in unsolved:
+            if uses_factor(self.schemes[name]):
+                wanted.add(name)
+        if not count or not wanted:
+            return None
+        with torch.enable_grad():
+            return measure_factors(
+                self.source,
+                tokens[:count],
+                wanted,
+                store,
+                device=self.device,
+                group=self.group,
+                first_layer=self._find_first_layer(wanted),
+                progress=self.progress,
+            )
+
+    def _find_first_layer(self, modules: set[str]) -> int:
+        """Find the first decoder block that has one of the modules."""
+        for layer in range(self.source.config.num_layers):
+            prefix = BLOCK_PREFIX.format(layer)
+            if any(module.startswith(prefix) for module in modules):
+                return layer
+        return 0
+
+    def _round_embedding(self) -> tuple[str, torch.Tensor] | None:
+        """Round the embedding, if it has so few bits that the linears should make up for its
+        error; with the name of its parameter.
+        """
+        scheme = self.schemes.get(EMBEDDING)
+        if self.embedding_parameter is None or scheme is None or scheme.bits >= _EXACT_BITS:
+            return None
+        weight = narrow_to_floats(self.source.load(f"{EMBEDDING}.weight"))
+        rounded, _ = round_to_nearest(weight, scheme, torch.float16, select_column_kernels)
+        return self.embedding_parameter, rounded.dequantize()
+
+    def _solve_groups(
+        self, streams: SampleStreams, groups: Sequence[Inputs], unsolved: set[str], spill: Spill
+    ) -> Generator[dict[str, Result]]:
+        """Yield the results of group after group, and report progress."""
+        counts = [len(self._calibrated.intersection(_list_modules(group))) for group in groups]
+        resumed = 0
+        for group, count in zip(groups, counts, strict=True):
+            if not unsolved.isdisjoint(_list_modules(group)):
+                break
+            resumed += count
+        passed = 0
+        solved = streams.solve_groups(groups, spill)
+        with closing(solved):
+            self._report(passed, resumed, sum(counts))
+            for count, results in solved:
+                passed += count
+                self._report(passed, resumed, sum(counts))
+                yield results
+
+    def _report(self, passed: int, resumed: int, total: int) -> None:
+        """Report how many linears the samples have passed: of all, or of those that an earlier run
+        has written.
+        """
+        if passed < resumed:
+            self.progress("calibrate", passed, resumed, "linears")
+        else:
+            self.progress("quantize", passed, total, "linears")
+
+    def _join_scales(self, layer: int, scale: TensorSpec) -> dict[str, torch.Tensor]:
+        """Compute the scales of a layer's cache from the keys and values of all processes."""
+        largest = self._recorder.largest.get(layer, torch.zeros(2, device=self.device))
+        joined = self.group.join(largest.unsqueeze(0), self.group.size).amax(0)
+        return scales_of(layer, joined, scale.dtype, self.source.path)
+
+
+def _list_modules(group: Inputs) -> list[str]:
+    """List the modules on disk of a group."""
+    modules: list[str] = []
+    for site in group.sites:
+        modules += [module for module, _, _ in site.rows]
+    return modules
