@@ -294,7 +294,7 @@ def read_input_roundings(
     `CheckpointError` if the manifest states it in another form.
     """
     types_by_scheme = model_manifest.get(ACTIVATIONS, {})
-    if not checkpoint.config.runnable or not types_by_scheme:
+    if not types_by_scheme:
         return {}
     try:
         activations = {scheme: Activations(kind) for scheme, kind in types_by_scheme.items()}

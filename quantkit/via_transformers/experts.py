@@ -4,6 +4,7 @@ to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.passes.site import Brought, Visitor
+from quantkit.tensors.activations import InputRounding
 
 IMPLEMENTATION = "quantkit"
 # The attribute of a module of experts with its visitor.
 _VISITOR = "_quantkit_visitor"
+# The attribute with the roundings of inputs, by parameter and expert.
+_ROUNDINGS = "_quantkit_roundings"
+
+RoundedRows = tuple[int, int, InputRounding | None]
+"""The first row of a weight, the row after the last, and how the inputs of their product are
+rounded; None for floats.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
         for leaf in ("gate_up_proj", "down_proj"):
             if visitor is not None:
                 visitor.visit_product(self, leaf, expert, Brought(rows, tokens))
-            rows = rows @ getattr(self, leaf)[expert]
+            rows = _product(self, leaf, expert, rows)
             # The activation follows the first product.
             if leaf == "gate_up_proj":
                 gate, up = rows.chunk(2, dim=-1)
@@ -146,10 +155,37 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
     return total.view(hidden_states.shape)
 
 
-def _product(experts: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
-    weight = getattr(experts, leaf)[expert]
+def round_expert_inputs(
+    module: nn.Module, leaf: str, expert: int, rows: Sequence[RoundedRows]
+) -> None:
+    """Let a module of experts round the inputs of an expert's product with some rows of its weight
+    in the parameter `leaf`.
+    """
+    roundings: dict[tuple[str, int], Sequence[RoundedRows]] = getattr(module, _ROUNDINGS, {})
+    setattr(module, _ROUNDINGS, {**roundings, (leaf, expert): rows})
+
+
+def _product(module: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
+    """Multiply states [N, I] by the weight of an expert in the parameter `leaf`, and add its bias,
+    if it has one.
+    """
+    experts = experts_of(module)
+    assert experts is not None
+    weight = getattr(module, leaf)[expert]
+    if experts.is_transposed:
+        weight = weight.t()
+    bias = None
     if experts.has_bias:
-        bias = getattr(experts, f"{leaf}_bias")[expert]
-    else:
-        bias = None
-    return nn.functional.linear(states, weight.t() if experts.is_transposed else weight, bias)
+        bias = getattr(module, f"{leaf}_bias")[expert]
+    rounded_rows = getattr(module, _ROUNDINGS, {}).get((leaf, expert))
+    if rounded_rows is None:
+        return nn.functional.linear(states, weight, bias)
+    # The linears in a weight may have different schemes.
+    products: list[Tensor] = []
+    for start, stop, rounding in rounded_rows:
+        inputs = states if rounding is None else rounding.round_inputs(states)
+        products.append(nn.functional.linear(inputs, weight[start:stop]))
+    product = torch.cat(products, dim=-1)
+    if bias is not None:
+        product += bias
+    return product

@@ -27,6 +27,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, open_pair
 from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidden
+from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
 from quantkit.via_transformers.own_code import (
@@ -346,7 +347,8 @@ def why_not_run(error: QuantkitError) -> str:
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage[LazyModel]:
-    """Build the model of a checkpoint that transformers runs, or reuse the one that was built.
+    """Build the model of a checkpoint that transformers runs, or reuse the one that was built; with
+    `RoundedInputs`, it rounds the inputs of these linears.
 
     Raises `UnsupportedError` or `CheckpointError` if transformers cannot run it.
     """
@@ -356,6 +358,11 @@ def passage_of(checkpoint: Checkpoint) -> Passage[LazyModel]:
 
     passage: Passage[LazyModel] | None = getattr(checkpoint, _PASSAGE, None)
     if passage is None:
-        passage = Passage(LazyModel(checkpoint), checkpoint.path)
+        lazy = LazyModel(checkpoint)
+        if isinstance(checkpoint, RoundedInputs):
+            from quantkit.via_transformers.rounded_products import round_product_inputs
+
+            round_product_inputs(lazy, checkpoint.inputs)
+        passage = Passage(lazy, checkpoint.path)
         setattr(checkpoint, _PASSAGE, passage)
     return passage

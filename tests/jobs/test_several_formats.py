@@ -260,10 +260,6 @@ def _not_reached(*_: object, **__: object) -> Any:
             {"to": ("compressed-tensors", "awq"), "tensors_only": True},
             "`tensors_only=True` requires",
         ),
-        (
-            {"to": ("compressed-tensors", "awq"), "via": "transformers"},
-            "`to` cannot be combined with",
-        ),
     ],
 )
 def test_requests_that_make_no_sense(

@@ -13,7 +13,7 @@ from error_parts import raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.via_transformers.packed_loading import loading_problem
 
 Tiny = Callable[[str], Path]
@@ -93,8 +93,3 @@ def test_a_damaged_file_is_not_an_unknown_architecture(tiny_model: Tiny, tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1000])
     with raises(CheckpointError, path=weights):
         quantkit.quantize(source, tmp_path / "dst", "int4-g32")
-
-
-def test_other_formats_are_refused_before_calibration(tiny_model: Tiny, tmp_path: Path) -> None:
-    with raises(RequestError, options=["to"]):
-        quantkit.quantize(tiny_model("bloom"), tmp_path / "dst", "int4-g32", to="gptq")

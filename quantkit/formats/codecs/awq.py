@@ -17,18 +17,22 @@ from typing import Any
 
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import UnsupportedError
-from quantkit.files.tensor_file import StoredTensor
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import (
     NO_EMBEDDING,
     GroupedCodec,
     QuantMethod,
+    Reader,
     Reason,
-    Runtime,
     Schemes,
     exact_scale,
     make_unread_settings_error,
 )
-from quantkit.formats.codecs.gptq import claims_by_rows, find_quantized_modules
+from quantkit.formats.codecs.gptq import (
+    claims_by_rows,
+    find_quantized_modules,
+    iter_packed_modules,
+)
 from quantkit.formats.codecs.gptq_linear import (
     packs_outputs,
     read_outputs,
@@ -226,6 +230,17 @@ class Awq(QuantMethod):
                 result[module] = codec
         return result
 
+    def read_weight_shapes(
+        self,
+        settings: Settings,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[str, TensorFile],
+    ) -> dict[str, tuple[int, ...]]:
+        result: dict[str, tuple[int, ...]] = {}
+        for module, tensors in iter_packed_modules(stored):
+            result[module] = tensors[SCALES].shape[1], tensors[QWEIGHT].shape[0]
+        return result
+
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
@@ -274,7 +289,7 @@ class Awq(QuantMethod):
         return AwqLinear(scheme)
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         sizes = set()
         for scheme in schemes.values():
@@ -282,7 +297,9 @@ class Awq(QuantMethod):
             sizes.add(None if scheme is None else scheme.group_size)
         if not sizes <= _READ_SIZES:
             return "readers that support this group size of AWQ"
-        readers = ["gptqmodel"]
+        readers: list[str] = []
+        if "gptqmodel" not in without:
+            readers.append("gptqmodel")
         if schemes.get("lm_head") is None and "transformers" not in without:
             readers.append("transformers with gptqmodel")
         if "vllm" not in without:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from quantkit.base.json_values import Settings
 from quantkit.errors import NotRepresentableError, UnsupportedError
-from quantkit.files.tensor_file import StoredTensor
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
@@ -26,6 +26,8 @@ DAMAGED_FILE = "a weight file is missing or damaged; download it again"
 FLOAT_MODEL = "start from the float model"
 Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
 """A program that loads models."""
+Reader: TypeAlias = Runtime | Literal["gptqmodel"]
+"""A program that loads the folders of a method, for notes."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +343,27 @@ class QuantMethod(CodeFormat):
         """
         return {}
 
+    def read_weight_shapes(
+        self,
+        settings: Settings,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[str, TensorFile],
+    ) -> dict[str, tuple[int, ...]]:
+        """Read the shapes [O, I] of the weights of quantized modules from their tensors, for a
+        model of unknown architecture; none of modules whose tensors do not show it.
+
+        Args:
+            settings: see `read_settings`.
+            stored, files: a folder's tensors, and their files.
+        """
+        return {}
+
+    def explain_unread_model(self, model_type: object) -> Reason | None:
+        """Explain why no reader loads a model for which there is no decoder here, by its
+        ``model_type``; None if one may.
+        """
+        return None
+
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
@@ -359,6 +382,12 @@ class QuantMethod(CodeFormat):
             f"{self.name} can only be read, not written", hint="write compressed-tensors"
         )
 
+    def list_quantized(self, modules: Iterable[str]) -> dict[str, Any]:
+        """Build settings that list the quantized modules, for readers of models of which some
+        linears are floats; none if readers need no list.
+        """
+        return {}
+
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         """Build the files next to config.json that repeat the settings."""
         return {}
@@ -367,12 +396,12 @@ class QuantMethod(CodeFormat):
         return Reason("the format can only be read, not written")
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         """Name the other programs that load a folder, with commas; notes follow a semicolon.
 
         Args:
             schemes: of linear modules; None for floats.
-            without: the runtimes to leave out.
+            without: the programs to leave out.
         """
         return "nothing"

@@ -20,6 +20,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import (
     Codec,
     QuantMethod,
+    Reader,
     Reason,
     Runtime,
     Schemes,
@@ -37,7 +38,7 @@ from quantkit.formats.codecs.compressed_weights import (
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
 from quantkit.formats.codecs.small_floats import FLOAT8
-from quantkit.formats.codecs.targets import NO_MATCH, Targets, spellings
+from quantkit.formats.codecs.targets import NO_MATCH, Targets, name_in_layers, spellings
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import (
@@ -177,6 +178,30 @@ class CompressedTensors(QuantMethod):
                 result[module] = codec
         return result
 
+    def read_weight_shapes(
+        self,
+        settings: Settings,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[str, TensorFile],
+    ) -> dict[str, tuple[int, ...]]:
+        result: dict[str, tuple[int, ...]] = {}
+        for name, tensor in stored.items():
+            module, _, leaf = name.rpartition(".")
+            shape = stored.get(f"{module}.{SHAPE}")
+            has_scale = f"{module}.{SCALE}" in stored
+            # `weight_packed` is the leaf of words of integers, which come with a shape, and of
+            # pairs of small floats, which do not.
+            has_shape = shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,))
+            if leaf == PACKED_CODES.codes and shape is not None and has_shape:
+                rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
+                if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
+                    result[module] = rows, columns
+            elif leaf == FP4.codes and tensor.dtype == DType.UINT8 and has_scale:
+                result[module] = tensor.shape[0], 2 * tensor.shape[-1]
+            elif leaf == INT8.codes and tensor.dtype == DType.INT8 and has_scale:
+                result[module] = tensor.shape
+        return result
+
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
@@ -212,7 +237,7 @@ class CompressedTensors(QuantMethod):
         return PackQuantized(scheme)
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         code_schemes = [scheme for scheme in schemes.values() if scheme is not None]
         vllm: list[str] = []
@@ -302,7 +327,7 @@ class Int8Activations(CompressedTensors):
         return Reason("its readers support only int8 per row", found=scheme, expected=_INT8)
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         readers: list[str] = []
         if "transformers" not in without:
@@ -337,16 +362,8 @@ def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
     """Find the names in settings that readers may have for modules: they differ from those on
     disk, which are targets too, in what comes before the layers.
     """
-    tails = {_in_layers(module) for module in modules if module in targets}
-    return {target for target in targets if _in_layers(target) in tails}
-
-
-def _in_layers(module: str) -> str:
-    """Shorten the name of a module to its part from the layers on; all of it outside of them."""
-    start = module.rfind("layers.", 0, module.rfind("."))
-    if start < 0:
-        return module
-    return module[start:]
+    tails = {name_in_layers(module) for module in modules if module in targets}
+    return {target for target in targets if name_in_layers(target) in tails}
 
 
 def _explain_activations(scheme: QuantScheme, activations: Activations) -> Reason:
@@ -450,38 +467,6 @@ def _build_input_settings(inputs: InputRounding) -> dict[str, Any]:
     if inputs.group_size is None:
         return by_token
     return {**by_token, "strategy": "group", "group_size": inputs.group_size}
-
-
-def read_weight_shapes(
-    stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the weights of quantized modules from their tensors; none for a folder in
-    another method.
-
-    Args:
-        stored, files: a folder's tensors, and their files.
-        raw: its config.json.
-    """
-    settings = raw.get("quantization_config")
-    if not isinstance(settings, dict) or settings.get("quant_method") != CompressedTensors.name:
-        return {}
-    result: dict[str, tuple[int, ...]] = {}
-    for name, tensor in stored.items():
-        module, _, leaf = name.rpartition(".")
-        shape = stored.get(f"{module}.{SHAPE}")
-        has_scale = f"{module}.{SCALE}" in stored
-        # `weight_packed` is the leaf of words of integers, which come with a shape, and of pairs of
-        # small floats, which do not.
-        has_shape = shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,))
-        if leaf == PACKED_CODES.codes and shape is not None and has_shape:
-            rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
-            if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
-                result[module] = rows, columns
-        elif leaf == FP4.codes and tensor.dtype == DType.UINT8 and has_scale:
-            result[module] = tensor.shape[0], 2 * tensor.shape[-1]
-        elif leaf == INT8.codes and tensor.dtype == DType.INT8 and has_scale:
-            result[module] = tensor.shape
-    return result
 
 
 def read_config_groups(settings: Settings) -> dict[str, Settings]:

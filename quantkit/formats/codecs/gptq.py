@@ -11,27 +11,42 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from quantkit.base.json_values import Settings, format_value
 from quantkit.base.patterns import MatchTime
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import (
     FLOAT_MODEL,
     NO_EMBEDDING,
     Codec,
     QuantMethod,
+    Reader,
     Reason,
-    Runtime,
     Schemes,
     make_unread_settings_error,
 )
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
-from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
+from quantkit.formats.codecs.gptq_zeros import (
+    G_IDX,
+    QWEIGHT,
+    QZEROS,
+    SCALES,
+    WRITER,
+    Stated,
+    Version,
+)
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
-from quantkit.formats.codecs.targets import BY_PATTERN, Targets, is_head, select_unskipped
+from quantkit.formats.codecs.targets import (
+    BY_PATTERN,
+    Targets,
+    is_head,
+    name_in_layers,
+    select_unskipped,
+)
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
@@ -110,6 +125,25 @@ class Gptq(QuantMethod):
             codecs[module] = GptqLinear(bits, group_size, symmetric, folder_version)
         return codecs
 
+    def read_weight_shapes(
+        self,
+        settings: Settings,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[str, TensorFile],
+    ) -> dict[str, tuple[int, ...]]:
+        result: dict[str, tuple[int, ...]] = {}
+        for module, tensors in iter_packed_modules(stored):
+            outputs = tensors[SCALES].shape[1]
+            # The words of zero points pack the outputs.
+            packed_bits = 32 * tensors[QZEROS].shape[1]
+            index = stored.get(f"{module}.{G_IDX}")
+            if index is not None and len(index.shape) == 1:
+                result[module] = outputs, index.shape[0]
+            elif outputs and packed_bits and not packed_bits % outputs:
+                bits = packed_bits // outputs
+                result[module] = outputs, 32 * tensors[QWEIGHT].shape[0] // bits
+        return result
+
     def write_settings(
         self, schemes: Schemes, modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
@@ -151,6 +185,14 @@ class Gptq(QuantMethod):
             settings["dynamic"] = dynamic
         return settings
 
+    def list_quantized(self, modules: Iterable[str]) -> dict[str, Any]:
+        """Do as `QuantMethod.list_quantized`. transformers ignores ``dynamic``, and with this list
+        takes the modules of layers whose names end in its entries; vLLM takes those whose names
+        contain one. Both may have other names before the layers.
+        """
+        names = dict.fromkeys(name_in_layers(module) for module in modules if not is_head(module))
+        return {"modules_in_block_to_quantize": [list(names)]}
+
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
         return {self.settings_file: json.dumps(settings, indent=2).encode() + b"\n"}
 
@@ -160,7 +202,7 @@ class Gptq(QuantMethod):
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         """Do as `QuantMethod.readers`. transformers calls gptqmodel with one scheme for all linears
         except the head, and ignores ``dynamic``; vLLM 0.32 has kernels for symmetric weights in
@@ -169,7 +211,9 @@ class Gptq(QuantMethod):
         code_schemes = [scheme for scheme in schemes.values() if scheme is not None]
         if not {scheme.group_size for scheme in code_schemes} <= _READ_SIZES:
             return "readers that support this group size of GPTQ"
-        readers = ["gptqmodel"]
+        readers: list[str] = []
+        if "gptqmodel" not in without:
+            readers.append("gptqmodel")
         block_schemes = {scheme for module, scheme in schemes.items() if module != "lm_head"}
         is_uniform = len(block_schemes) == 1 and schemes.get("lm_head") is None
         if is_uniform and "transformers" not in without:
@@ -179,6 +223,25 @@ class Gptq(QuantMethod):
             on_cpus = all(scheme.bits == 4 for scheme in code_schemes)
             readers.append("vLLM" if on_cpus else "vLLM on GPUs")
         return ", ".join(readers)
+
+
+def iter_packed_modules(
+    stored: Mapping[str, StoredTensor],
+) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """Yield the modules that have codes, scales and zero points of GPTQ or AWQ, each a matrix, and
+    these tensors by suffix.
+    """
+    for name in stored:
+        module, _, leaf = name.rpartition(".")
+        if leaf != QWEIGHT:
+            continue
+        tensors: dict[str, StoredTensor] = {}
+        for suffix in SUFFIXES:
+            tensor = stored.get(f"{module}.{suffix}")
+            if tensor is not None and len(tensor.shape) == 2:
+                tensors[suffix] = tensor
+        if len(tensors) == len(SUFFIXES):
+            yield module, tensors
 
 
 def find_quantized_modules(

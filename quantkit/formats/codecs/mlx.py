@@ -19,17 +19,18 @@ from typing import Any
 
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError
-from quantkit.files.tensor_file import StoredTensor
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import (
     FLOAT_MODEL,
     GroupedCodec,
     QuantMethod,
+    Reader,
     Reason,
-    Runtime,
     Schemes,
     Weight,
     make_unread_settings_error,
 )
+from quantkit.formats.codecs.known_models import knows_model, list_models
 from quantkit.formats.codecs.layout import (
     MAX_COLUMNS,
     Claim,
@@ -341,6 +342,29 @@ class Mlx(QuantMethod):
                 raise make_unread_settings_error(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
         return result
 
+    def read_weight_shapes(
+        self,
+        settings: Settings,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[str, TensorFile],
+    ) -> dict[str, tuple[int, ...]]:
+        result: dict[str, tuple[int, ...]] = {}
+        for name, codes in stored.items():
+            module, _, leaf = name.rpartition(".")
+            has_scales = f"{module}.{_SCALES}" in stored and f"{module}.{_BIASES}" in stored
+            is_matrix = codes.dtype == DType.UINT32 and len(codes.shape) == 2
+            if leaf != _CODES or not has_scales or not is_matrix:
+                continue
+            if isinstance(settings.values.get(module), Mapping):
+                module_settings = settings.inside(module)
+            else:
+                module_settings = settings
+            if not module_settings.has("bits"):
+                module_settings = settings
+            bits = module_settings.integer("bits", 1, 32)
+            result[module] = codes.shape[0], codes.shape[1] * 32 // bits
+        return result
+
     def write_settings(
         self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
@@ -356,6 +380,18 @@ class Mlx(QuantMethod):
         usual = dict(counts.most_common(1)[0][0])
         exceptions = {module: layout for module, layout in layouts.items() if layout != usual}
         return usual | exceptions
+
+    def explain_unread_model(self, model_type: object) -> Reason | None:
+        """Do as `QuantMethod.explain_unread_model`. mlx-lm renames, splits and scales the weights
+        of many models when it loads them, in ways that it does not have for quantized weights.
+        """
+        if knows_model("mlx-lm", model_type):
+            return None
+        return Reason(
+            "mlx-lm is not known to load its quantized weights by the names that they have on disk",
+            found=format_value(model_type),
+            expected=", ".join(list_models("mlx-lm")),
+        )
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
         # Whether whole rows can be divided into groups depends on the row; see `misfit`.
@@ -374,7 +410,7 @@ class Mlx(QuantMethod):
         return Affine(scheme)
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         return "mlx-lm"
 

@@ -69,6 +69,14 @@ def select_unskipped(modules: Iterable[str], settings: Settings) -> list[str]:
     return result
 
 
+def name_in_layers(module: str) -> str:
+    """Shorten the name of a module to its part from the layers on; all of it outside of them."""
+    start = module.rfind("layers.", 0, module.rfind("."))
+    if start < 0:
+        return module
+    return module[start:]
+
+
 def is_head(module: str) -> bool:
     """Return whether a module is the output head."""
     return module.rpartition(".")[2] in _HEADS

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import FLOAT_MODEL, GroupedCodec, QuantMethod, Runtime, Weight
+from quantkit.formats.codecs.codec import FLOAT_MODEL, GroupedCodec, QuantMethod, Reader, Weight
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
 from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
 from quantkit.formats.codecs.raw_module import RawModule
@@ -298,6 +298,6 @@ class TorchAo(QuantMethod):
         return codecs
 
     def readers(
-        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()
+        self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         return "transformers with torchao"

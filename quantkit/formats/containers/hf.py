@@ -202,6 +202,9 @@ def _settings(
         input_sizes[module] = 0 if shape is None else shape[-1]
     lists_every_linear = config.tensors is None or config.unstored is not None
     settings = method.write_settings(schemes_on_disk, input_sizes, every=lists_every_linear)
+    # Some linears of such models, such as those that carry a state, are floats.
+    if config.tensors is not None:
+        settings |= method.list_quantized(schemes_on_disk)
     name_for_vllm(settings, Linears.of(method, settings, shapes, schemes_on_disk, raw))
     if ignored_extra:
         settings["ignore"] += ignored_extra

@@ -41,9 +41,8 @@ from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     is_read_by_quantkit_only,
-    read_weight_shapes,
 )
-from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
+from quantkit.formats.codecs.compressed_weights import SCALE
 from quantkit.formats.codecs.dequantized import (
     narrow_float64,
     replace_quantized_tensors,
@@ -66,6 +65,7 @@ from quantkit.formats.containers.hf_settings import (
     SETTINGS,
     find_settings,
     read_codecs,
+    read_weight_layout,
     without_settings,
 )
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
@@ -111,6 +111,8 @@ class HFCheckpoint:
         raw = find_settings(settings, None if tensors_only else path)
         self._stated_config: Mapping[str, Any] = raw
         self._text: TextNames | None = None
+        # Of a model that is known by its tensors only.
+        self._coded_modules: frozenset[str] = frozenset()
         self._settings = [SourceFile(self._config_path)]
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
@@ -119,7 +121,7 @@ class HFCheckpoint:
         self.extra_config: Mapping[str, Any]
         if tensors_only:
             self._read_headers(kind, derived=True)
-            self._take_tensors(raw, settings)
+            self._take_tensors(raw, settings, methods)
         else:
             if text_part and text_family(raw) is not None:
                 raw = self._take_text_part(raw, kind)
@@ -402,7 +404,8 @@ class HFCheckpoint:
         """
         stored = self._stored.get(tensor.name)
         if not self.config.runnable:
-            return stored is None or f"{tensor.module}.{SCALE}" in self._stored
+            is_coded = tensor.module in self._coded_modules
+            return is_coded or stored is None or f"{tensor.module}.{SCALE}" in self._stored
         if tensor.quantizable:
             return True
         if stored is None:
@@ -411,9 +414,18 @@ class HFCheckpoint:
             return has_module or tensor.stacked is not None
         return stored.dtype not in FLOATS
 
-    def _take_tensors(self, raw: Mapping[str, Any], original_config: Mapping[str, Any]) -> None:
-        """Accept all tensors as the model's: floats, those that codecs may decode, and others;
-        `original_config` is the config.json as it is, `raw` what `find_settings` makes of it.
+    def _take_tensors(
+        self,
+        raw: Mapping[str, Any],
+        original_config: Mapping[str, Any],
+        methods: Mapping[str, QuantMethod],
+    ) -> None:
+        """Accept all tensors as the model's: floats, those that codecs may decode, and others.
+
+        Args:
+            raw: what `find_settings` makes of the config.json.
+            original_config: the config.json as it is.
+            methods: of quantization that are read, by ``quant_method``.
         """
         # Read twice: dequantization needs the model's float type, and adds and removes tensors.
         stored_layouts: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -425,16 +437,26 @@ class HFCheckpoint:
         if settings is not None and states_scheme(settings):
             self._take_kv_cache(raw)
         self._dequantize(raw)
-        shapes = read_weight_shapes(self._stored, self._files, raw)
+        shapes: dict[str, tuple[int, ...]] = {}
+        code_leaves: set[str] = set()
+        leaves: set[str] = set()
+        if settings is not None:
+            shapes, module_layouts = read_weight_layout(
+                settings, methods, self._stored, self._files
+            )
+            for layout in module_layouts:
+                code_leaves.add(layout.codes)
+                leaves |= layout.suffixes
+        self._coded_modules = frozenset(shapes)
         layouts: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             module, _, leaf = name.rpartition(".")
-            if module not in shapes or not leaf.startswith("weight"):
+            if module not in shapes or leaf not in leaves:
                 layouts[name] = (tensor.shape, tensor.dtype)
-            elif leaf in (PACKED, PLAIN):
+            elif leaf in code_leaves:
                 layouts[f"{module}.weight"] = (shapes[module], self.config.dtype)
         self.config = replace(opaque_config(raw, layouts), dtype=self.config.dtype)
-        # Only codes of compressed-tensors are copied with the settings that describe them.
+        # Only codes are copied with the settings that describe them.
         if shapes:
             self.extra_config = original_config
         else:

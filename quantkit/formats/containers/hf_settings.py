@@ -10,8 +10,10 @@ from typing import Any
 
 from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, read_method
+from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.kv_cache import states_scheme
 
@@ -86,6 +88,26 @@ def read_codecs(
     ):
         method = format_method
     return method, codecs
+
+
+def read_weight_layout(
+    settings: Settings,
+    methods: Mapping[str, QuantMethod],
+    stored: Mapping[str, StoredTensor],
+    files: Mapping[str, TensorFile],
+) -> tuple[dict[str, tuple[int, ...]], tuple[Layout, ...]]:
+    """Read the shapes of the weights of quantized modules, see `QuantMethod.read_weight_shapes`;
+    none for a method that is not read, or whose weights are read as floats.
+
+    Returns:
+        The shapes by module, and the layouts that these modules may have.
+    """
+    name = read_method(settings)
+    if name is None or name not in methods:
+        return {}, ()
+    name, settings = methods[name].resolve(settings)
+    method = methods[name]
+    return method.read_weight_shapes(settings, stored, files), method.layouts
 
 
 def _make_algorithm_error(algorithm: object, path: str) -> UnsupportedError:

@@ -156,6 +156,11 @@ class _Bases:
         for tensor in (*self.tensors_by_name.values(),):
             if tensor.whole:
                 self.tensors_by_name.setdefault(tensor.places[0].name, tensor)
+        # Adapters name modules as transformers does, which renames some when it loads them.
+        for opaque_tensor in config.tensors or ():
+            if opaque_tensor.alias is not None and opaque_tensor.name in self.tensors_by_name:
+                renamed = self.tensors_by_name[opaque_tensor.name]
+                self.tensors_by_name.setdefault(f"{opaque_tensor.alias}.weight", renamed)
         self._short: dict[str, list[DiskTensor]] = defaultdict(list)
         for name, tensor in self.tensors_by_name.items():
             same_short = self._short[_strip_prefixes(name)]

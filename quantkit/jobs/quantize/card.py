@@ -27,8 +27,9 @@ from quantkit.calibration.settings import GptqSettings
 from quantkit.files.hub import PREFIX, read_origin
 from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
-from quantkit.formats.codecs.codec import QuantMethod, Runtime
+from quantkit.formats.codecs.codec import QuantMethod, Reader
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, is_read_by_quantkit_only
+from quantkit.formats.codecs.known_models import knows_model
 from quantkit.formats.codecs.vllm import describe_problems
 from quantkit.formats.lora.adapter import parse_adapters, spell_adapters
 from quantkit.jobs.output.labels import (
@@ -292,7 +293,7 @@ def _quality(format_plan: FormatPlan, gate: Gate | WeightsOnly) -> dict[str, obj
         row += [f"{text.kl_p99:.3g}", f"{text.top1_agreement:.1%}"]
         rows.append(row)
     bound = with_inputs(
-        scheme_bound(format_plan.scheme_map.schemes.values()), format_plan.gate_inputs.values()
+        scheme_bound(format_plan.scheme_map.schemes.values()), format_plan.inputs.values()
     )
     return {
         "quality_heads": heads,
@@ -355,12 +356,19 @@ def _readers(
         unread = describe_unread_experts(config, scheme_map.schemes)
     vllm_problems = vllm_problems_of(source, scheme_map.schemes, format_plan.target)
     problem = describe_problems(vllm_problems)
-    if problem is None:
-        without: set[Runtime] = set()
-    else:
-        without = {"vllm"}
+    module_schemes = scheme_map.module_schemes
+    without: set[Reader] = set()
+    if config.tensors is not None:
+        # Such folders list their quantized modules, so that floats are no exceptions.
+        module_schemes = {**scheme_map.schemes}
+        if not knows_model("gptqmodel", source.extra_config.get("model_type")):
+            without.add("gptqmodel")
+    if problem is not None:
+        without.add("vllm")
+    if loading_problem is not None:
+        without.add("transformers")
     native = method.name == NATIVE
-    readers = method.readers(scheme_map.module_schemes, without=without)
+    readers = method.readers(module_schemes, without=without)
     here_alone = is_read_by_quantkit_only(
         method, scheme_map.module_schemes, tied=config.tied_embeddings
     )

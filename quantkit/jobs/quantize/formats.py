@@ -94,15 +94,6 @@ class FormatPlan:
         return roundings
 
     @property
-    def gate_inputs(self) -> dict[str, InputRounding]:
-        """Select the inputs to round when the result is measured; none for a model that
-        transformers runs, whose weights alone are measured.
-        """
-        if self.source.config.runnable:
-            return self.inputs
-        return {}
-
-    @property
     def activations(self) -> dict[str, str]:
         """List the types of the rounded inputs, by scheme of the linears."""
         schemes = self.scheme_map.schemes

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.architectures.disk import describe_unread_experts
+from quantkit.architectures.families import families
 from quantkit.architectures.names import EMBEDDING
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
@@ -38,6 +39,8 @@ def assign_schemes(
     Raises `RequestError` or `UnsupportedError` as `quantize` does.
     """
     assert target.codes is not None
+    if source.config.tensors is not None:
+        _require_read(source, target)
     scheme_map = SchemeMap.of(recipe, source.config, target.codes.embeddings)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
@@ -100,6 +103,32 @@ def vllm_problems_of(
     if not isinstance(target.container, HuggingFace):
         return []
     return target.container.vllm_problems(source, schemes, target.method)
+
+
+def _require_read(source: Checkpoint, target: Target) -> None:
+    """Raise an `UnsupportedError` if no reader of a format loads a model for which there is no
+    decoder here.
+    """
+    if target.method is None:
+        if source.config.architecture in families():
+            raise UnsupportedError(
+                f"{target.name} is only written of models that quantkit runs itself",
+                path=source.path,
+                found=source.config.run_by,
+                hint=Message(Option("via", value="own"), " runs this one"),
+            )
+        # The names of its tensors in such a file are not known.
+        target.container.parameters(source.config, ())
+        return
+    reason = target.method.explain_unread_model(source.extra_config.get("model_type"))
+    if reason is not None:
+        raise UnsupportedError(
+            f"{target.name} does not support this architecture: {reason.problem}",
+            path=source.path,
+            found=reason.found,
+            expected=reason.expected,
+            hint=Message("write another format: ", Option("to", value=NATIVE)),
+        )
 
 
 def _require_supported(

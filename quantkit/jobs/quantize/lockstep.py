@@ -17,9 +17,16 @@ _UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
 
 
-def survey_linears(plan: FormatPlan, drawn: Calibration) -> tuple[FormatPlan, Survey]:
-    """Find how samples reach the linears; those that cannot be solved keep their floats, with a
-    note.
+def survey_linears(
+    plan: FormatPlan, drawn: Calibration
+) -> tuple[dict[str, str], list[str], Survey]:
+    """Find how samples reach the linears, and which of them cannot be solved.
+
+    Args:
+        plan: of one of the formats; all have the same schemes.
+
+    Returns:
+        The linears that keep their floats, each with the reason; notes on these; and the survey.
 
     Raises:
         UnsupportedError: if transformers cannot run the model, or no linear can be solved.
@@ -65,7 +72,7 @@ def survey_linears(plan: FormatPlan, drawn: Calibration) -> tuple[FormatPlan, Su
                 " rounds it to nearest",
             ),
         )
-    return plan.without(unsolved, notes), survey
+    return unsolved, notes, survey
 
 
 def _describe_kept_linears(kept: dict[str, str]) -> list[str]:

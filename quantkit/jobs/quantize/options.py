@@ -534,18 +534,6 @@ class QuantizeOptions:
                         " yet",
                     )
                 )
-        # A DST that ends in .gguf is a target too.
-        if [target.name for target in self.targets] != [NATIVE]:
-            raise RequestError(
-                Message(
-                    Option("to"),
-                    " cannot be combined with ",
-                    Option("via", value="transformers"),
-                    " yet",
-                ),
-                found=", ".join(target.name for target in self.targets),
-                expected=NATIVE,
-            )
         if self.refine:
             raise RequestError(
                 Message(

@@ -79,10 +79,19 @@ def prepare(options: QuantizeOptions) -> Plan:
         require_calibratable(source)
     tokenizer, notes = check_side_files(source, template=options.template)
     notes += note_left_behind(source, target.container, dst, has_card=target.method is not None)
+    linears_by: str | None = None
+    # First, because adapters may name linears as transformers does.
+    if not source.config.runnable:
+        source.config, linears_by, linear_notes = with_linears(
+            source.config, source.extra_config, source.path
+        )
+        notes += linear_notes
     source = merge_adapters(
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
     )
     recorded = describe_adapters(source)
+    if linears_by is not None:
+        recorded |= {"tensors_only": True, "linears_by": linears_by}
     source, float_notes = _as_floats(source, options)
     notes += float_notes
     if options.tensors_only and target.name != NATIVE:
@@ -96,12 +105,6 @@ def prepare(options: QuantizeOptions) -> Plan:
         )
     if options.kv_cache is not None:
         require_kv_cache_run(source)
-    if not source.config.runnable:
-        source.config, linears_by, linear_notes = with_linears(
-            source.config, source.extra_config, source.path
-        )
-        recorded |= {"tensors_only": True, "linears_by": linears_by}
-        notes += linear_notes
     embedding_override = find_embedding_override(recipe)
     # Only a model that is built tells which tensor is its embedding.
     if (

@@ -217,7 +217,7 @@ def _write_trained(
             result,
             records,
             requested=format_plan.scheme_map.schemes,
-            inputs=format_plan.gate_inputs,
+            inputs=format_plan.inputs,
             progress=in_phase(progress, REFINED_GATE),
         )
         written = _commit(

@@ -132,8 +132,8 @@ def _note_rounded_inputs(plan: FormatPlan) -> list[str]:
     if not plan.activations:
         return []
     types = " and ".join(dict.fromkeys(plan.activations.values()))
-    # transformers runs the gate of models without a decoder here, with float inputs.
-    if plan.source.config.runnable:
+    # Of a model that is not run, tensors are compared.
+    if plan.source.config.measurable:
         measured = "and so does the gate"
     else:
         measured = "figures here are of the weights alone"
@@ -172,7 +172,7 @@ def _check(
     if not source.config.measurable:
         return weights_only(result, records), None
     accepted = checks.accept_quality_loss
-    inputs = plan.gate_inputs
+    inputs = plan.inputs
     gate = run_gate(
         source,
         result,

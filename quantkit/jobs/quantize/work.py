@@ -110,9 +110,8 @@ def settle_schemes_and_samples(
         # Imports greenlet, which other jobs do not need.
         from quantkit.jobs.quantize.lockstep import survey_linears
 
-        # Models that transformers runs are written in one format.
-        surveyed, survey = survey_linears(formats.first, drawn)
-        formats = Formats(formats.dst, {"": surveyed})
+        unsolved, notes, survey = survey_linears(formats.first, drawn)
+        formats = formats.change_each(lambda plan: plan.without(unsolved, notes))
     if fit is not None:
         allocation = choose_schemes(
             formats.dst,

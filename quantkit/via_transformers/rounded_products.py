@@ -1,0 +1,43 @@
+"""Round the inputs of products of a model that transformers runs, as runtimes do that multiply
+weights and inputs in a short type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from quantkit.tensors.activations import InputRounding
+from quantkit.via_transformers.experts import RoundedRows, round_expert_inputs
+from quantkit.via_transformers.lazy_model import LazyModel
+from quantkit.via_transformers.sites import find_sites
+
+
+def round_product_inputs(lazy: LazyModel, inputs: Mapping[str, InputRounding]) -> None:
+    """Let a model round the inputs of some linears, given by their modules on disk."""
+    sites, _ = find_sites(lazy, inputs)
+    for site in sites:
+        module: nn.Module = lazy.model.get_submodule(site.module)
+        if site.expert is not None:
+            rows: list[RoundedRows] = []
+            for linear, start, stop in site.rows:
+                rows.append((start, stop, inputs.get(linear)))
+            round_expert_inputs(module, site.leaf, site.expert, rows)
+            continue
+        # The weight of a module is that of one linear, whose inputs are to be rounded.
+        rounding = inputs[site.rows[0][0]]
+        _round_module_inputs(module, rounding)
+
+
+def _round_module_inputs(module: nn.Module, rounding: InputRounding) -> None:
+    def round_first(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (rounding.round_inputs(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: rounding.round_inputs(kwargs[name])}
+
+    module.register_forward_pre_hook(round_first, with_kwargs=True)
