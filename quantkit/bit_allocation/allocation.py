@@ -9,17 +9,24 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, StrictUndefined
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.topology import Parameter, group_fused_linears, parameters
+from quantkit.architectures.names import expert_bank
+from quantkit.architectures.topology import (
+    Parameter,
+    collect_default_floats,
+    group_fused_linears,
+    parameters,
+)
 from quantkit.base.arguments import as_integer, as_number
 from quantkit.base.memory import size_text
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import RequestError
+from quantkit.formats.codecs.vllm_modules import VllmNames
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe
@@ -45,7 +52,12 @@ _LETTER = 6.4
 _MARGIN = 12
 _TOP = 104
 _MIN_WIDTH = 420.0
-_UNIT = "KL x 1e-4"
+
+Measure = Literal["KL", "relative error"]
+"""What losses estimate: KL(source || quantized) in nats per token; or half the squared error of a
+linear's outputs, relative to their squares, where gradients by outputs are not known.
+"""
+_KEYS: Mapping[Measure, str] = {"KL": "estimated_kl", "relative error": "estimated_error"}
 
 
 @dataclass(frozen=True)
@@ -70,25 +82,33 @@ class Unit:
     def patterns(self) -> list[str]:
         """Globs that match its modules and no others."""
         globs: list[str] = []
-        has_experts = False
         for parameter in self.parameters:
-            if parameter.expert is None:
-                globs.append(parameter.module)
+            bank = expert_bank(parameter.module)
+            # All experts of a layer are in one unit, so one glob replaces up to hundreds of names.
+            if bank is None:
+                glob = parameter.module
             else:
-                has_experts = True
-        # All experts of a layer are in one unit, so one glob replaces up to hundreds of names.
-        if has_experts:
-            globs.append(f"{BLOCK_PREFIX.format(self.layer)}mlp.experts.*")
+                glob = f"{bank}.*"
+            if glob not in globs:
+                globs.append(glob)
         return globs
 
 
-def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
+def units(
+    config: ModelConfig, kept: Collection[str] = (), raw: Mapping[str, Any] | None = None
+) -> list[Unit]:
     """Group the linears of all layers into units, in the order of their first linears, without the
-    modules `kept`.
+    modules `kept` and those that stay floats by default.
+
+    Args:
+        raw: config.json, for the names in vLLM of a model that is known by its tensors only.
     """
+    default_floats = collect_default_floats(config)
     linears: list[Parameter] = []
     for parameter in parameters(config):
         if not parameter.is_linear_weight or parameter.module in kept:
+            continue
+        if parameter.module in default_floats:
             continue
         if parameter.layer is None or parameter.linear is None:
             continue
@@ -96,7 +116,7 @@ def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
             linears.append(parameter)
     # Every module refers to the set of its group, so groups that share a module can be merged.
     groups = {parameter.module: {parameter.module} for parameter in linears}
-    for modules in _together(config, linears):
+    for modules in _together(config, linears, raw or {}):
         merged: set[str] = set()
         for module in modules:
             merged |= groups.get(module, set())
@@ -112,8 +132,16 @@ def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
     return grouped_units
 
 
-def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[str]]:
+def _together(
+    config: ModelConfig, linears: Collection[Parameter], raw: Mapping[str, Any]
+) -> list[list[str]]:
     """List the modules that must have the same scheme."""
+    if config.tensors is not None:
+        groups: list[list[str]] = []
+        # Runtimes fuse linears, and all experts of a layer, by their names.
+        for module in VllmNames.of(raw).group(parameter.module for parameter in linears):
+            groups.append(list(module.parts))
+        return groups
     # Runtimes fuse all experts of a layer.
     experts: dict[int | None, list[str]] = {}
     for parameter in linears:
@@ -135,7 +163,7 @@ def _name(unit_parameters: Collection[Parameter]) -> str:
     shared = ""
     names: list[str] = []
     for parameter in unit_parameters:
-        if parameter.expert is not None:
+        if expert_bank(parameter.module) is not None:
             return "experts"
         if "shared_expert" in parameter.module:
             shared = "shared "
@@ -199,8 +227,8 @@ def size_target(
 @dataclass(frozen=True)
 class UnitChoice:
     """A manifest's entry on a unit: its layer, the names of its linears, globs that match their
-    modules, how many weights they have, the name of the scheme (`FLOAT` keeps floats), and the KL
-    that each scheme would cost.
+    modules, how many weights they have, the name of the scheme (`FLOAT` keeps floats), and the loss
+    that each scheme would cost, see `Allocation.measure`.
     """
 
     layer: int
@@ -208,7 +236,7 @@ class UnitChoice:
     modules: list[str]
     weights: int
     scheme: str
-    estimated_kl: dict[str, float]
+    losses: dict[str, float]
 
     @classmethod
     def of(
@@ -225,7 +253,19 @@ class UnitChoice:
 
     @property
     def loss(self) -> float:
-        return self.estimated_kl.get(self.scheme, 0.0)
+        return self.losses.get(self.scheme, 0.0)
+
+    def to_json(self, key: str) -> dict[str, Any]:
+        """Write the manifest's entry, with the losses under a key."""
+        fields = asdict(self)
+        losses = fields.pop("losses")
+        return {**fields, key: losses}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], key: str) -> UnitChoice:
+        """Read the result of `to_json`."""
+        others = {name: value for name, value in fields.items() if name != key}
+        return cls(**others, losses=fields[key])
 
 
 @dataclass(frozen=True)
@@ -236,16 +276,18 @@ class Allocation:
         bits: for each weight of the linears, as in `SizeTarget.bits`.
         weight_bytes: of all files of weights together.
         units: in the order of the layers.
+        measure: what the losses estimate.
     """
 
     target: SizeTarget
     bits: float
     weight_bytes: int
     units: Sequence[UnitChoice]
+    measure: Measure = "KL"
 
     @property
-    def kl(self) -> float:
-        """Sum the estimated KL per token of all units."""
+    def loss(self) -> float:
+        """Sum the estimated losses of all units: per token, if they are a KL."""
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, requested_overrides: Iterable[Override] = ()) -> Recipe:
@@ -273,16 +315,21 @@ class Allocation:
             **self.target.to_json(),
             "bits_per_weight": self.bits,
             "weight_bytes": self.weight_bytes,
-            "estimated_kl": float(f"{self.kl:.4g}"),
-            "units": [asdict(unit) for unit in self.units],
+            _KEYS[self.measure]: float(f"{self.loss:.4g}"),
+            "units": [unit.to_json(_KEYS[self.measure]) for unit in self.units],
         }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Allocation:
         """Read the result of `to_json`."""
         target = SizeTarget(fields.get("target_bits"), fields.get("max_size"))
-        units = [UnitChoice(**unit_fields) for unit_fields in fields["units"]]
-        return cls(target, fields["bits_per_weight"], fields["weight_bytes"], units)
+        measure: Measure = "KL"
+        for name, key in _KEYS.items():
+            if key in fields:
+                measure = name
+        key = _KEYS[measure]
+        units = [UnitChoice.from_json(unit_fields, key) for unit_fields in fields["units"]]
+        return cls(target, fields["bits_per_weight"], fields["weight_bytes"], units, measure)
 
     def table(self) -> list[list[str]]:
         """List a header and a row for each layer: the schemes of its units, and their estimated
@@ -294,21 +341,22 @@ class Allocation:
             if unit.linears not in names:
                 names.append(unit.linears)
             units_of_layer.setdefault(unit.layer, {})[unit.linears] = unit
-        rows = [["layer", *names, "KL x 1e-4"]]
+        rows = [["layer", *names, f"{self.measure} x 1e-4"]]
         for layer, layer_units in units_of_layer.items():
             schemes: list[str] = []
             for name in names:
                 # Layers may differ in their linears, such as dense layers and those with experts.
                 schemes.append(layer_units[name].scheme if name in layer_units else "")
-            kl = sum(unit.loss for unit in layer_units.values())
-            rows.append([str(layer), *schemes, significant(1e4 * kl)])
+            loss = sum(unit.loss for unit in layer_units.values())
+            rows.append([str(layer), *schemes, significant(1e4 * loss)])
         return rows
 
     def line(self) -> str:
         """Summarize the choice in one line."""
         return (
             f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
-            f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
+            f" {size_text(self.weight_bytes)} of weights, estimated {self.measure}"
+            f" {significant(self.loss)}"
         )
 
     def lines(self) -> list[str]:
@@ -336,10 +384,14 @@ def picture(allocation: Allocation) -> str:
         if unit.linears not in names:
             names.append(unit.linears)
         losses[unit.layer] = losses.get(unit.layer, 0.0) + unit.loss
-        offered.update(unit.estimated_kl)
-    title = f"{allocation.bits:.4g} bits a weight, estimated KL {significant(allocation.kl)}"
+        offered.update(unit.losses)
+    unit_text = f"{allocation.measure} x 1e-4"
+    title = (
+        f"{allocation.bits:.4g} bits a weight, estimated {allocation.measure}"
+        f" {significant(allocation.loss)}"
+    )
     # 8 pixels separate the names of the rows from the cells.
-    cells_left = _MARGIN + max(map(len, [*names, _UNIT])) * _LETTER + 8
+    cells_left = _MARGIN + max(map(len, [*names, unit_text])) * _LETTER + 8
     # CANDIDATES are in the order of their bits.
     ordered = [scheme for scheme in map(str, CANDIDATES) if scheme in offered]
     last = max(1, len(ordered) - 1)
@@ -365,7 +417,7 @@ def picture(allocation: Allocation) -> str:
     return template.render(
         allocation=allocation,
         title=title,
-        unit=_UNIT,
+        unit=unit_text,
         names=names,
         losses=losses,
         colors=colors,

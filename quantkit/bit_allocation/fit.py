@@ -7,9 +7,10 @@ before any work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from quantkit.base.progress import Progress, silent
 from quantkit.bit_allocation.allocation import (
     CANDIDATES,
     Allocation,
+    Measure,
     SizeTarget,
     Unit,
     UnitChoice,
@@ -38,6 +40,10 @@ from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
+from quantkit.via_transformers.forward import passage_of
+
+if TYPE_CHECKING:
+    from quantkit.passes.passage import Survey
 
 INT8 = CANDIDATES[-1]
 # Attempts to find a choice whose files have the requested size.
@@ -53,6 +59,8 @@ class Fit:
         method: its name in the folder; None if it needs none.
         settled: the schemes of modules for which none is chosen: requested ones, and None for kept
             modules.
+        unsolved: other modules that keep their floats, and do not count: those that cannot be
+            solved.
         total_bytes: the size of all files of weights, given the scheme of each module that gets
             one.
     """
@@ -63,6 +71,7 @@ class Fit:
     method: QuantMethod | None
     settled: Mapping[str, QuantScheme | None]
     total_bytes: Callable[[Mapping[str, QuantScheme]], int]
+    unsolved: Collection[str] = ()
 
     def __post_init__(self) -> None:
         """Check that the size is possible. If no choice has it, a `RequestError` names the smallest
@@ -134,7 +143,8 @@ class Fit:
 
     @cached_property
     def units(self) -> list[Unit]:
-        return units(self.source.config, self.settled)
+        kept = {*self.settled, *self.unsolved}
+        return units(self.source.config, kept, self.source.extra_config)
 
     @cached_property
     def options(self) -> list[list[QuantScheme]]:
@@ -173,12 +183,30 @@ class Fit:
         device: torch.device,
         memory_bytes: int,
         group: ProcessGroup,
+        survey: Survey | None = None,
         progress: Progress = silent,
     ) -> Allocation:
         """Estimate the losses and choose the schemes, the same in all processes; for arguments and
-        errors see `estimate_losses`.
+        errors see `estimate_losses`, and `estimate_site_losses` for a model that transformers runs,
+        which has a survey.
         """
         schemes = dict(zip(self.units, self.options, strict=True))
+        if survey is not None:
+            # Imports greenlet, which is optional.
+            from quantkit.bit_allocation.site_losses import estimate_site_losses
+
+            relative_errors = estimate_site_losses(
+                self.source,
+                passage_of(self.source),
+                survey,
+                samples,
+                self.units,
+                schemes,
+                memory_bytes=memory_bytes,
+                scale_dtype=self._scale_dtype.torch,
+                progress=progress,
+            )
+            return self.allocation(relative_errors, "relative error")
         losses = estimate_losses(
             self.source,
             samples,
@@ -193,8 +221,10 @@ class Fit:
         # A difference in rounding between processes could change the choice.
         return group.broadcast_from_rank0(self.allocation(losses))
 
-    def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
-        """Choose the schemes, given the loss of each scheme of each unit."""
+    def allocation(
+        self, losses: Sequence[Mapping[QuantScheme, float]], measure: Measure = "KL"
+    ) -> Allocation:
+        """Choose the schemes, given the loss of each scheme of each unit, and what it estimates."""
         # Floats, as None, are the last option of each unit.
         choices_of_units: list[list[QuantScheme | None]] = []
         items: list[list[ItemChoice]] = []
@@ -233,6 +263,7 @@ class Fit:
             round(self._bits(best), 6),
             self.total_bytes(self._schemes(best)),
             unit_choices,
+            measure,
         )
 
     @property

@@ -23,6 +23,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.bit_allocation.allocation import Unit
-from quantkit.calibration.effort import every_group, groups_of
+from quantkit.calibration.effort import every_group, groups_of, inner_width
 from quantkit.calibration.estimate import backward_bytes, block_flops, largest_block
 from quantkit.calibration.fisher import TURN, FisherPasses
 from quantkit.distributed.group import ProcessGroup
@@ -58,6 +59,8 @@ _GRADIENT_TOKENS = 8192
 _TOKENS_PER_INPUT = 2
 # An element of a block's inputs is kept as bfloat16.
 _STATE_BYTES = 2
+# Tensors as wide as the inner states that a sample keeps where it waits for the others.
+_WAITING_WIDTHS = 4
 # Forward passes of the blocks that cost as much as the backward pass, which computes them again.
 _GRADIENT_PASSES = 3
 # Copies of a Hessian while it is factored.
@@ -81,6 +84,11 @@ def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) 
     for_gradients = min(count, max(1, min(fit_in_memory, needed_for_gradients)))
     hessian_tokens = max(_GRADIENT_TOKENS, _TOKENS_PER_INPUT * widest)
     for_hessians = min(count, -(-hessian_tokens // length))
+    # Samples of a model whose own code runs wait within its blocks, all in memory, and no gradients
+    # are computed.
+    if config.tensors is not None:
+        waiting_bytes = _WAITING_WIDTHS * inner_width(config) * length * 4
+        return min(for_hessians, max(1, memory_bytes // waiting_bytes)), 0
     return max(for_hessians, for_gradients), for_gradients
 
 
@@ -90,10 +98,14 @@ def choice_bytes(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -
     """
     for_hessians, for_gradients = sample_counts(config, shape, memory_bytes)
     length = shape[1]
+    widest = max(group.columns for group, _ in every_group(config))
+    if config.tensors is not None:
+        waiting = for_hessians * _WAITING_WIDTHS * inner_width(config) * length
+        return 4 * (largest_block(config) + (1 + _FACTOR_COPIES) * widest**2 + waiting)
     hessians = 0
     for layer in layer_kinds(config):
         hessians = max(hessians, sum(group.columns**2 for group in groups_of(config, layer)))
-    factored = _FACTOR_COPIES * max(group.columns for group, _ in every_group(config)) ** 2
+    factored = _FACTOR_COPIES * widest**2
     states = for_hessians * length * config.hidden_size
     # All of them are float32.
     forward = 4 * (largest_block(config) + hessians + factored + states)
@@ -215,13 +227,9 @@ def _block_errors(
     errors: dict[str, RowErrors] = {}
     prefix = BLOCK_PREFIX.format(layer)
     unit_of: dict[str, Unit] = {}
-    # Rows of each linear that are rounded.
-    tried: dict[str, int] = {}
     for unit in units:
-        share = min(1.0, _WEIGHTS_TRIED / unit.weights)
-        for parameter in unit.parameters:
-            unit_of[parameter.module] = unit
-            tried[parameter.module] = math.ceil(share * parameter.shape[0])
+        unit_of |= dict.fromkeys(unit.modules, unit)
+    tried = count_tried_rows(units)
     # Linears of one site share their inputs, and so their Hessian.
     modules_of_site: dict[str, list[str]] = defaultdict(list)
     for input_group in input_groups(source.config, layer):
@@ -232,20 +240,9 @@ def _block_errors(
         weights: dict[str, Tensor] = {}
         for module in modules:
             weights[prefix + module] = block.get_parameter(f"{module}.weight").data
-        for module, weight in weights.items():
-            if not all_finite(weight):
-                raise NonFiniteError(
-                    f"tensor '{module}.weight' contains NaN or Inf",
-                    path=source.path,
-                    hint=(
-                        Message(
-                            "it cannot be quantized; repair the source, or ",
-                            Option("keep", value=module),
-                            " leaves it unquantized",
-                        )
-                    ),
-                )
-        columns = next(iter(weights.values())).shape[1]
+        require_finite(weights, source.path)
+        weight = next(iter(weights.values()))
+        columns = weight.shape[1]
         # An expert may get no tokens in this process. It takes part in the sum with zeros, since
         # all processes must call it.
         total, count = hessians.pop(site, (torch.zeros(columns, columns, device=weight.device), 0))
@@ -255,22 +252,73 @@ def _block_errors(
         # Only one triangle of the symmetric Hessian was summed.
         fill_lower_(total)
         total.div_(rows.clamp_(min=1))
-        site_schemes: list[QuantScheme] = []
-        for name in weights:
-            for scheme in schemes[unit_of[name]]:
-                if scheme not in site_schemes:
-                    site_schemes.append(scheme)
-        try:
-            errors |= row_errors(weights, total, site_schemes, scale_dtype, tried)
-        except SingularError:
-            # Without a usable Hessian, all inputs count equally, and none compensates another.
-            identity = torch.eye(columns, device=total.device)
-            errors |= row_errors(weights, identity, site_schemes, scale_dtype, tried)
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"linear '{next(iter(weights))}': {error.problem}", path=source.path
-            ) from error
+        site_units = [unit_of[name] for name in weights]
+        errors |= estimate_row_errors(
+            weights, total, list_schemes(site_units, schemes), scale_dtype, tried, source.path
+        )
     return errors
+
+
+def count_tried_rows(units: Sequence[Unit]) -> dict[str, int]:
+    """Count the rows of each linear that are rounded, by module."""
+    tried: dict[str, int] = {}
+    for unit in units:
+        share = min(1.0, _WEIGHTS_TRIED / unit.weights)
+        for parameter in unit.parameters:
+            tried[parameter.module] = math.ceil(share * parameter.shape[0])
+    return tried
+
+
+def require_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise a `NonFiniteError` for a weight, given by module, that holds NaN or Inf."""
+    for module, weight in weights.items():
+        if not all_finite(weight):
+            raise NonFiniteError(
+                f"tensor '{module}.weight' contains NaN or Inf",
+                path=path,
+                hint=(
+                    Message(
+                        "it cannot be quantized; repair the source, or ",
+                        Option("keep", value=module),
+                        " leaves it unquantized",
+                    )
+                ),
+            )
+
+
+def list_schemes(
+    units: Sequence[Unit], schemes: Mapping[Unit, Sequence[QuantScheme]]
+) -> list[QuantScheme]:
+    """List all schemes that any of some units may have."""
+    listed: list[QuantScheme] = []
+    for unit in units:
+        for scheme in schemes[unit]:
+            if scheme not in listed:
+                listed.append(scheme)
+    return listed
+
+
+def estimate_row_errors(
+    weights: Mapping[str, Tensor],
+    hessian: Tensor,
+    schemes: Sequence[QuantScheme],
+    scale_dtype: torch.dtype,
+    tried: Mapping[str, int],
+    path: Path,
+) -> dict[str, RowErrors]:
+    """Estimate the errors of linears that share their inputs, as `row_errors`, whatever their
+    Hessian is. Raises `NonFiniteError` for one that holds NaN or Inf.
+    """
+    try:
+        return row_errors(weights, hessian, schemes, scale_dtype, tried)
+    except SingularError:
+        # Without a usable Hessian, all inputs count equally, and none compensates another.
+        identity = torch.eye(len(hessian), device=hessian.device)
+        return row_errors(weights, identity, schemes, scale_dtype, tried)
+    except NonFiniteError as error:
+        raise NonFiniteError(
+            f"linear '{next(iter(weights))}': {error.problem}", path=path
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
-from quantkit.errors import NonFiniteError
+from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.formats.codecs.codec import Weight
-from quantkit.formats.kv_scales import NO_SCALE, scale_names
+from quantkit.formats.kv_scales import NO_SCALE, attention_name, scale_names
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.quality.bounds import window_length
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.float8 import E4M3_MAX
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.via_transformers.forward import passage_of
 
 CACHE_SCALES = "scales of the KV cache"
 """The name of the phase in reports of progress."""
@@ -39,9 +41,9 @@ def scale_tokens(source: Checkpoint) -> tuple[int, int]:
     return _SAMPLES, min(_LENGTH, window_length(source))
 
 
-def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str, Tensor]:
-    """Return the scales [1] of a layer by name, for its largest key and value, [2]; 1 where all are
-    zero.
+def scales_of(attention: str, largest: Tensor, dtype: DType, path: Path) -> dict[str, Tensor]:
+    """Return the scales [1] of an attention module on disk by name, for its largest key and value,
+    [2]; 1 where all are zero.
 
     Args:
         dtype: of the scales; none is below its smallest normal number.
@@ -53,10 +55,10 @@ def scales_of(layer: int, largest: Tensor, dtype: DType, path: Path) -> dict[str
     result = {}
     limits = torch.finfo(dtype.torch)
     for name, what, value in zip(
-        scale_names(layer), ("keys", "values"), largest.tolist(), strict=True
+        scale_names(attention), ("keys", "values"), largest.tolist(), strict=True
     ):
         if not value / E4M3_MAX <= limits.max:
-            problem = f"{what} of layer {layer} are NaN, Inf or too large for a scale in {dtype}"
+            problem = f"{what} of '{attention}' are NaN, Inf or too large for a scale in {dtype}"
             raise NonFiniteError(
                 problem, path=path, hint=Message("leave ", Option("kv_cache"), " out")
             )
@@ -75,8 +77,8 @@ def scales_on_sample(
     tokens: Tensor,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """Return the scales of all layers by name, for samples [B, T] that pass through a rounded
-    model.
+    """Return the scales of all attention modules by name, for samples [B, T] that pass through a
+    rounded model.
 
     Args:
         specs: the tensors of the result, by name; its scales have the type that is stated for them.
@@ -84,18 +86,48 @@ def scales_on_sample(
 
     Raises:
         NonFiniteError: see `scales_of`.
+        UnsupportedError: if transformers fails, or no sample reaches an attention.
     """
-    maxima = [CacheMaxima("cpu") for _ in source.config.layers]
-    layerwise_hidden(
-        _Rounded(source, specs, rounded),
-        [Batch.from_start(tokens)],
-        maxima=maxima,
-        progress=progress,
-    )
+    largest = _measure_largest(_Rounded(source, specs, rounded), tokens, progress)
     result: dict[str, Tensor] = {}
-    for layer, one in enumerate(maxima):
-        result |= scales_of(layer, one.largest, specs[scale_names(layer)[0]].dtype, source.path)
+    for attention, maxima in largest.items():
+        dtype = specs[scale_names(attention)[0]].dtype
+        result |= scales_of(attention, maxima, dtype, source.path)
     return result
+
+
+def _measure_largest(
+    checkpoint: Checkpoint, tokens: Tensor, progress: Progress
+) -> dict[str, Tensor]:
+    """Measure the largest key and value, [2], of each attention module on disk that caches some, on
+    samples [B, T].
+    """
+    if checkpoint.config.runnable:
+        maxima = [CacheMaxima("cpu") for _ in checkpoint.config.layers]
+        layerwise_hidden(checkpoint, [Batch.from_start(tokens)], maxima=maxima, progress=progress)
+        return {attention_name(layer): one.largest for layer, one in enumerate(maxima)}
+    # Imports transformers, which is optional.
+    from quantkit.via_transformers.cached_attention import find_cached_attention, recording_cache
+
+    passage = passage_of(checkpoint)
+    recorder = CacheRecorder()
+    with recording_cache(passage.partwise, recorder):
+        passage.compute_hidden_states([tokens], progress)
+    largest: dict[str, Tensor] = {}
+    for name in find_cached_attention(passage.partwise):
+        if not recorder.counts[name]:
+            raise make_unreached_error(name, checkpoint.path)
+        largest[name] = recorder.find_largest(name)
+    return largest
+
+
+def make_unreached_error(attention: str, path: Path) -> UnsupportedError:
+    """Make the error for an attention module on disk that no samples put keys and values of."""
+    return UnsupportedError(
+        f"no sample is seen to have keys and values in '{attention}'",
+        path=path,
+        hint=Message("leave ", Option("kv_cache"), " out"),
+    )
 
 
 class _Rounded(CheckpointView):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from quantkit.architectures.names import EMBEDDING
 from quantkit.base.memory import malloc_trim, set_mmap_threshold
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.cache_scales import scales_of
+from quantkit.calibration.cache_scales import make_unreached_error, scales_of
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort, batch_samples, uses_factor
 from quantkit.calibration.estimate import gpu_activation_bytes
@@ -34,10 +34,10 @@ from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Passage
 from quantkit.passes.spill import Spill
 from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.tensors.spec import TensorSpec
 
 # Of an embedding whose error is too small to be followed.
 _EXACT_BITS = 8
@@ -55,6 +55,7 @@ class GptqQuantizer(RtnQuantizer):
         schemes: by module on disk.
         passage: the model, by quantkit's decoder or by transformers.
         groups: the linears by shared input, in the order in which samples reach them.
+        recording_cache: makes a context in which the model's keys and values are recorded.
         embedding_parameter: the name of the model's embedding; None if it is not followed.
         device: where the model and the solver compute.
         memory_bytes: of activations in memory; more go to disk.
@@ -68,6 +69,7 @@ class GptqQuantizer(RtnQuantizer):
     passage: Passage[PartwiseModel]
     groups: Sequence[Inputs]
     _: KW_ONLY
+    recording_cache: Callable[[CacheRecorder], AbstractContextManager[None]]
     embedding_parameter: str | None
     device: torch.device
     memory_bytes: int
@@ -101,10 +103,11 @@ class GptqQuantizer(RtnQuantizer):
             gpu_bytes // self.group.size,
         )
         try:
-            with exact_float32(), torch.no_grad():
+            recording: AbstractContextManager[None] = nullcontext()
+            if has_scales:
+                recording = self.recording_cache(self._recorder)
+            with exact_float32(), torch.no_grad(), recording:
                 if unsolved:
-                    if has_scales:
-                        self.passage.partwise.record_cache(self._recorder)
                     streams = self._make_streams(blocks, unsolved, store)
                     groups = self._cut_groups(unsolved)
                     self._solved_groups = self._solve_groups(streams, groups, unsolved, spill)
@@ -114,7 +117,6 @@ class GptqQuantizer(RtnQuantizer):
                 else:
                     yield
         finally:
-            self.passage.partwise.record_cache(None)
             spill.close()
             store.close()
             self._results.clear()
@@ -130,6 +132,8 @@ class GptqQuantizer(RtnQuantizer):
         try:
             while not self._results.keys() >= set(wanted):
                 self._results |= next(self._solved_groups)
+            if wanted:
+                self._measure_scales(block)
         except NonFiniteError as error:
             raise self._explain_error(error, block) from error
         results: dict[str, Result] = {}
@@ -140,9 +144,6 @@ class GptqQuantizer(RtnQuantizer):
                 results[module] = self._results[module]
             else:
                 results[module] = self._results.pop(module)
-        scales = [spec for spec in block.tensors if is_scale(spec.name)]
-        if scales and wanted and block.layer is not None:
-            self._scales |= self._join_scales(block.layer, scales[0])
         return self._tensors(block, results)
 
     def _list_calibrated(self) -> set[str]:
@@ -191,15 +192,17 @@ class GptqQuantizer(RtnQuantizer):
             assert isinstance(stored, QuantTensor)
             return stored
 
+        batches = Batches.of(
+            tokens,
+            self.group.share(len(tokens)),
+            batch_samples(self.source.config, tokens.shape[1]),
+            self.effort,
+            self.device,
+        )
+        self._quantized_passes = batches.is_float.count(False)
         return SampleStreams(
             self.passage,
-            Batches.of(
-                tokens,
-                self.group.share(len(tokens)),
-                batch_samples(self.source.config, tokens.shape[1]),
-                self.effort,
-                self.device,
-            ),
+            batches,
             solver,
             load_stored=load_stored,
             stored=self._calibrated - unsolved,
@@ -281,11 +284,24 @@ class GptqQuantizer(RtnQuantizer):
         else:
             self.progress("quantize", passed, total, "linears")
 
-    def _join_scales(self, layer: int, scale: TensorSpec) -> dict[str, torch.Tensor]:
-        """Compute the scales of a layer's cache from the keys and values of all processes."""
-        largest = self._recorder.largest.get(layer, torch.zeros(2, device=self.device))
-        joined = self.group.join(largest.unsqueeze(0), self.group.size).amax(0)
-        return scales_of(layer, joined, scale.dtype, self.source.path)
+    def _measure_scales(self, block: TensorBlock) -> None:
+        """Let the samples pass the attention of a block, and compute the scales of its cache.
+        Raises `UnsupportedError` if they do not reach it.
+        """
+        dtypes: dict[str, DType] = {}
+        for spec in block.tensors:
+            if is_scale(spec.name):
+                dtypes[spec.name.rpartition(".")[0]] = spec.dtype
+        for attention, dtype in dtypes.items():
+            # All batches stop at the next linear after the attention.
+            while self._recorder.counts[attention] < self._quantized_passes:
+                results = next(self._solved_groups, None)
+                if results is None:
+                    raise make_unreached_error(attention, self.source.path)
+                self._results |= results
+            largest = self._recorder.find_largest(attention).unsqueeze(0)
+            joined = self.group.join(largest, self.group.size).amax(0)
+            self._scales |= scales_of(attention, joined, dtype, self.source.path)
 
 
 def _list_modules(group: Inputs) -> list[str]:

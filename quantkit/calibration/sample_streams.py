@@ -62,7 +62,7 @@ class Batches:
     """
 
     tokens: Sequence[Tensor]
-    is_float: Sequence[bool]
+    is_float: list[bool]
     total_tokens: int
     is_ghost: bool = False
 
@@ -202,7 +202,7 @@ class SampleStreams(Observer):
         """Give the model the parameters of a batch's stream."""
         is_float = self._batches.is_float[index]
         if self._recorder is not None:
-            self._recorder.active = not is_float and not self._batches.is_ghost
+            self._recorder.active = not is_float
         if is_float == self._is_float:
             return
         self._is_float = is_float

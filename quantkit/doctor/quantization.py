@@ -345,10 +345,15 @@ def check_cache(view: View) -> Iterator[Finding]:
     # For an unknown family, the last layer with a scale is taken for the model's last.
     if view.config is None:
         layers = highest + 1
+        # Layers of linear attention or a state space cache no keys and values.
+        caching_layers = kv_cache.find_layers_with_attention(view.stored) or set(range(layers))
     else:
         layers = view.config.num_layers
+        caching_layers = set(range(layers))
     if folder.complete and scales:
         for layer in kv_cache.layers_without_scales(scales, layers):
+            if layer not in caching_layers:
+                continue
             layer_scales = [name for name, entry in scales.items() if entry.layer == layer]
             yield finding(
                 "kv-scales-missing",

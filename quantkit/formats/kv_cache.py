@@ -2,7 +2,7 @@
 the settings.
 
 They are copied, or dropped with a note; `kv_scales` has the scheme that is also run. Their names,
-for layer N's attention ``A = model.layers.N.self_attn``:
+for layer N's attention ``A``, such as ``model.layers.N.self_attn``:
 
 ==================================================
 ==========================================================
@@ -61,13 +61,15 @@ _AGAIN = Message(
 )
 Place = tuple[int, str, str]
 """Layer, part and kind of a tensor, see `CacheTensor`."""
+_ATTENTION = r"(?:.+\.)?layers\.(?P<layer>\d{1,9})\.(?:self_attn|attention|attn|mixer)\."
 _NAME = re.compile(
-    r"(?:.+\.)?layers\.(?P<layer>\d{1,9})\.(?:self_attn|attention)\.(?:attn\.)?(?:"
+    rf"{_ATTENTION}(?:attn\.)?(?:"
     r"(?P<direct>[qkv]|kv)_(?P<kind>scale|zero_point)"
     r"|(?:k|v|qkv)_proj\.(?P<inside>[kv])_scale"
     r"|(?P<output>[qkv])_proj\.output_(?P<output_kind>scale|zero_point)"
     r"|(?P<probabilities>prob_output)_scale)"
 )
+_PROJECTION = re.compile(rf"{_ATTENTION}(?:k|v|qkv)_proj\.")
 _ALGORITHM = "kv_cache_quant_algo"
 _BY_NAME = ("static", "dynamic")
 _BITS: Mapping[str, tuple[int, ...]] = {"int": tuple(range(1, 33)), "float": (4, 6, 8)}
@@ -131,6 +133,7 @@ class KvCache:
         layers, num_heads, num_kv_heads: of the model; 0 heads if they are unknown.
         rewritable: whether a folder that is written can say the same: the settings are those of
             compressed-tensors, and no weight is read as other numbers than are stored.
+        attention: the modules on disk whose scales are calibrated; empty for a cache that is read.
     """
 
     path: Path
@@ -140,6 +143,7 @@ class KvCache:
     num_heads: int
     num_kv_heads: int
     rewritable: bool = False
+    attention: tuple[str, ...] = ()
 
     def read_tensors(self) -> list[tuple[StoredTensor, bytes]]:
         """Read the tensors, with their bytes."""
@@ -215,13 +219,13 @@ class KvCache:
         return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
     def note(self, *, run_here: bool) -> str:
-        """Describe what becomes of it when the model runs, for people; `run_here` is whether our
-        decoder runs the model.
+        """Describe what becomes of it when the model runs, for people; `run_here` is whether what
+        runs the model rounds its keys and values.
         """
         if run_here:
             reason = why_not_run(self.scheme)
         else:
-            reason = "quantkit's decoder does not run the model"
+            reason = "what runs the model caches no keys and values of this kind"
         if reason is not None:
             return (
                 f"the KV cache is to be quantized ({self.line()}); this is not used here: {reason}"
@@ -506,6 +510,18 @@ def why_not_run(scheme: Scheme | None) -> str | None:
     if not scheme.get("symmetric", True):
         return "zero points are not supported"
     return None
+
+
+def find_layers_with_attention(names: Iterable[str]) -> set[int]:
+    """Find the layers that have projections of keys or values, by the names of the tensors of a
+    model of any architecture.
+    """
+    layers: set[int] = set()
+    for name in names:
+        match = _PROJECTION.match(name)
+        if match is not None:
+            layers.add(int(match["layer"]))
+    return layers
 
 
 def needs_zero_points(scheme: Scheme | None) -> bool:

@@ -8,14 +8,15 @@ Source: vLLM's `BaseKVCacheMethod` and `validate_kv_cache_scheme`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import BLOCK
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.kv_cache import KvCache, cache_tensors, why_not_run
+from quantkit.formats.kv_cache import KvCache, Place, cache_tensors, why_not_run
+from quantkit.tensors.late import torch
 
 KvCacheName = Literal["fp8"]
 KV_CACHES = get_args(KvCacheName)
@@ -32,14 +33,20 @@ NO_SCALE = 1.0
 """The scale where there is none, and that of keys or values which are all zero."""
 
 
-def scale_names(layer: int) -> tuple[str, str]:
-    """Name the tensors with the scales of a layer's keys and values."""
-    prefix = f"{BLOCK.format(layer=layer)}self_attn."
-    return f"{prefix}k_scale", f"{prefix}v_scale"
+def attention_name(layer: int) -> str:
+    """Name the attention module of a layer in a family that quantkit's decoder runs."""
+    return f"{BLOCK.format(layer=layer)}self_attn"
 
 
-def build_fp8_cache(config: ModelConfig, path: Path) -> KvCache:
-    """Describe a cache with the scheme that is written, for a folder at a path."""
+def scale_names(attention: str) -> tuple[str, str]:
+    """Name the tensors with the scales of the keys and values of an attention module."""
+    return f"{attention}.k_scale", f"{attention}.v_scale"
+
+
+def build_fp8_cache(config: ModelConfig, path: Path, attention: tuple[str, ...]) -> KvCache:
+    """Describe a cache with the scheme that is written, for a folder at a path, with scales for
+    attention modules on disk.
+    """
     # Without tensors: the folder's own tensors include the scales.
     return KvCache(
         path=path,
@@ -48,6 +55,7 @@ def build_fp8_cache(config: ModelConfig, path: Path) -> KvCache:
         layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
+        attention=attention,
     )
 
 
@@ -64,16 +72,53 @@ def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
         CheckpointError: see `KvCache.require_sound`.
     """
     cache = checkpoint.kv_cache
+    values = _read_run_values(checkpoint)
+    if cache is None or values is None:
+        return None
+    scales: list[tuple[float, float]] = []
+    for layer in range(cache.layers):
+        scales.append(_select_scales(values, layer))
+    return scales
+
+
+def attention_scales(
+    checkpoint: Checkpoint, attention: Iterable[str]
+) -> dict[str, tuple[float, float]] | None:
+    """Read the scales of the keys and values of attention modules on disk, as `layer_scales` does
+    those of layers.
+    """
+    values = _read_run_values(checkpoint)
+    if values is None:
+        return None
+    scales: dict[str, tuple[float, float]] = {}
+    for module in attention:
+        # Tools name their scales in several ways, but all with the number of the layer.
+        name, _ = scale_names(module)
+        entry = cache_tensors([name]).get(name)
+        if entry is None:
+            scales[module] = (NO_SCALE, NO_SCALE)
+        else:
+            scales[module] = _select_scales(values, entry.layer)
+    return scales
+
+
+def _read_run_values(checkpoint: Checkpoint) -> dict[Place, torch.Tensor] | None:
+    """Read the scales of a cache that is run, by place; None if the checkpoint has none."""
+    cache = checkpoint.kv_cache
     if cache is None or why_not_run(cache.scheme) is not None:
         return None
     # NaN is allowed, so that a damaged model can still be read.
     cache.require_sound(allow_nonfinite=True)
-    values = cache.values()
+    return cache.values()
 
-    def scale(layer: int, part: str) -> float:
+
+def _select_scales(values: Mapping[Place, torch.Tensor], layer: int) -> tuple[float, float]:
+    """Select the scales of a layer's keys and values."""
+    scales: list[float] = []
+    for part in ("k", "v"):
         value = values.get((layer, part, "scale"))
         if value is None:
-            return NO_SCALE
-        return value.item()
-
-    return [(scale(layer, "k"), scale(layer, "v")) for layer in range(cache.layers)]
+            scales.append(NO_SCALE)
+        else:
+            scales.append(value.item())
+    return scales[0], scales[1]

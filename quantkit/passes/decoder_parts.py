@@ -7,7 +7,8 @@ of their own, and so is each expert, so that a block's weights need not be in me
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import InputGroup, input_groups
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.kv_scales import attention_name
 from quantkit.model.decoder import Backbone, Block, Step, scale_embeddings
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init, narrow_to_floats
@@ -133,13 +135,19 @@ class DecoderParts:
                 assert isinstance(block.mlp.bank, _VisitedExperts)
                 block.mlp.bank.visitor = visitor
 
-    def record_cache(self, recorder: CacheRecorder | None) -> None:
-        """Set what records the keys and values of all layers."""
-        for layer, block in enumerate(self.model.model.layers):
+    @contextmanager
+    def recording_cache(self, recorder: CacheRecorder) -> Iterator[None]:
+        """Record the keys and values of all layers within the context."""
+        layers = self.model.model.layers
+        for layer, block in enumerate(layers):
             assert isinstance(block, Block)
-            block.self_attn.as_cached = None
-            if recorder is not None:
-                block.self_attn.as_cached = _Recording(recorder, layer)
+            block.self_attn.as_cached = _Recording(recorder, attention_name(layer))
+        try:
+            yield
+        finally:
+            for block in layers:
+                assert isinstance(block, Block)
+                block.self_attn.as_cached = None
 
     def silence(self) -> AbstractContextManager[None]:
         """Do nothing: the decoder logs nothing."""
@@ -210,16 +218,15 @@ def _run_block(block: Block, states: list[Tensor], step: Step) -> Tensor:
 
 
 class _Recording(nn.Module):
-    """Passes keys and values through unchanged, and records them."""
+    """Passes keys and values of an attention module through unchanged, and records them."""
 
-    def __init__(self, recorder: CacheRecorder, layer: int) -> None:
+    def __init__(self, recorder: CacheRecorder, attention: str) -> None:
         super().__init__()
         self._recorder = recorder
-        self._layer = layer
+        self._attention = attention
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._recorder.record(self._layer, keys, values)
-        return keys, values
+        return self._recorder.record(self._attention, keys, values)
 
 
 class _VisitedExperts:

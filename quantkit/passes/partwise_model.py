@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.site import Visitor
 
 
@@ -66,10 +65,6 @@ class PartwiseModel(Protocol):
 
     def set_visitor(self, visitor: Visitor | None) -> None:
         """Set what sees the inputs of all of the model's experts."""
-        ...
-
-    def record_cache(self, recorder: CacheRecorder | None) -> None:
-        """Set what records the keys and values of all layers."""
         ...
 
     def silence(self) -> AbstractContextManager[None]:

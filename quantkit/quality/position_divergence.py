@@ -4,7 +4,7 @@ KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,13 +14,19 @@ from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.layerwise import layerwise_hidden
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import Hidden, Windows, collect_tallies, part_of, text_windows
-from quantkit.quality.positions import CACHES, SHORTEST, TOKENS, PositionDivergence, position_edges
+from quantkit.quality.positions import (
+    FLOAT,
+    SHORTEST,
+    TOKENS,
+    PositionDivergence,
+    position_edges,
+    select_caches,
+)
+from quantkit.via_transformers.forward import final_hidden
 
-# Of `CACHES`, in the same order.
-_CACHE_DTYPES = (None, torch.int8)
+_CACHE_DTYPES: Mapping[str, torch.dtype | None] = {FLOAT: None, "int8": torch.int8}
 # The first predicts the second.
 _MIN_TOKENS = 2
 
@@ -69,7 +75,7 @@ def divergence_by_position(
     candidates: Sequence[Checkpoint],
     windows: Tensor,
     *,
-    reference_hidden: Hidden = layerwise_hidden,
+    reference_hidden: Hidden = final_hidden,
     group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[dict[str, list[PositionDivergence]]]:
@@ -83,13 +89,15 @@ def divergence_by_position(
         reference_hidden: returns the reference's hidden states, for instance from a cache.
 
     Returns:
-        For each compared checkpoint its buckets by the type of its KV cache: floats, or int8 rows
-        at every position. The reference's cache is floats both times.
+        For each compared checkpoint its buckets by the type of its KV cache: floats, and int8 rows
+        at every position if quantkit's decoder runs all models. The reference's cache is floats
+        both times.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
+    caches = select_caches(reference.config, *(model.config for model in candidates))
     # Figures [T] of each compared run, by window.
     window_figures: list[list[list[Tensor]]] = []
     for index, window in enumerate(windows):
@@ -99,7 +107,7 @@ def divergence_by_position(
             reference,
             candidates,
             [Windows.of(window.unsqueeze(0))],
-            cache_dtypes=_CACHE_DTYPES,
+            cache_dtypes=[_CACHE_DTYPES[cache] for cache in caches],
             reference_hidden=reference_hidden,
             group=group,
             progress=report,
@@ -109,15 +117,15 @@ def divergence_by_position(
     runs = zip(*window_figures, strict=True)
     result: list[dict[str, list[PositionDivergence]]] = []
     for _ in candidates:
-        caches: dict[str, list[PositionDivergence]] = {}
-        for cache in CACHES:
+        buckets: dict[str, list[PositionDivergence]] = {}
+        for cache in caches:
             kl: list[Tensor] = []
             agreed: list[Tensor] = []
             for figures in next(runs):
                 kl.append(figures[0])
                 agreed.append(figures[1])
-            caches[cache] = position_buckets(torch.stack(kl), torch.stack(agreed))
-        result.append(caches)
+            buckets[cache] = position_buckets(torch.stack(kl), torch.stack(agreed))
+        result.append(buckets)
     return result
 
 

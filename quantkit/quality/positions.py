@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
 from quantkit.errors import QualityError
 from quantkit.quality.figures import Estimate, read_record, round_figure, significant
@@ -19,6 +20,16 @@ from quantkit.quality.figures import Estimate, read_record, round_figure, signif
 FLOAT = "float"
 CACHES = (FLOAT, "int8")
 """The types of KV caches."""
+
+
+def select_caches(*configs: ModelConfig) -> tuple[str, ...]:
+    """Select the types of KV caches with which models are measured: int8 rows only where quantkit's
+    decoder runs all of them, since no other program has such a cache.
+    """
+    if all(config.runnable for config in configs):
+        return CACHES
+    return (FLOAT,)
+
 
 SHORTEST = 128
 """Positions of the first bucket; each later one is as long as all before it."""
@@ -147,7 +158,7 @@ class PositionCertificate:
     caches: dict[str, list[PositionDivergence]]
 
     def __post_init__(self) -> None:
-        if not all(self.caches.get(cache) for cache in CACHES):
+        if not self.caches.get(FLOAT) or not all(self.caches.values()):
             raise ValueError("a cache has no measurements")
 
     def problem(self) -> tuple[str, str, str] | None:

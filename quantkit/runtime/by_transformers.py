@@ -20,6 +20,7 @@ from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_r
 from quantkit.runtime.sampling import Sampler
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.finite import require_finite_logits
+from quantkit.via_transformers.cached_attention import rounding_cache
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.linears import quiet
 
@@ -51,6 +52,7 @@ class TransformersModel:
                 problem, path=checkpoint.path, found=size_text(required_bytes), expected=expected
             )
         self._path = checkpoint.path
+        self._checkpoint = checkpoint
         self._lazy = passage_of(checkpoint).partwise
         # generation_config.json and the tokenizer may name more end tokens than the config.
         config = replace(checkpoint.config, eos_token_ids=self._lazy.end_tokens)
@@ -86,13 +88,14 @@ class TransformersModel:
     ) -> Generator[int, None, None]:
         """Run the model on the whole text for each new token, until an end token."""
         tokens = list(request.prompt)
-        for _ in range(request.max_new_tokens):
-            with torch.inference_mode(), quiet(), convert_model_errors(self._path):
-                # This backend has no KV cache: each new token recomputes the whole text.
-                output = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False)
-                last_logits = output.logits[:, -1]
-                token = int(draw(require_finite_logits(last_logits, self._path)))
-            if token in self.config.eos_token_ids:
-                return
-            tokens.append(token)
-            yield token
+        with rounding_cache(self._checkpoint, self._lazy):
+            for _ in range(request.max_new_tokens):
+                with torch.inference_mode(), quiet(), convert_model_errors(self._path):
+                    # This backend keeps no cache: each new token recomputes the whole text.
+                    output = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False)
+                    last_logits = output.logits[:, -1]
+                    token = int(draw(require_finite_logits(last_logits, self._path)))
+                if token in self.config.eos_token_ids:
+                    return
+                tokens.append(token)
+                yield token

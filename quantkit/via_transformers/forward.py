@@ -62,15 +62,20 @@ def final_hidden(
     progress: Progress = silent,
 ) -> list[Tensor]:
     """Compute the hidden states [B, T, D] before the head of every batch, in float32; see
-    `layerwise_hidden`. Transformers runs batches from their start, with floats in the cache, in one
-    process.
+    `layerwise_hidden`. Transformers runs batches from their start, in one process; `cache_dtype` is
+    for models that quantkit runs.
     """
     if checkpoint.config.runnable:
         return layerwise_hidden(
             checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress
         )
+    # Imports transformers, which is optional.
+    from quantkit.via_transformers.cached_attention import rounding_cache
+
+    passage = passage_of(checkpoint)
     tokens_of_batches = [batch.tokens for batch in batches]
-    return passage_of(checkpoint).compute_hidden_states(tokens_of_batches, progress)
+    with rounding_cache(checkpoint, passage.partwise):
+        return passage.compute_hidden_states(tokens_of_batches, progress)
 
 
 def observe_inputs(
@@ -171,6 +176,7 @@ def run_by_transformers(
         UnsupportedError, CheckpointError: if the model cannot be built, or the code is missing.
     """
     require_installed()
+    from quantkit.via_transformers.cached_attention import find_cached_attention
     from quantkit.via_transformers.embedding import has_tied_head
 
     raw = source.extra_config
@@ -210,6 +216,12 @@ def run_by_transformers(
             f" {format_value(raw.get('model_type'))} is used"
         )
         source.notes.append(f"{source.path}: its code ({unused_code}) is not run: {used}")
+    if source.kv_cache is not None:
+        # What was noted before it was known what runs the model.
+        unrun = f"{source.path}: {source.kv_cache.note(run_here=False)}"
+        is_rounded = bool(find_cached_attention(lazy))
+        run = f"{source.path}: {source.kv_cache.note(run_here=is_rounded)}"
+        source.notes[:] = [run if note == unrun else note for note in source.notes]
     source.config = replace(
         config,
         run_by=version,

@@ -25,7 +25,6 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import set_parameter
 from quantkit.passes.site import Visitor
 from quantkit.tensors.qtensor import QuantTensor
@@ -174,11 +173,6 @@ class LazyModel:
     def set_visitor(self, visitor: Visitor | None) -> None:
         """Set what sees the inputs of all of the model's experts."""
         set_visitor(self.model, visitor)
-
-    def record_cache(self, recorder: CacheRecorder | None) -> None:
-        """Set what records the keys and values of all layers."""
-        if recorder is not None:
-            raise NotImplementedError("a recorder of keys and values")
 
     def silence(self) -> contextlib.AbstractContextManager[None]:
         """Silence the logs, warnings and progress bars of transformers."""

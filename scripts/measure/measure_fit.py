@@ -84,7 +84,7 @@ def compare_estimates(measurement: Measurement) -> None:
             quantized = [Override(module, CANDIDATES[0].parse(scheme)) for module in unit.modules]
             recipe = Recipe(CANDIDATES[0], (Override("*", None), *quantized))
             kls = measurement.measure_kls(measurement.quantize(recipe, 0))
-            rows.append([1e4 * unit.estimated_kl[scheme], *kls])
+            rows.append([1e4 * unit.losses[scheme], *kls])
             figures = [f"{kl:.3f}" for kl in rows[-1]]
             print(f"layer {unit.layer} {unit.linears} {scheme}:", *figures, flush=True)
     # Row 0 has the estimates, each of the others what was measured on a text.
@@ -107,7 +107,7 @@ def measure_scheme(measurement: Measurement, scheme: str | float, seed: int) -> 
     bits = estimated_kl = predicted_bytes = ""
     if result.allocation is not None:
         bits = f"{result.allocation.bits:.4g}"
-        estimated_kl = f"{1e4 * result.allocation.kl:.2f}"
+        estimated_kl = f"{1e4 * result.allocation.loss:.2f}"
         predicted_bytes = str(result.allocation.weight_bytes)
     kls = format_kls(measurement.measure_kls(result))
     size = sum(file.stat().st_size for file in result.path.glob("*.safetensors"))

@@ -276,10 +276,10 @@ def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
     made = quantkit.quantize(source, tmp_path / "made.gguf", target_bits=4.6, **GPTQ)
     assert made.allocation is not None
     assert made.allocation.bits <= 4.6
-    offered = {scheme for unit in made.allocation.units for scheme in unit.estimated_kl}
+    offered = {scheme for unit in made.allocation.units for scheme in unit.losses}
     assert offered == {"q3_k", "q4_k", "q5_k", "q6_k", "int8"}
     for unit in made.allocation.units:
-        losses = [unit.estimated_kl[scheme] for scheme in ("q3_k", "q4_k", "q5_k", "q6_k")]
+        losses = [unit.losses[scheme] for scheme in ("q3_k", "q4_k", "q5_k", "q6_k")]
         assert losses == sorted(losses, reverse=True), "more bits lose less"
     assert set(made.schemes) > {"q4_k"}, "some have more bits, some fewer"
 

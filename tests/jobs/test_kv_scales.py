@@ -234,7 +234,6 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
         for to in ("gptq", "awq", "mlx", "gguf")
     },
     "by its tensors": (["--tensors-only"], 4, "only its tensors are known"),
-    "by transformers": (["--via", "transformers"], 4, "transformers 5"),
     "unknown": (["--kv-cache", "int8"], 2, "'int8' is not 'fp8'"),
 }
 
@@ -260,7 +259,9 @@ def test_what_cannot_have_scales_is_refused_before_anything_is_calibrated(
 
 
 def test_keys_of_zeros_have_a_scale_of_one_and_tiny_ones_none_of_zero(tmp_path: Path) -> None:
-    found = scales_of(3, torch.tensor([0.0, 1e-9]), DType.FLOAT16, tmp_path)
+    found = scales_of(
+        "model.layers.3.self_attn", torch.tensor([0.0, 1e-9]), DType.FLOAT16, tmp_path
+    )
     k, v = (found[f"model.layers.3.self_attn.{part}_scale"] for part in "kv")
     assert (k.item(), v.dtype) == (1.0, torch.float16)
     assert v.item() > 0
@@ -269,6 +270,7 @@ def test_keys_of_zeros_have_a_scale_of_one_and_tiny_ones_none_of_zero(tmp_path: 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_keys_without_a_scale_are_an_error(value: float, tmp_path: Path) -> None:
     with pytest.raises(
-        NonFiniteError, match=r"values of layer 0 are NaN, Inf or too large for a scale in float16"
+        NonFiniteError,
+        match=r"values of 'model.layers.0.self_attn' are NaN, Inf or too large for a scale",
     ):
-        scales_of(0, torch.tensor([1.0, value]), DType.FLOAT16, tmp_path)
+        scales_of("model.layers.0.self_attn", torch.tensor([1.0, value]), DType.FLOAT16, tmp_path)

@@ -106,8 +106,8 @@ def test_a_plan_makes_the_checks_of_the_command(
 ) -> None:
     with pytest.raises(UnsupportedError, match="architecture is not supported"):
         quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="own")
-    with pytest.raises(RequestError, match="`target_bits` cannot be combined with"):
-        quantkit.plan.quantize(hybrid, tmp_path / "x", target_bits=4.5)
+    with pytest.raises(RequestError, match="no choice of schemes has this size"):
+        quantkit.plan.quantize(hybrid, tmp_path / "x", target_bits=2)
     monkeypatch.setattr(forward, "_missing", lambda: ["transformers"])
     with pytest.raises(RequestError, match=r"pip install 'quantkit\[transformers\]'"):
         quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="transformers")

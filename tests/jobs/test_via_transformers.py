@@ -252,8 +252,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"via": "vllm"}, "unknown value of `via`"),
     (
-        {"certify_positions": 64},
-        '`certify_positions` cannot be combined with `via="transformers"`',
+        {"template": "x"},
+        '`template` cannot be combined with `via="transformers"`',
     ),  # by default
 ]
 

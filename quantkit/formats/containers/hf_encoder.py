@@ -192,10 +192,11 @@ def _plan_units(
     for tensor in disk_tensors(config, quantized, joins_experts=joins_experts):
         if tensor.parts[0] in names:
             tensors.append(tensor)
-    # A model's topology has no scales of a KV cache. A model that is known by its tensors only
-    # lists them among its tensors.
+    # A model's topology has no scales of a KV cache. Tensors of such names that belong to a model
+    # known by its tensors only are listed there.
+    listed = {part for tensor in tensors for part in tensor.parts}
     for spec in planned:
-        if config.runnable and is_scale(spec.name):
+        if is_scale(spec.name) and spec.name not in listed:
             tensors.append(DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)))
     units = []
     for tensor, first, spec in plan_units(planned, tensors):

@@ -14,7 +14,9 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Ac
 from quantkit.formats.codecs.table import NATIVE as native
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
+from quantkit.formats.kv_scales import attention_name
 from quantkit.formats.registry import GGUF, HF, Target, target, targets
+from quantkit.via_transformers.forward import passage_of
 
 NATIVE = native.name
 """The target of quantized models by default."""
@@ -199,23 +201,27 @@ def require_holds_kv_cache(target: Target, dst: Path) -> None:
         )
 
 
-def require_kv_cache_run(source: StoredCheckpoint) -> None:
-    """Raise an `UnsupportedError` if scales of a key/value cache cannot be calibrated and
-    checked for a model.
+def list_cached_attention(source: StoredCheckpoint) -> tuple[str, ...]:
+    """List the attention modules of a model on disk that get scales of their keys and values.
+
+    Raises:
+        UnsupportedError: if such scales cannot be calibrated and checked for the model.
     """
     config = source.config
+    if config.run_by is not None:
+        # Imports transformers, which is optional.
+        from quantkit.via_transformers.cached_attention import plan_cached_attention
+
+        return plan_cached_attention(source, passage_of(source).partwise)
     # Latent attention caches one vector for all heads, and not keys and values.
     if config.runnable and config.latent_attention is None:
-        return
-    reason = "it caches latent vectors instead of keys and values (MLA)"
-    if not config.runnable:
-        if config.run_by is not None:
-            reason = f"{config.run_by} runs it"
-        else:
-            reason = "only its tensors are known"
+        return tuple(attention_name(layer) for layer in range(config.num_layers))
+    if config.runnable:
+        reason = "it caches latent vectors instead of keys and values (MLA)"
+    else:
+        reason = "only its tensors are known"
     raise UnsupportedError(
-        "scales of a KV cache can only be calibrated for models that quantkit runs itself;"
-        f" {reason}",
+        f"scales of a KV cache cannot be calibrated for this model: {reason}",
         path=source.path,
         found=config.architecture,
         hint=Message("leave ", Option("kv_cache"), " out"),

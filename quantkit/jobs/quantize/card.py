@@ -50,7 +50,7 @@ from quantkit.jobs.quantize.weights_only import describe_kept_recurrent
 from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound, with_inputs
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
-from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
+from quantkit.quality.positions import PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
@@ -313,7 +313,7 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
     if certificate is None:
         return {}
     heads = ["positions", "tokens"]
-    for cache in CACHES:
+    for cache in certificate.caches:
         heads += [f"KL, {cache} cache", "same most likely token"]
     rows = []
     # One row for each bucket of positions, with the figures of all caches side by side.

@@ -24,7 +24,7 @@ from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import scheme_bound, with_inputs
 from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
-from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate
+from quantkit.quality.positions import TOKENS, PositionCertificate, select_caches
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, prompt_start
@@ -83,7 +83,7 @@ class CertifiedText:
         cache, of the attention of one of them, and of the logits that are compared.
         """
         # The source, and the result with each cache.
-        num_runs = 1 + len(CACHES)
+        num_runs = 1 + len(select_caches(config))
         attention_width = max(config.num_heads * config.head_dim, config.hidden_size)
         states = num_runs * config.hidden_size + _STATES_OF_ATTENTION * attention_width
         length = self.windows.shape[1]
@@ -98,12 +98,11 @@ class CertifiedText:
         attended = sum(min(length / 2, layer.window or length) for layer in config.layers)
         width = config.num_heads * config.head_dim
         # Scores and weighted values: two products, of a multiplication and an addition each.
-        return int((1 + len(CACHES)) * count * length * attended * 4 * width)
+        return int((1 + len(select_caches(config))) * count * length * attended * 4 * width)
 
-    @property
-    def tokens(self) -> int:
+    def count_tokens(self, config: ModelConfig) -> int:
         """Count the tokens that go through a model in all passes."""
-        return (1 + len(CACHES)) * self.windows.numel()
+        return (1 + len(select_caches(config))) * self.windows.numel()
 
 
 def prepare_certified_text(
@@ -127,7 +126,7 @@ def prepare_certified_text(
             )
         return None
     length = as_integer("certify_positions", positions, _MIN_TOKENS)
-    if not source.config.runnable:
+    if not source.config.measurable:
         raise RequestError(
             Message(
                 Option("certify_positions"),

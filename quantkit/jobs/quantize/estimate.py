@@ -88,8 +88,11 @@ def estimate_quantization(
     if config.measurable:
         phases["the gate"] = forward_bytes(source, count_gate_tokens(source), models=3)
     if certified is not None:
-        # A long window goes through a block in parts; `memory_bytes` counts its hidden states.
-        block_tokens = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
+        # `memory_bytes` counts the hidden states of a window.
+        block_tokens = certified.windows.shape[1]
+        # quantkit's decoder runs a long window in parts through a block.
+        if config.runnable:
+            block_tokens = min(block_tokens, TOKENS_THROUGH_A_BLOCK)
         block_bytes = forward_bytes(source, block_tokens, models=0)
         phases["the certificate"] = block_bytes + certified.memory_bytes(config)
     if settings is not None:

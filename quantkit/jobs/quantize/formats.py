@@ -5,7 +5,7 @@ the output.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint
 from quantkit.formats.folders_encoder import FoldersEncoder, merge_by_folder
+from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.kv_scales import scale_names
 from quantkit.formats.registry import Target
 from quantkit.jobs.output.writer import Work
@@ -63,8 +64,7 @@ class FormatPlan:
 
         Raises `UnsupportedError` if the container does not hold the architecture.
         """
-        has_cache = output.kv_cache is not None
-        blocks = tensor_blocks(source, scheme_map.schemes, target, kv_cache=has_cache)
+        blocks = tensor_blocks(source, scheme_map.schemes, target, output.kv_cache)
         return cls(
             source=source,
             target=target,
@@ -113,8 +113,7 @@ class FormatPlan:
 
     def count_bytes(self, schemes: Mapping[str, QuantScheme]) -> int:
         """Compute the bytes of all files of weights with other schemes, given by module."""
-        has_cache = self.output.kv_cache is not None
-        blocks = tensor_blocks(self.source, schemes, self.target, kv_cache=has_cache)
+        blocks = tensor_blocks(self.source, schemes, self.target, self.output.kv_cache)
         output = _plan_tensors(self.output, blocks)
         return self.target.container.encoder(output).total_bytes()
 
@@ -137,7 +136,8 @@ class FormatPlan:
         """
         scheme_map = self.scheme_map.without(reasons)
         notes = [*self.notes, *notes]
-        return FormatPlan.of(self.source, self.target, scheme_map, self.output, notes)
+        plan = FormatPlan.of(self.source, self.target, scheme_map, self.output, notes)
+        return replace(plan, allocation=self.allocation)
 
 
 def _plan_tensors(output: Output, blocks: Sequence[TensorBlock]) -> Output:
@@ -153,15 +153,14 @@ def tensor_blocks(
     source: Checkpoint,
     schemes: Mapping[str, QuantScheme],
     target: Target,
-    *,
-    kv_cache: bool = False,
+    kv_cache: KvCache | None = None,
 ) -> list[TensorBlock]:
     """List the tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
-        kv_cache: whether each layer ends with the scales of its part of a KV cache, in the source's
-            type.
+        kv_cache: whose scales, in the source's type, follow the tensors of each layer; None for
+            none.
     """
     assert target.codes is not None
     scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
@@ -174,17 +173,37 @@ def tensor_blocks(
         return TensorSpec(name, shape, source.info(name).dtype)
 
     ordered = target.container.parameters(source.config, schemes, target.method)
+    scales_of_layer: dict[int | None, list[str]] = {}
+    if kv_cache is not None:
+        scales_of_layer = _list_scales_by_layer(kv_cache, ordered)
 
     blocks: list[TensorBlock] = []
     # The container lists its parameters in the order of the file: a block is consecutive there.
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
     for layer, layer_parameters in by_layer:
         specs = [spec(parameter) for parameter in layer_parameters]
-        if kv_cache and layer is not None:
-            for name in scale_names(layer):
-                specs.append(TensorSpec(name, (1,), DType(source.config.dtype)))
+        # Taken out, because the tensors of a layer need not follow each other.
+        for name in scales_of_layer.pop(layer, []):
+            specs.append(TensorSpec(name, (1,), DType(source.config.dtype)))
         blocks.append(TensorBlock(layer, tuple(specs)))
     return blocks
+
+
+def _list_scales_by_layer(
+    kv_cache: KvCache, ordered: Iterable[Parameter]
+) -> dict[int | None, list[str]]:
+    """List the names of the scales of a cache by the layer whose block has the attention."""
+    layer_of_attention: dict[str, int | None] = dict.fromkeys(kv_cache.attention)
+    for parameter in ordered:
+        module, _, _ = parameter.name.rpartition(".")
+        while module:
+            if module in layer_of_attention:
+                layer_of_attention[module] = parameter.layer
+            module, _, _ = module.rpartition(".")
+    scales_of_layer: dict[int | None, list[str]] = {}
+    for attention, layer in layer_of_attention.items():
+        scales_of_layer.setdefault(layer, []).extend(scale_names(attention))
+    return scales_of_layer
 
 
 @dataclass(frozen=True)

@@ -524,7 +524,7 @@ class QuantizeOptions:
 
     def require_run_by_transformers(self) -> None:
         """Raise a `RequestError` for an option that models run by transformers do not have."""
-        for name in ("target_bits", "max_size", "certify_positions", "template"):
+        for name in ("template",):
             if getattr(self, name) is not None:
                 raise RequestError(
                     Message(

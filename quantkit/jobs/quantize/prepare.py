@@ -31,9 +31,9 @@ from quantkit.jobs.output.source_folder import (
 from quantkit.jobs.output.target import (
     NATIVE,
     choose_shard_bytes,
+    list_cached_attention,
     note_dropped_cache,
     require_holds_kv_cache,
-    require_kv_cache_run,
 )
 from quantkit.jobs.quantize.card import describe_command
 from quantkit.jobs.quantize.certificate import prepare_certified_text
@@ -104,7 +104,8 @@ def prepare(options: QuantizeOptions) -> Plan:
             expected=Message(Option("to", value=NATIVE)),
         )
     if options.kv_cache is not None:
-        require_kv_cache_run(source)
+        # Raises an error for models that have none which can be calibrated.
+        list_cached_attention(source)
     embedding_override = find_embedding_override(recipe)
     # Only a model that is built tells which tensor is its embedding.
     if (
@@ -245,7 +246,7 @@ def _plan_format(
     """
     kv_cache = None
     if options.kv_cache is not None:
-        kv_cache = build_fp8_cache(source.config, dst)
+        kv_cache = build_fp8_cache(source.config, dst, list_cached_attention(source))
     output = Output(
         source=source,
         config=source.config,

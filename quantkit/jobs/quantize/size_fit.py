@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.topology import linear_columns
 from quantkit.base.progress import Progress
@@ -16,6 +16,9 @@ from quantkit.formats.output.staging import read_interrupted_fingerprint
 from quantkit.jobs.output.writer import option_key
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.passes.passage import Survey
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted
@@ -41,6 +44,7 @@ def set_up_size_fit(plan: FormatPlan, size: SizeTarget | None) -> Fit | None:
         method=plan.target.method,
         settled=_list_settled(plan),
         total_bytes=plan.count_bytes,
+        unsolved=plan.scheme_map.reasons,
     )
 
 
@@ -51,10 +55,15 @@ def choose_schemes(
     drawn: Calibration,
     *,
     resume: bool,
+    survey: Survey | None,
     group: ProcessGroup,
     progress: Progress,
 ) -> Allocation:
     """Choose the schemes on samples; a run that resumes keeps the choice of the interrupted one.
+
+    Args:
+        survey: how samples reach the linears of a model that transformers runs; None for others.
+
     Raises `QuantkitError` as `quantize` does.
     """
     earlier_choice: Allocation | None = None
@@ -69,6 +78,7 @@ def choose_schemes(
             device=settings.device,
             memory_bytes=settings.memory_bytes,
             group=group,
+            survey=survey,
             progress=progress,
         )
     return allocation
@@ -104,7 +114,7 @@ def _list_settled(plan: FormatPlan) -> dict[str, QuantScheme | None]:
     config = plan.source.config
     schemes = plan.scheme_map.schemes
     free: set[str] = set()
-    for unit in units(config):
+    for unit in units(config, raw=plan.source.extra_config):
         free.update(unit.modules)
     settled: dict[str, QuantScheme | None] = {}
     for module, scheme in schemes.items():
@@ -112,6 +122,7 @@ def _list_settled(plan: FormatPlan) -> dict[str, QuantScheme | None]:
             settled[module] = scheme
     # Before the choice, linears without a scheme are those that the recipe keeps.
     for module in linear_columns(config):
-        if module in free and module not in schemes:
+        is_kept = module in free and module not in schemes
+        if is_kept and module not in plan.scheme_map.reasons:
             settled[module] = None
     return settled

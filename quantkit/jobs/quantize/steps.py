@@ -22,12 +22,11 @@ from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
 from quantkit.quality.bounds import count_gate_tokens, window_length
+from quantkit.quality.positions import select_caches
 from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
 
-# Of the source, and of the result with each cache.
-_PASSES_OF_CERTIFICATE = 3
 # The time of samples and of the solver, in units of the time of their matrix products.
 _OVERHEAD = 1.3
 # For each linear, in addition to the search of its scales: sums over its weights and its Hessian.
@@ -135,10 +134,11 @@ def _steps(
             gate_seconds += 2 * speed.rounding(weights, searched=False)
             steps[phase_of("gate", folder)] = gate_seconds
         if certified is not None:
-            passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
+            # Of the source, and of the result with each cache.
+            passes = (1 + len(select_caches(config))) * len(certified.windows)
             attention = speed.products(certified.attention_flops(config))
             steps[phase_of("certificate", folder)] = (
-                speed.forward(certified.tokens, passes=passes) + attention
+                speed.forward(certified.count_tokens(config), passes=passes) + attention
             )
     return steps
 

@@ -5,6 +5,7 @@ decides its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from quantkit.jobs.quantize.formats import FormatPlan, Formats
 from quantkit.jobs.quantize.imatrix import importance_from
 from quantkit.jobs.quantize.plan import Plan, SolverPlan
 from quantkit.jobs.quantize.settings import note_too_few_tokens
-from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, choose_schemes
+from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, choose_schemes, set_up_size_fit
 from quantkit.jobs.quantize.weights_only import find_modules_out_of_bounds, note_out_of_bounds
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.shared_scales import SharedScales
@@ -37,6 +38,7 @@ from quantkit.tensors.products import compute_dtype
 from quantkit.via_transformers.forward import passage_of
 
 if TYPE_CHECKING:
+    from quantkit.passes.cache_recorder import CacheRecorder
     from quantkit.passes.partwise_model import PartwiseModel
     from quantkit.passes.passage import Inputs, Passage, Survey
 
@@ -106,12 +108,17 @@ def settle_schemes_and_samples(
         return formats, None
     drawn = settings.draw(source, group=group, progress=progress)
     survey = None
+    unsolved: dict[str, str] = {}
+    unsolved_notes: list[str] = []
     if source.config.run_by is not None:
         # Imports greenlet, which other jobs do not need.
         from quantkit.jobs.quantize.lockstep import survey_linears
 
-        unsolved, notes, survey = survey_linears(formats.first, drawn)
-        formats = formats.change_each(lambda plan: plan.without(unsolved, notes))
+        unsolved, unsolved_notes, survey = survey_linears(formats.first, drawn)
+        formats = formats.change_each(lambda plan: plan.without(unsolved, unsolved_notes))
+        # Only linears that can be solved are in the choice.
+        if fit is not None:
+            fit = set_up_size_fit(formats.first, fit.target)
     if fit is not None:
         allocation = choose_schemes(
             formats.dst,
@@ -119,11 +126,15 @@ def settle_schemes_and_samples(
             settings,
             drawn,
             resume=resume,
+            survey=survey,
             group=group,
             progress=progress,
         )
         # A size goes with one format.
         formats = formats.change_each(lambda plan: plan.with_allocation(allocation))
+        # The chosen schemes are for all linears.
+        if unsolved:
+            formats = formats.change_each(lambda plan: plan.without(unsolved, unsolved_notes))
     notes = [*drawn.notes, *note_too_few_tokens(drawn.tokens.shape, source.config)]
     formats = formats.change_each(lambda plan: plan.add_notes(notes))
     return formats, Samples(drawn, survey)
@@ -175,14 +186,15 @@ def quantizer_of(
     # Imports greenlet, which other jobs do not need.
     from quantkit.calibration.gptq_quantizer import GptqQuantizer
 
-    passage, groups, embedding = _prepare_passage(source, samples, settings.device)
+    model = _prepare_model(source, samples, settings.device)
     return GptqQuantizer(
         source=source,
         calibration=drawn,
         schemes=scheme_map.schemes,
-        passage=passage,
-        groups=groups,
-        embedding_parameter=embedding,
+        passage=model.passage,
+        groups=model.groups,
+        recording_cache=model.recording_cache,
+        embedding_parameter=model.embedding_parameter,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
         effort=effort,
@@ -194,25 +206,51 @@ def quantizer_of(
     )
 
 
-def _prepare_passage(
-    source: StoredCheckpoint, samples: Samples, device: torch.device
-) -> tuple[Passage[PartwiseModel], Sequence[Inputs], str | None]:
-    """Prepare a model that samples pass through: by transformers if they were surveyed, or else by
-    quantkit's decoder.
+@dataclass(frozen=True)
+class _CalibratedModel:
+    """A model that samples pass through.
 
-    Returns:
-        The passage, its linears by shared input, and the name of the embedding's parameter; None if
-        its error is not followed.
+    Attributes:
+        passage: the model.
+        groups: its linears, by shared input.
+        recording_cache: makes a context in which its keys and values are recorded.
+        embedding_parameter: the name of its embedding; None if the embedding's error is not
+            followed.
+    """
+
+    passage: Passage[PartwiseModel]
+    groups: Sequence[Inputs]
+    recording_cache: Callable[[CacheRecorder], AbstractContextManager[None]]
+    embedding_parameter: str | None
+
+
+def _prepare_model(
+    source: StoredCheckpoint, samples: Samples, device: torch.device
+) -> _CalibratedModel:
+    """Prepare the model that samples pass through: of transformers if they were surveyed, or else
+    quantkit's decoder.
     """
     from quantkit.passes.decoder_parts import DecoderParts
     from quantkit.passes.passage import Passage
 
     if samples.survey is not None:
+        from quantkit.via_transformers.cached_attention import recording_cache
+
         passage = passage_of(source)
         passage.partwise.move_to(device)
-        return passage, samples.survey.groups, None
+        return _CalibratedModel(
+            passage=passage,
+            groups=samples.survey.groups,
+            recording_cache=partial(recording_cache, passage.partwise),
+            embedding_parameter=None,
+        )
     parts = DecoderParts(source, samples.drawn.tokens.shape[1], device)
-    return Passage(parts, source.path), parts.list_groups(), f"{EMBEDDING}.weight"
+    return _CalibratedModel(
+        passage=Passage(parts, source.path),
+        groups=parts.list_groups(),
+        recording_cache=parts.recording_cache,
+        embedding_parameter=f"{EMBEDDING}.weight",
+    )
 
 
 def _choose_kernel_selector(plan: FormatPlan) -> Callable[[torch.device], ColumnKernels]:
