@@ -30,7 +30,8 @@ ADAPTERS_HELP = (
     " weight 1."
 )
 TEXT_HELP = (
-    "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
+    "A file, a saved dataset, or a hub dataset owner/name:config:split; or self, for text that the"
+    " float model writes (a file of this name is ./self). Default: the included text."
 )
 COLUMN_HELP = (
     "Column or key with the text. Default: text, messages, conversations, or the only string"

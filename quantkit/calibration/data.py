@@ -38,8 +38,9 @@ class Calibration:
 
     ``sha256`` is the file's or, without a file, that of the text read; ``source`` names a dataset
     on a hub. ``documents`` is the number of those read, None for plain text. ``dropped`` counts, by
-    kind, the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are
-    for the user.
+    kind, the samples of the packaged text that the source predicts nearly uniformly, or those in
+    which it repeats itself; ``notes`` are for the user. ``temperatures`` and ``has_conversations``
+    are those of text that the source has written itself.
     """
 
     tokens: Tensor
@@ -49,6 +50,8 @@ class Calibration:
     dropped: Mapping[str, int] | None = None
     notes: tuple[str, ...] = ()
     documents: int | None = None
+    temperatures: tuple[float, ...] | None = None
+    has_conversations: bool | None = None
 
     def fingerprint(self) -> str:
         """Return the same for equal samples."""
@@ -64,6 +67,10 @@ class Calibration:
         }
         named = {"source": self.source, "documents": self.documents}
         result |= {name: value for name, value in named.items() if value is not None}
+        if self.temperatures is not None:
+            result["temperatures"] = list(self.temperatures)
+        if self.has_conversations is not None:
+            result["conversations"] = self.has_conversations
         if self.dropped is not None:
             result |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
         return result

@@ -21,15 +21,19 @@ from quantkit.calibration.data import (
     require_calibration,
     require_samples,
 )
-from quantkit.calibration.documents import TextSource
+from quantkit.calibration.documents import TextSource, is_self
 from quantkit.calibration.effort import Effort, EffortName
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
+from quantkit.calibration.self_text import draw_self_text, require_self_text
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
+
+DRAWING = "calibration samples"
+"""The phase in which the model chooses or writes the samples."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,15 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
-        tokenizer: splits the text into tokens.
+        tokenizer: splits the text into tokens; None only for text that the model writes itself.
         text, column, samples, length, seed: see `load_calibration`; without a text the packaged one
-            is used.
+            is used, and with `SELF` the model writes it.
         effort_name: see `EFFORTS`.
         memory_bytes: the most bytes of activations kept in memory.
         device: where GPTQ computes.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     text: TextSource | None
     column: str | None
     samples: int
@@ -88,17 +92,20 @@ class GptqSettings:
         self, source: Checkpoint, *, group: ProcessGroup = SINGLE, progress: Progress = silent
     ) -> Calibration:
         """Draw the calibration samples for a model; from the packaged text only those that the
-        source predicts, as rank 0 of the group finds.
+        source predicts, as rank 0 of the group finds. Rank 0 also writes those of the model itself.
 
         Raises:
-            RequestError: as `load_calibration` and `PackagedText` do.
+            QuantkitError: as `load_calibration`, `PackagedText` and `draw_self_text` do.
         """
+        report = in_phase(progress, DRAWING)
+        if is_self(self.text):
+            drawn = group.broadcast_from_rank0(self._write_self_text(source, group, report))
+            assert drawn is not None
+            return drawn
+        tokenizer = self._require_tokenizer()
         if self.text is not None:
-            return load_calibration(
-                self.text, self.tokenizer, **self._make_sampling_arguments(source)
-            )
-        choices = min(self.tokenizer.vocab_size, source.config.vocab_size)
-        report = in_phase(progress, "calibration samples")
+            return load_calibration(self.text, tokenizer, **self._make_sampling_arguments(source))
+        choices = min(tokenizer.vocab_size, source.config.vocab_size)
 
         def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
             if group.is_rank0:
@@ -115,15 +122,39 @@ class GptqSettings:
     def require_text(self, source: Checkpoint) -> None:
         """Make the checks of `draw`, without drawing samples.
 
-        Raises `RequestError` as `draw` does.
+        Raises the errors of `draw`.
         """
-        if self.text is None:
+        if is_self(self.text):
+            require_self_text(source, self.tokenizer, self.device)
+        elif self.text is None:
             self._load_packaged_text(source).require(self.samples, self.length)
         else:
-            require_calibration(self.text, self.tokenizer, **self._make_sampling_arguments(source))
+            tokenizer = self._require_tokenizer()
+            require_calibration(self.text, tokenizer, **self._make_sampling_arguments(source))
+
+    def _require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which only text of the model itself does without."""
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    def _write_self_text(
+        self, source: Checkpoint, group: ProcessGroup, progress: Progress
+    ) -> Calibration | None:
+        """Let the model write the samples; None on other ranks than 0."""
+        if not group.is_rank0:
+            return None
+        return draw_self_text(
+            source,
+            self.tokenizer,
+            samples=self.samples,
+            length=self.length,
+            seed=self.seed,
+            device=self.device,
+            progress=progress,
+        )
 
     def _make_sampling_arguments(self, source: Checkpoint) -> dict[str, Any]:
-        chat = partial(model_chat, source.path, self.tokenizer)
+        chat = partial(model_chat, source.path, self._require_tokenizer())
         return {
             "samples": self.samples,
             "length": self.length,
@@ -133,15 +164,16 @@ class GptqSettings:
         }
 
     def _load_packaged_text(self, source: Checkpoint) -> PackagedText:
-        chat, notes = model_chat(source.path, self.tokenizer)
+        tokenizer = self._require_tokenizer()
+        chat, notes = model_chat(source.path, tokenizer)
         text = PackagedText.of(
-            self.tokenizer, chat, seed=self.seed, token_count=self.samples * self.length
+            tokenizer, chat, seed=self.seed, token_count=self.samples * self.length
         )
         return replace(text, notes=(*notes, *text.notes))
 
 
 def make_gptq_settings(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     source: Checkpoint,
     *,
     calibration: TextSource | None,
@@ -156,8 +188,14 @@ def make_gptq_settings(
     """Make the settings of GPTQ, with defaults for what is None.
 
     Raises:
-        RequestError: if the samples are none, or longer than the model's context.
+        RequestError: if the samples are none, or longer than the model's context, or a column is
+            named though the model writes the text itself.
     """
+    if is_self(calibration) and text_column is not None:
+        raise RequestError(
+            "text that the model writes has no columns",
+            hint=Message("leave ", Option("text_column"), " out"),
+        )
     context = source.config.max_context
     if samples is None:
         samples = effort.SAMPLES

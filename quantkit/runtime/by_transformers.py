@@ -1,5 +1,5 @@
-"""Continue a prompt with a model that transformers runs: slowly, as every new token reads the
-whole text again.
+"""Continue texts with a model that transformers runs: a single prompt slowly, as every new token
+reads the whole text again; rows of equal length with transformers' own cache.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from typing import Unpack
 
 import torch
 
-from quantkit.base.memory import available_bytes, enough_memory, size_text
+from quantkit.base.memory import enough_memory
 from quantkit.base.progress import Progress, silent
-from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.passes.passage import convert_model_errors
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_request, prompt_ids
+from quantkit.runtime.rows import Choose, require_room
 from quantkit.runtime.sampling import Sampler
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.finite import require_finite_logits
 from quantkit.via_transformers.cached_attention import rounding_cache
 from quantkit.via_transformers.forward import passage_of
+from quantkit.via_transformers.generation import generate_rows
 from quantkit.via_transformers.linears import quiet
 
 
@@ -42,15 +43,7 @@ class TransformersModel:
             RequestError: if its weights do not fit in memory.
             CheckpointError: for a damaged generation_config.json.
         """
-        # float32 takes four bytes per parameter, whatever the checkpoint stores.
-        required_bytes = 4 * parameter_count(checkpoint)
-        free_bytes = available_bytes()
-        if required_bytes > free_bytes:
-            problem = "does not fit in memory as float32"
-            expected = f"at most {size_text(free_bytes)}"
-            raise RequestError(
-                problem, path=checkpoint.path, found=size_text(required_bytes), expected=expected
-            )
+        require_room(checkpoint, torch.device("cpu"))
         self._path = checkpoint.path
         self._checkpoint = checkpoint
         self._lazy = passage_of(checkpoint).partwise
@@ -64,6 +57,14 @@ class TransformersModel:
             with enough_memory(checkpoint.path):
                 self._lazy.load(part)
         progress("weights", len(parts), len(parts), "parts")
+
+    def __enter__(self) -> TransformersModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Free the weights: other passes through the checkpoint load them part by part."""
+        for part in self._lazy.parts:
+            self._lazy.unload(part)
 
     def generate(
         self,
@@ -99,3 +100,14 @@ class TransformersModel:
                     return
                 tokens.append(token)
                 yield token
+
+    def write_rows(self, first: torch.Tensor, length: int, choose: Choose) -> torch.Tensor:
+        """Continue rows; see `RowWriter`.
+
+        Raises the errors of `generate_rows`, and `NonFiniteError` if the logits are NaN or Inf.
+        """
+
+        def choose_finite(logits: torch.Tensor) -> torch.Tensor:
+            return choose(require_finite_logits(logits, self._path))
+
+        return generate_rows(self._lazy, self._path, first, length, choose_finite)

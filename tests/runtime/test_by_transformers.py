@@ -20,6 +20,7 @@ from quantkit.cli.generate_args import GenerateArgs
 from quantkit.cli.prompts import show_continuation
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.jobs.inference.load import load_by_transformers
+from quantkit.model import device
 from quantkit.runtime import by_transformers
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -162,7 +163,7 @@ def test_several_processes_are_refused(hybrid: Path) -> None:
 def test_what_does_not_fit_in_memory_is_refused(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_transformers, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(device, "available_bytes", lambda: 10**6)
     with pytest.raises(
         RequestError,
         match=r"does not fit in memory as float32 \(found 1.7 MB, expected at most 1 MB\)",

@@ -12,14 +12,18 @@ from functools import cache, cached_property
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.effort import every_group, inner_width
 from quantkit.calibration.estimate import forward_flops
 from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
+from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.calibration.self_text import count_rows_together
+from quantkit.calibration.settings import GptqSettings
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
 from quantkit.solver.rounding import round_to_nearest
-from quantkit.tensors.products import bfloat16_linear, times
+from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -39,8 +43,17 @@ _CPU = torch.device("cpu")
 _SECONDS_OF_LINEAR = 0.0015
 # Measured as well: to read and convert a weight.
 _SECONDS_OF_WEIGHT = 1.5e-9
+# To read a weight that is in memory already, as small products do; and for each of these, the rest
+# of a layer counted in.
+_SECONDS_OF_WEIGHT_IN_MEMORY = 5e-10
+_SECONDS_OF_SMALL_LINEAR = 5e-5
+_SECONDS_OF_WEIGHT_ON_GPU = 1e-12
+_SECONDS_OF_LINEAR_ON_GPU = 4e-5
 # For each element of a token's hidden state in a layer: norms, RoPE, attention, additions.
 _SECONDS_OF_STATE = 3e-8
+# Parts of samples that the model tries, with those that replace dropped ones, in units of the parts
+# that are drawn.
+_TRIED_AGAIN = 1.2
 # Bytes a second through reading, hashing and writing; not measured here.
 _GUESSED_DISK_RATE = 1.5e9
 # Opened, hashed, synced and read back.
@@ -80,6 +93,24 @@ class Speed:
         )
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
+    def writing_rows(self, tokens: int, rows: int, device: torch.device) -> float:
+        """Estimate the time in which a model in memory writes a number of tokens, in rows that are
+        written together.
+        """
+        config = self.config
+        if device.type == "cuda":
+            read, launched = _SECONDS_OF_WEIGHT_ON_GPU, _SECONDS_OF_LINEAR_ON_GPU
+        else:
+            read, launched = _SECONDS_OF_WEIGHT_IN_MEMORY, _SECONDS_OF_SMALL_LINEAR
+        weights = sum(count * group.weights for group, count in every_group(config))
+        weights += config.vocab_size * config.hidden_size
+        steps = -(-tokens // rows)
+        products = self.products(forward_flops(config, tokens), compute_dtype(device), device)
+        drawn = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
+        if device.type == "cuda":
+            drawn = 0.0
+        return products + drawn + steps * (weights * read + self.linears * launched)
+
     def head_gradients(self, tokens: int) -> float:
         """Estimate the time of the gradients of tokens that are drawn from the model, by the
         inputs of its head.
@@ -112,6 +143,22 @@ class Speed:
     def linears(self) -> int:
         """Count the linears in the decoder."""
         return sum(count * group.count for group, count in every_group(self.config))
+
+
+def estimate_draw(settings: GptqSettings, speed: Speed) -> float:
+    """Estimate the seconds in which a model chooses or writes calibration samples; 0 for the user's
+    own text, which is used as it is.
+    """
+    samples = settings.samples
+    length = settings.length
+    if is_self(settings.text):
+        rows = count_rows_together(speed.config, length, settings.device)
+        return speed.writing_rows(samples * length, min(rows, samples), settings.device)
+    if settings.text is not None:
+        return 0.0
+    # Only the beginnings of parts of the included text are tried.
+    tried = int(_TRIED_AGAIN * samples * min(length, PREFIX))
+    return speed.forward(tried, passes=ROUNDS)
 
 
 @cache

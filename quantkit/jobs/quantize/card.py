@@ -21,7 +21,7 @@ from quantkit.base.memory import size_text
 from quantkit.base.option_fields import command_words
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.documents import TextSource
+from quantkit.calibration.documents import SELF, TextSource, is_self
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.calibration.settings import GptqSettings
 from quantkit.files.hub import PREFIX, read_origin
@@ -242,20 +242,27 @@ def _calibration(settings: GptqSettings | None, drawn: Calibration | None) -> di
     if settings is None or drawn is None:
         return {}
     name = "quantkit's own text"
-    if settings.text is not None:
+    reason = "which the source hardly predicts"
+    if is_self(settings.text):
+        name = "text that the source wrote"
+        reason = "in which it repeated itself"
+    elif settings.text is not None:
         text_name = _text_name(settings.text, drawn)
         if text_name:
             name = f"`{text_name}`"
         else:
             name = "an unnamed text"
-    return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
+    dropped = sum((drawn.dropped or {}).values())
+    return {"calibration": name, "dropped": dropped, "drop_reason": reason}
 
 
 def _text_name(text: TextSource, drawn: Calibration) -> str | None:
     if drawn.source:
         return drawn.source
     if isinstance(text, str | Path):
-        return file_name(text)
+        name = file_name(text)
+        # The bare word has another meaning.
+        return f"./{SELF}" if name == SELF else name
     return None
 
 

@@ -10,8 +10,10 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_bytes
 from quantkit.calibration import estimate as costs
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.packaged import PREFIX
+from quantkit.calibration.self_text import estimate_writing_bytes
 from quantkit.formats.output.staging import (
     name_partial_folder,
 )
@@ -121,7 +123,13 @@ def estimate_quantization(
             phases["the choice of schemes"] = process_bytes() + int(_HEAP * needed)
         # The model tries the beginning of each sample of the included text, and drops those that it
         # cannot predict.
-        if settings.text is None:
+        if is_self(settings.text):
+            writing_bytes = estimate_writing_bytes(source, *shape, device)
+            if device.type == "cuda":
+                on_device = max(on_device, writing_bytes)
+                writing_bytes = 0
+            phases["the writing of samples"] = process_bytes() + writing_bytes
+        elif settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = forward_bytes(source, tried, models=1)
     kinds = _count_kinds(assigned, fit)

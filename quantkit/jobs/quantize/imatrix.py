@@ -15,7 +15,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.base.arguments import as_path
 from quantkit.base.progress import Progress, silent
-from quantkit.calibration.documents import TextSource
+from quantkit.calibration.documents import TextSource, is_self
 from quantkit.calibration.importance import importance_of, sum_squared_inputs
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.gguf_types import GGUF_SUFFIX
@@ -113,6 +113,8 @@ def imatrix(
     drawn = settings.draw(source, progress=progress)
     if calibration is None:
         text = "included text"
+    elif is_self(calibration):
+        text = "text of the model itself"
     elif isinstance(calibration, (str, Path)):
         # The last part of the path alone: the file must not depend on where the text is.
         text = Path(calibration).name

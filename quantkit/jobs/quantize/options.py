@@ -113,7 +113,8 @@ class QuantizeOptions:
             it is measured on a small text. See `imatrix`.
         calibration: a file, a folder that ``Dataset.save_to_disk`` wrote, or a hub dataset as
             ``owner/name:config:split``; a ``datasets.Dataset`` or ``IterableDataset``; or an
-            iterable of strings, which is read once. None is the text that ships with the package.
+            iterable of strings, which is read once; or ``self``, for text that the model of floats
+            writes. None is the text that ships with the package.
             This option and those down to `device` are for gptq only.
         text_column: the column or key of `calibration` that has the text or the messages; None is
             ``text``, ``messages`` or ``conversations``, or else the only column of strings.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.effort import every_group
 from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
@@ -38,10 +39,12 @@ def gptq_settings(
     if options.method == "rtn" or (options.method is None and not solved):
         options.require_no_calibration()
         return None
+    needs_tokenizer = tokenizer is None and not is_self(options.calibration)
     lack: str | None = None
     if not source.config.measurable:
         lack = "only its tensors are known"
-    elif tokenizer is None:
+    # A model that writes its own samples needs no text.
+    elif needs_tokenizer:
         lack = "it has no tokenizer"
     # GPTQ was not requested by its name: the error has to say why it is needed.
     if lack is not None and (sized or options.method is None):
@@ -57,7 +60,7 @@ def gptq_settings(
             path=source.path,
             hint=Message("round to nearest with ", Option("method", value="rtn")),
         )
-    if tokenizer is None:
+    if needs_tokenizer:
         raise RequestError(
             "calibration requires a tokenizer, and the source has none",
             path=source.path,

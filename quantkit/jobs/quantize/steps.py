@@ -14,10 +14,9 @@ from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
-from quantkit.calibration.packaged import PREFIX, ROUNDS
-from quantkit.calibration.settings import GptqSettings
+from quantkit.calibration.settings import DRAWING, GptqSettings
 from quantkit.jobs.output.sizes import WeightSizes
-from quantkit.jobs.output.speed import Speed
+from quantkit.jobs.output.speed import Speed, estimate_draw
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.rounding_probe import PROBE, is_probed
@@ -31,9 +30,6 @@ from quantkit.tensors.scheme import QuantScheme
 _OVERHEAD = 1.3
 # For each linear, in addition to the search of its scales: sums over its weights and its Hessian.
 _SECONDS_OF_CHOICE = 0.04
-# Parts of samples that the model tries, with those that replace dropped ones, in units of the parts
-# that are drawn.
-_TRIED_AGAIN = 1.2
 
 
 def quantization_steps(
@@ -159,10 +155,9 @@ def _estimate_steps_before_check(
     steps = {}
     shape = (settings.samples, settings.length)
     config = speed.config
-    # Only parts of the included text are tried; the user's own text is used as it is.
-    if settings.text is None:
-        tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
-        steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
+    drawing = estimate_draw(settings, speed)
+    if drawing:
+        steps[DRAWING] = drawing
     if fit is not None:
         _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
         pass_seconds = speed.products(choice_flops(config, shape, settings.memory_bytes))

@@ -17,6 +17,7 @@ from quantkit.base.progress import Progress, in_phase
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.cache_scales import scale_tokens
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.distributed.group import ProcessGroup
@@ -312,9 +313,9 @@ def work_of(
             "samples multiplied in": str(compute_dtype(device)),
             "kind of device": device_kind,
         }
-        # A model or a template has chosen or rendered these samples, so that text and seed alone do
-        # not determine them.
-        if settings.text is None or drawn.documents is not None:
+        # A model or a template has chosen, written or rendered these samples, so that text and seed
+        # alone do not determine them.
+        if settings.text is None or is_self(settings.text) or drawn.documents is not None:
             computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(
             source.config, drawn.tokens.shape, scheme_map.linears.values()

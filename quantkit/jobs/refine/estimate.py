@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import estimate as costs
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.effort import batch_samples, inner_width
-from quantkit.calibration.settings import GptqSettings
+from quantkit.calibration.self_text import estimate_writing_bytes
+from quantkit.calibration.settings import DRAWING, GptqSettings
 from quantkit.formats.checkpoint import schemes
 from quantkit.jobs.output.estimate import (
     Estimate,
@@ -19,7 +21,7 @@ from quantkit.jobs.output.estimate import (
     process_bytes,
     side_bytes,
 )
-from quantkit.jobs.output.speed import Speed
+from quantkit.jobs.output.speed import Speed, estimate_draw
 from quantkit.jobs.refine.plan import Refinement
 from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.source_check import SOURCE_CHECK
@@ -147,13 +149,19 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         "training": cost.memory_bytes,
         "the gate": forward_bytes(planned.reference, measured, models=3),
     }
-    phase = max(phases, key=lambda name: phases[name])
     speed = Speed(quantized.config)
     steps = dict[str, float]()
     checked = count_checked_tokens(source, options.source_check)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
+    settings = planned.settings
+    if is_self(settings.text):
+        steps = {DRAWING: estimate_draw(settings, speed), **steps}
+        phases["the writing of samples"] = process_bytes() + estimate_writing_bytes(
+            planned.reference, settings.samples, settings.length, settings.device
+        )
     steps |= cost.steps
+    phase = max(phases, key=lambda name: phases[name])
     disk = plan.work.encoder.total_bytes() + side_bytes(plan.work.side_files)
     steps[REFINED_WRITING] = speed.writing(disk, sum(file.size for file in source.files()))
     steps["gate"] = speed.forward(measured, models=3)

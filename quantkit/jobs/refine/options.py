@@ -63,8 +63,9 @@ class RefineOptions:
         train_norms: also train the weights of norms.
         batch: samples of a step, 4 by default.
         epochs: passes over the samples, 4 by default.
-        calibration, text_column, samples, length, seed: the text, as in `quantize`. An eighth of
-            the samples is held back, and decides which step's result is kept.
+        calibration, text_column, samples, length, seed: the text, as in `quantize`; ``self`` is
+            text that `against` writes. An eighth of the samples is held back, and decides which
+            step's result is kept.
         activation_memory: bytes of states and codes kept in memory, as in `quantize`.
         device: where the model is trained, as torch spells it; None is a GPU if there is one.
         mesh: of several processes, or of the devices of XLA: how many have other samples, and how

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quantkit.base.arguments import as_path
+from quantkit.calibration.documents import is_self
 from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import list_uncarried_weights, require_runnable, schemes
@@ -88,7 +89,8 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     tokenizer, _ = load_checked_tokenizer(quantized)
     if tokenizer is None:
         tokenizer, _ = load_checked_tokenizer(reference)
-    if tokenizer is None:
+    # A model that writes its own samples needs no text.
+    if tokenizer is None and not is_self(options.calibration):
         raise RequestError(
             "training requires a tokenizer, and the model has none", path=quantized.path
         )

@@ -1,0 +1,84 @@
+"""Continue texts of equal length with transformers' own `generate`, which knows what each
+architecture caches.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+
+from quantkit.errors import UnsupportedError
+from quantkit.passes.passage import convert_model_errors
+from quantkit.via_transformers.lazy_model import LazyModel
+from quantkit.via_transformers.linears import quiet
+
+
+class _Chooser(LogitsProcessor):
+    """Leaves greedy decoding the chosen tokens alone."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        self._choose = choose
+        self._stdout = sys.stdout
+
+    def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
+        with redirect_stdout(self._stdout):
+            tokens = self._choose(scores)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+def generate_rows(
+    lazy: LazyModel,
+    path: Path,
+    first: Tensor,
+    length: int,
+    choose: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Continue rows of tokens in lockstep.
+
+    Args:
+        lazy: the model, with all its weights in memory.
+        path: of the model, for errors.
+        first: the first token of each row [B].
+        length: T, the tokens of a row at last.
+        choose: from the logits [B, V] of the next token to the tokens [B].
+
+    Returns:
+        The rows [B, T].
+
+    Raises:
+        UnsupportedError: if transformers does not generate with the model, or its code fails.
+    """
+    model = lazy.model
+    if not getattr(model, "can_generate", bool)():
+        raise UnsupportedError(
+            "transformers does not generate text with this model",
+            path=path,
+            found=type(model).__name__,
+        )
+    # Rows do not end at end tokens: the caller continues them with the next text.
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True, max_length=length
+    )
+    chooser = _Chooser(choose)
+    previous_settings = model.generation_config
+    model.generation_config = settings
+    try:
+        # Some models print warnings, between what the caller may print.
+        silenced = redirect_stdout(io.StringIO())
+        with torch.inference_mode(), quiet(), silenced, convert_model_errors(path):
+            rows: Tensor = model.generate(
+                first[:, None],
+                attention_mask=torch.ones(len(first), 1, dtype=torch.long),
+                generation_config=settings,
+                logits_processor=[chooser],
+            )
+    finally:
+        model.generation_config = previous_settings
+    return rows
