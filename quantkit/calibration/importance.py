@@ -105,7 +105,7 @@ def sample_tokens(
                 samples=samples,
                 length=length,
                 seed=0,
-                near_uniform=lambda pieces: [False] * len(pieces),
+                measure_losses=lambda prefixes: [0.0] * len(prefixes),
             )
             return drawn.tokens
         except RequestError:

@@ -33,12 +33,23 @@ PACKAGED = "packaged"
 
 PREFIX = 64
 """Tokens of a piece that show whether the source predicts it."""
-ROUNDS = 3
-"""Rounds of drawing by default, as dropped pieces are replaced by others."""
+# Rounds of drawing by default, as dropped pieces are replaced by others.
+_ROUNDS = 3
 # Tokens; a mean loss over fewer says nothing.
 _MIN_PREFIX = 8
-_NEAR_UNIFORM = 0.85  # of the loss of a uniform guess, on the prefix
+# Of the loss of a uniform guess, on the prefix.
+_NEAR_UNIFORM = 0.85
 _MORE_ROUNDS = 3  # for kinds of which no piece has been dropped
+# Pieces of a kind that are tried first, and their tokens. Fewer tokens have larger losses, as the
+# first ones have little context.
+_FEW = 2
+_SHORT_PREFIX = 32
+# Of the loss of a uniform guess, on the short prefix. If the pieces that are tried have no more,
+# the other pieces of their kind are far from a loss that is nearly uniform: pieces of a kind differ
+# by 0.2 at most in a model that predicts the kind well.
+_CLEARLY_PREDICTED = 0.6
+# Documents of these kinds differ in language, so that a few say nothing about the others.
+_MIXED_KINDS = ("languages", "dialogue-languages", "code")
 # Tokenized tokens of a kind per token drawn.
 _SPREAD = 4
 # Through the text, in windows that overlap.
@@ -46,6 +57,15 @@ _MAX_PASSES = 2
 _MIN_DISTINCT = 16  # different tokens
 _BETWEEN = "\n\n"
 TEMPLATE_LENGTH = 1 << 22
+# For estimates: kinds of the packaged text, and the share of pieces in kinds of which all are
+# tried.
+_NUM_KINDS = 27
+_DOUBTFUL_SHARE = 0.25
+
+LossMeasure = Callable[[Sequence[Tensor]], list[float]]
+"""Measures the mean loss of the beginnings [T] of pieces, in units of the loss of a uniform guess;
+see `measure_losses_of_source`.
+"""
 
 
 @dataclass(frozen=True)
@@ -141,12 +161,11 @@ class PackagedText:
         samples: int,
         length: int,
         seed: int,
-        near_uniform: Callable[[Sequence[Tensor]], list[bool]],
+        measure_losses: LossMeasure,
     ) -> Calibration:
         """Samples [N, T] of all kinds in proportion. Pieces that the source predicts nearly
-        uniformly, which `near_uniform` finds, are dropped, and replaced by others where the text
-        has any; if the others are less than a sample, none is dropped. Raises the errors of
-        `require`.
+        uniformly are dropped, and replaced by others where the text has any; if the others are less
+        than a sample, none is dropped. Raises the errors of `require`.
         """
         self.require(samples, length)
         generator = torch.Generator().manual_seed(seed)
@@ -158,13 +177,12 @@ class PackagedText:
         seen = Counter[str]()
         dropped = Counter[str]()
         notes = list(self.notes)
-        for number in range(ROUNDS + _MORE_ROUNDS):
-            if number >= ROUNDS:
+        judge = _Judge(self.lead, measure_losses)
+        for number in range(_ROUNDS + _MORE_ROUNDS):
+            if number >= _ROUNDS:
                 kinds = [kind for kind in kinds if not dropped[kind.name]] or kinds
             pieces = _pieces(kinds, missing, size, generator)
-            found = near_uniform(
-                [torch.tensor([*self.lead, *piece.tolist()]) for _, piece in pieces]
-            )
+            found = judge.find_near_uniform(pieces)
             whole = whole or [piece for _, piece in pieces]
             kept += [piece for (_, piece), one in zip(pieces, found, strict=True) if not one]
             seen.update(name for name, _ in pieces)
@@ -229,34 +247,120 @@ def _pieces(
     return pieces
 
 
-def near_uniform_pieces(
-    source: Checkpoint, pieces: Sequence[Tensor], choices: int, progress: Progress = silent
-) -> list[bool]:
-    """Return which pieces [T] a source predicts hardly better than a uniform guess among `choices`
-    tokens, by their first tokens. None if the source's logits are NaN or Inf; short pieces are not
-    judged.
+class _Judge:
+    """Finds pieces that a source predicts nearly uniformly. Only a few pieces of each kind are
+    tried, and all pieces of a kind if the source does not clearly predict these few. Once a piece
+    is found, all pieces of all kinds are tried, as the source lacks a part of the text.
+    """
+
+    def __init__(self, lead: Sequence[int], measure_losses: LossMeasure) -> None:
+        self._lead = list(lead)
+        self._measure_losses = measure_losses
+        # By kind; what the first pieces of a kind have shown is also true of later ones.
+        self._is_clear: dict[str, bool] = {}
+
+    def find_near_uniform(self, pieces: Sequence[tuple[str, Tensor]]) -> list[bool]:
+        """Return which pieces, each with the name of its kind, are predicted nearly uniformly."""
+        self._try_new_kinds(pieces)
+        result = [False] * len(pieces)
+        doubtful: list[int] = []
+        clear: list[int] = []
+        for number, (kind, _) in enumerate(pieces):
+            if self._is_clear[kind]:
+                clear.append(number)
+            else:
+                doubtful.append(number)
+        self._try_all(pieces, doubtful, result)
+        if any(result):
+            self._is_clear = dict.fromkeys(self._is_clear, False)
+            self._try_all(pieces, clear, result)
+        return result
+
+    def _try_all(
+        self, pieces: Sequence[tuple[str, Tensor]], numbers: Sequence[int], result: list[bool]
+    ) -> None:
+        """Write in `result` which of some pieces are predicted nearly uniformly."""
+        losses = self._measure(pieces, numbers, PREFIX)
+        for number, loss in zip(numbers, losses, strict=True):
+            result[number] = loss >= _NEAR_UNIFORM
+
+    def _try_new_kinds(self, pieces: Sequence[tuple[str, Tensor]]) -> None:
+        """Decide for each kind that was not tried before whether the source clearly predicts it."""
+        long_by_kind: dict[str, list[int]] = {}
+        for number, (kind, piece) in enumerate(pieces):
+            if kind in self._is_clear:
+                continue
+            long = long_by_kind.setdefault(kind, [])
+            if len(piece) >= _SHORT_PREFIX:
+                long.append(number)
+        tried: list[int] = []
+        for kind, long in long_by_kind.items():
+            # Without a long piece, all of its pieces are tried.
+            self._is_clear[kind] = bool(long)
+            if kind in _MIXED_KINDS:
+                tried += long
+            else:
+                tried += _choose_evenly(long, _FEW)
+        losses = self._measure(pieces, tried, _SHORT_PREFIX)
+        for number, loss in zip(tried, losses, strict=True):
+            if loss > _CLEARLY_PREDICTED:
+                kind, _ = pieces[number]
+                self._is_clear[kind] = False
+
+    def _measure(
+        self, pieces: Sequence[tuple[str, Tensor]], numbers: Sequence[int], length: int
+    ) -> list[float]:
+        """Measure the losses of the first `length` tokens of some pieces."""
+        prefixes = []
+        for number in numbers:
+            _, piece = pieces[number]
+            prefixes.append(torch.tensor([*self._lead, *piece.tolist()][:length]))
+        if not prefixes:
+            return []
+        return self._measure_losses(prefixes)
+
+
+def _choose_evenly(numbers: Sequence[int], count: int) -> list[int]:
+    """Choose some numbers at equal distances; all of them if there are no more than `count`."""
+    if len(numbers) <= count:
+        return list(numbers)
+    return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
+
+
+def measure_losses_of_source(
+    source: Checkpoint, prefixes: Sequence[Tensor], choices: int, progress: Progress = silent
+) -> list[float]:
+    """Measure the mean loss of each prefix [T] of a text in a source, in units of the loss of a
+    uniform guess among `choices` tokens. All are 0 if the source's logits are NaN or Inf, and so
+    are those of very short prefixes.
     """
     by_length: dict[int, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        if len(piece) >= _MIN_PREFIX:
-            by_length.setdefault(min(len(piece), PREFIX), []).append(number)
-    texts = [
-        torch.stack([pieces[number][:length] for number in own])
-        for length, own in by_length.items()
-    ]
-    result = [False] * len(pieces)
+    for number, prefix in enumerate(prefixes):
+        if len(prefix) >= _MIN_PREFIX:
+            by_length.setdefault(len(prefix), []).append(number)
+    texts = []
+    for numbers in by_length.values():
+        texts.append(torch.stack([prefixes[number] for number in numbers]))
+    result = [0.0] * len(prefixes)
+    if not texts:
+        return result
     try:
-        if texts:
-            losses = token_losses(source, texts, progress=progress)
-        else:
-            losses = []
+        losses = token_losses(source, texts, progress=progress)
     except NonFiniteError:
         # Reported by the check of the source.
         return result
-    for own, of_own in zip(by_length.values(), losses, strict=True):
-        for number, loss in zip(own, of_own.mean(1).tolist(), strict=True):
-            result[number] = loss >= _NEAR_UNIFORM * math.log(choices)
+    for numbers, text_losses in zip(by_length.values(), losses, strict=True):
+        for number, loss in zip(numbers, text_losses.mean(1).tolist(), strict=True):
+            result[number] = loss / math.log(choices)
     return result
+
+
+def estimate_tried_tokens(samples: int, length: int) -> int:
+    """Estimate on how many tokens a source is tried that predicts nearly all kinds of text."""
+    # More pieces than the samples have are not tried; mixed kinds have few.
+    pieces = min(_FEW * _NUM_KINDS, samples + _NUM_KINDS)
+    doubtful = _DOUBTFUL_SHARE * samples
+    return int(pieces * min(length, _SHORT_PREFIX) + doubtful * min(length, PREFIX))
 
 
 def require_plausible(samples: int, length: int, tokens: int | None = None) -> None:

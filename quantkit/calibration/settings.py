@@ -24,7 +24,11 @@ from quantkit.calibration.data import (
 from quantkit.calibration.documents import TextSource, is_self
 from quantkit.calibration.effort import Effort, EffortName
 from quantkit.calibration.estimate import gpu_activation_bytes
-from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
+from quantkit.calibration.packaged import (
+    PackagedText,
+    measure_losses_of_source,
+    require_plausible,
+)
 from quantkit.calibration.self_text import draw_self_text, require_self_text
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -107,16 +111,15 @@ class GptqSettings:
             return load_calibration(self.text, tokenizer, **self._make_sampling_arguments(source))
         choices = min(tokenizer.vocab_size, source.config.vocab_size)
 
-        def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
+        def measure_losses(prefixes: Sequence[torch.Tensor]) -> list[float]:
+            losses: list[float] = []
             if group.is_rank0:
-                found = near_uniform_pieces(source, pieces, choices, report)
-            else:
-                found = []
-            return group.broadcast_from_rank0(found)
+                losses = measure_losses_of_source(source, prefixes, choices, report)
+            return group.broadcast_from_rank0(losses)
 
         text = self._load_packaged_text(source)
         return text.draw(
-            samples=self.samples, length=self.length, seed=self.seed, near_uniform=near_uniform
+            samples=self.samples, length=self.length, seed=self.seed, measure_losses=measure_losses
         )
 
     def require_text(self, source: Checkpoint) -> None:

@@ -34,7 +34,7 @@ from quantkit.quality.bounds import (
     worst_row,
 )
 from quantkit.quality.figures import Estimate, read_record, round_figure
-from quantkit.quality.measures import Windows, collect_tallies
+from quantkit.quality.measures import Hidden, Windows, collect_tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.activations import InputRounding
@@ -43,6 +43,7 @@ from quantkit.tensors.qtensor import ROUNDED, QuantTensor, Solver, quantize_rtn,
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.via_transformers.forward import final_hidden
 
 _TRAINED = (Solver.SCALES_TRAINED, Solver.CODES_TRAINED)
 _NUM_WORST = 3
@@ -200,6 +201,7 @@ def run_gate(
     requested: Mapping[str, QuantScheme] | None = None,
     importance: Callable[[], Importance] = dict,
     inputs: Mapping[str, InputRounding] = MappingProxyType({}),
+    source_hidden: Hidden = final_hidden,
     progress: Progress = silent,
 ) -> Gate:
     """Compare a quantized model with its source on texts that are not for calibration.
@@ -219,6 +221,8 @@ def run_gate(
         importance: returns what `RtnQuantizer` rounded the result with.
         inputs: how runtimes round the inputs of linears, by module; the result and its baseline are
             run so too.
+        source_hidden: returns the source's hidden states, for instance those that an earlier check
+            has computed.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
@@ -256,6 +260,7 @@ def run_gate(
         source,
         candidates,
         [Windows.of(windows) for _, windows in gate_windows.values()],
+        reference_hidden=source_hidden,
         progress=progress,
     )
     texts: list[TextResult] = []

@@ -32,8 +32,14 @@ STATES_BYTES = 256 << 20
 NOT_SCORED = -100
 """The target of a position that predicts nothing; cross entropy ignores it."""
 TOKENS_THROUGH_THE_HEAD = 64
-# Of one model, in memory at a time.
+# Of one model, in memory at a time; more for a large vocabulary.
 LOGITS_BYTES = 32 << 20
+# Pieces of `TOKENS_THROUGH_THE_HEAD` tokens that go through the head together, at least. Each time,
+# the head is converted to float32, which takes a quarter of the time of one piece.
+_MIN_HEAD_PIECES = 2
+# Log probabilities that are compared at a time, and at least a row for each thread: so few that
+# intermediate results take no new pages of memory.
+_COMPARED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -354,7 +360,21 @@ class Tally:
 
     def add(self, reference_logits: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Add the logits [N, V] of both and the targets [N], in the order of the text."""
-        difference = (reference_logits - logits).abs().max().item()
+        count, size = logits.shape
+        # At least two rows, because torch sums a single row in another order.
+        rows = max(2, torch.get_num_threads(), _COMPARED_ELEMENTS // size)
+        parts = max(1, count // rows)
+        for part in zip(
+            reference_logits.tensor_split(parts),
+            logits.tensor_split(parts),
+            targets.tensor_split(parts),
+            strict=True,
+        ):
+            self._add_rows(*part)
+
+    def _add_rows(self, reference_logits: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Add a few rows, as `add` does."""
+        difference = (reference_logits - logits).abs_().max().item()
         # `max` of two floats drops a NaN that is its second argument.
         if math.isnan(difference):
             self._largest = difference
@@ -363,7 +383,7 @@ class Tally:
         log_p = reference_logits.log_softmax(-1)
         log_q = logits.log_softmax(-1)
         # A KL near 0 is a sum of terms of both signs over the vocabulary, which cancel.
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
+        kl = (log_p - log_q).mul_(log_p.exp()).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
         loss_p = F.nll_loss(log_p, targets, reduction="none", ignore_index=NOT_SCORED)
@@ -466,16 +486,25 @@ def _logits(
 
 def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
     """Yield the matrix's index and a few rows each, for all rows of several matrices. The logits of
-    one list fit in memory together.
+    one list fit in memory together; the head is converted once for all of them.
     """
     row_pieces = []
     for index, count in enumerate(counts):
         for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD):
             row_pieces.append((index, rows))
+    for group in _pieces(len(row_pieces), _count_head_pieces(vocab_size)):
+        yield row_pieces[group]
+
+
+def tokens_per_head_pass(vocab_size: int) -> int:
+    """Count the tokens that go through a head of this size together, at most."""
+    return _count_head_pieces(vocab_size) * TOKENS_THROUGH_THE_HEAD
+
+
+def _count_head_pieces(vocab_size: int) -> int:
     # Of logits in float32.
     piece_bytes = 4 * TOKENS_THROUGH_THE_HEAD * vocab_size
-    for group in _pieces(len(row_pieces), max(1, LOGITS_BYTES // piece_bytes)):
-        yield row_pieces[group]
+    return max(_MIN_HEAD_PIECES, LOGITS_BYTES // piece_bytes)
 
 
 def _split_into_parts(

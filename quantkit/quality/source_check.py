@@ -20,7 +20,7 @@ from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.model.layerwise import Batch
 from quantkit.quality.bounds import window_length
 from quantkit.quality.figures import round_figure
-from quantkit.quality.measures import head_pieces, text_windows
+from quantkit.quality.measures import Hidden, head_pieces, text_windows
 from quantkit.tensors.finite import all_finite, cast_finite, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.text.tokenizer import prompt_start
@@ -59,12 +59,18 @@ class SourceCheck:
 
 @torch.inference_mode()
 def check_source(
-    source: Checkpoint, *, allow_nonfinite: bool = False, progress: Progress = silent
+    source: Checkpoint,
+    *,
+    allow_nonfinite: bool = False,
+    source_hidden: Hidden = final_hidden,
+    progress: Progress = silent,
 ) -> SourceCheck | str:
     """Run a source, one block in memory at a time, on one window of a packaged text.
 
     Args:
         allow_nonfinite: logits that are NaN or Inf are no error.
+        source_hidden: returns the source's hidden states, for instance those that are kept for the
+            gate.
 
     Returns:
         The loss, or why it could not be measured.
@@ -84,7 +90,7 @@ def check_source(
     window = text_windows(ids, start, window_length(source))[:1]
     if window.numel() < 2:
         return "the tokenizer makes no tokens of a plain text"
-    (hidden,) = final_hidden(source, [Batch.from_start(window)], progress=progress)
+    (hidden,) = source_hidden(source, [Batch.from_start(window)], progress=progress)
     loss = _loss(source, hidden[0], window[0])
     if not math.isfinite(loss):
         if allow_nonfinite:

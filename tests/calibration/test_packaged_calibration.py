@@ -19,7 +19,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.calibration import packaged
-from quantkit.calibration.packaged import PREFIX, PackagedText, near_uniform_pieces
+from quantkit.calibration.packaged import PREFIX, PackagedText, measure_losses_of_source
 from quantkit.cli.main import main
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
@@ -70,10 +70,29 @@ def _of(
 
 
 def _draw(text: PackagedText, samples: int, length: int, dropped: str = "", seed: int = 0) -> Any:
-    def near_uniform(drawn: Sequence[Tensor]) -> list[bool]:
-        return [chr(int(one[1])) in dropped for one in drawn]
+    def measure_losses(prefixes: Sequence[Tensor]) -> list[float]:
+        return [float(chr(int(prefix[1])) in dropped) for prefix in prefixes]
 
-    return text.draw(samples=samples, length=length, seed=seed, near_uniform=near_uniform)
+    return text.draw(samples=samples, length=length, seed=seed, measure_losses=measure_losses)
+
+
+class Losses:
+    """Losses of prefixes by the kind that their letters are of, and the prefixes that were
+    tried.
+    """
+
+    def __init__(self, **losses: float) -> None:
+        self._losses = losses
+        self.tried: list[tuple[str, int]] = []
+
+    def __call__(self, prefixes: Sequence[Tensor]) -> list[float]:
+        found = []
+        for prefix in prefixes:
+            letter = chr(int(prefix[1]))
+            kind = next(kind for kind, (_, letters) in KINDS.items() if letter in letters)
+            self.tried.append((kind, len(prefix)))
+            found.append(self._losses.get(kind, 0.1))
+        return found
 
 
 def _shares(tokens: Tensor) -> dict[str, float]:
@@ -130,17 +149,76 @@ def test_as_many_samples_are_drawn_as_were_requested_or_a_note_says_how_many(
 ) -> None:
     def scripted(*rounds: Sequence[int], then: int) -> Any:
         verdicts = iter(rounds)
-        return lambda pieces: list(map(bool, next(verdicts, [then] * len(pieces))))
+
+        def measure_losses(prefixes: Sequence[Tensor]) -> list[float]:
+            # All kinds are doubtful, so that each round tries all of its pieces.
+            if len(prefixes[0]) == 32:
+                return [0.8] * len(prefixes)
+            return list(map(float, next(verdicts, [then] * len(prefixes))))
+
+        return measure_losses
 
     halves = [1, 1, 0, 0, 1, 0, 0, 0]  # of the first two kinds
     drawn = _of().draw(
-        samples=8, length=33, seed=0, near_uniform=scripted(halves, [0, 1, 0, 1], [0, 0, 1], then=0)
+        samples=8,
+        length=33,
+        seed=0,
+        measure_losses=scripted(halves, [0, 1, 0, 1], [0, 0, 1], then=0),
     )
     assert len(drawn.tokens) == 8
     assert not any("not 8" in note for note in drawn.notes)
-    drawn = _of().draw(samples=8, length=33, seed=0, near_uniform=scripted(halves, then=1))
+    drawn = _of().draw(samples=8, length=33, seed=0, measure_losses=scripted(halves, then=1))
     assert len(drawn.tokens) == 5
     assert any("5" in note and "not 8" in note for note in drawn.notes)
+
+
+def test_of_a_kind_that_is_clearly_predicted_two_short_pieces_are_tried(documents: Path) -> None:
+    losses = Losses(second=0.6)
+    drawn = _of().draw(samples=32, length=129, seed=0, measure_losses=losses)
+    assert Counter(losses.tried) == {(kind, 32): 2 for kind in KINDS}
+    everything = _of().draw(
+        samples=32, length=129, seed=0, measure_losses=Losses(first=0.8, second=0.8, third=0.8)
+    )
+    assert drawn.tokens.equal(everything.tokens)
+    assert drawn.dropped == everything.dropped == {}
+
+
+def test_of_a_doubtful_kind_all_pieces_are_tried(documents: Path) -> None:
+    losses = Losses(second=0.7)
+    drawn = _of().draw(samples=32, length=129, seed=0, measure_losses=losses)
+    assert Counter(losses.tried) == {
+        **{(kind, 32): 2 for kind in KINDS},
+        ("second", PREFIX): 8,
+    }
+    assert drawn.dropped == {}
+
+
+def test_all_pieces_are_tried_once_one_is_predicted_nearly_uniformly(documents: Path) -> None:
+    losses = Losses(third=0.9)
+    drawn = _of().draw(samples=32, length=129, seed=0, measure_losses=losses)
+    assert Counter(losses.tried) == {
+        **{(kind, 32): 2 for kind in KINDS},
+        ("first", PREFIX): 16 + 5,
+        ("second", PREFIX): 8 + 3,
+        # The rest of a sample, which is shorter.
+        ("first", 43): 1,
+        ("third", PREFIX): 8,
+    }
+    assert drawn.dropped == {"third": 8}
+
+
+def test_all_pieces_of_kinds_with_several_languages_are_tried(
+    documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged, "_MIXED_KINDS", ("second",))
+    losses = Losses()
+    _of().draw(samples=32, length=129, seed=0, measure_losses=losses)
+    assert Counter(losses.tried) == {("first", 32): 2, ("second", 32): 8, ("third", 32): 2}
+
+
+@pytest.mark.parametrize("kind", ["languages", "dialogue-languages", "code"])
+def test_the_text_has_the_kinds_with_several_languages(kind: str) -> None:
+    assert kind in {one.name for one in _of(tokenizer=load_tokenizer(DEMO_MODEL)).kinds}
 
 
 def test_where_nothing_is_predicted_nothing_is_dropped(documents: Path) -> None:
@@ -261,15 +339,13 @@ def test_a_source_reports_what_it_predicts_from_what_it_does_not(tmp_path: Path)
     source = open_checkpoint(oracle.save(model, tmp_path / "model"))
     line = torch.arange(80)
     known, unknown = line % 32, 32 + line % 32
-    pieces = [
-        known,
-        unknown,
-        torch.where(line < PREFIX, known, 40),
-        known[:20],
-        unknown[:20],
-        unknown[:5],
-    ]
-    assert near_uniform_pieces(source, pieces, 64) == [False, True, False, False, True, False]
+    prefixes = [known, unknown, known[:20], unknown[:20], unknown[:5]]
+    losses = measure_losses_of_source(source, prefixes, 64)
+    assert losses[0] < 0.1
+    assert losses[1] == pytest.approx(1, abs=0.01)
+    assert losses[2] < 0.1
+    assert losses[3] == pytest.approx(1, abs=0.01)
+    assert losses[4] == 0
 
 
 # The default

@@ -133,6 +133,7 @@ def test_gptq_reads_each_quantized_weight_once(demo_model: Path, tmp_path: Path)
         schemes=schemes,
         passage=Passage(parts, source.path),
         groups=parts.list_groups(),
+        recording_cache=parts.recording_cache,
         embedding_parameter=None,
         device=cpu,
         memory_bytes=10**9,

@@ -309,9 +309,9 @@ def test_activations_beyond_the_budget_are_on_disk(
     )
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
-    assert beyond.scratch_bytes == pytest.approx(
-        4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1
-    )
+    # Half of the eight batches go through the float model too.
+    activation_bytes = 4 * tokens * 1.5 * (128 + 384)
+    assert beyond.scratch_bytes == pytest.approx(activation_bytes - 10**6, rel=0.01)
     assert beyond.disk_bytes == inside.disk_bytes
     assert "of activations" in "\n".join(beyond.lines())
 

@@ -108,6 +108,6 @@ def test_a_plan_makes_the_checks_of_the_command(
         quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="own")
     with pytest.raises(RequestError, match="no choice of schemes has this size"):
         quantkit.plan.quantize(hybrid, tmp_path / "x", target_bits=2)
-    monkeypatch.setattr(forward, "_missing", lambda: ["transformers"])
+    monkeypatch.setattr(forward, "is_installed", lambda: False)
     with pytest.raises(RequestError, match=r"pip install 'quantkit\[transformers\]'"):
         quantkit.plan.quantize(hybrid, tmp_path / "x", "int4-g32", via="transformers")

@@ -57,7 +57,7 @@ def test_the_head_is_counted_and_reported(
 ) -> None:
     monkeypatch.setattr(
         "quantkit.quality.measures.LOGITS_BYTES", 1
-    )  # one piece of 64 rows at a time
+    )  # two pieces of 64 rows at a time
     source = open_checkpoint(demo_model)
     monkeypatch.setattr("quantkit.quality.measures.count_head_layers", lambda config: 50)
     reports: Reports = []
@@ -70,7 +70,7 @@ def test_the_head_is_counted_and_reported(
     _require_rising(reports)
     models = 2 if job == "compare" else 1
     layers = models * source.config.num_layers
-    assert sum(done > layers for done, _ in reports) > 40  # reports while the head computes
+    assert sum(done > layers for done, _ in reports) > 30  # reports while the head computes
 
 
 def test_the_gradients_of_the_head_are_reported(demo_model: Path) -> None:

@@ -47,7 +47,7 @@ def _changed(folder: Path, target: Path, name: str, factor: float) -> Path:
 
 
 def _without_transformers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forward, "_missing", lambda: ["transformers"])
+    patch.setattr(forward, "is_installed", lambda: False)
 
 
 @pytest.mark.slow

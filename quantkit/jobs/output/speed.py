@@ -14,14 +14,14 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.documents import is_self
 from quantkit.calibration.effort import every_group, inner_width
-from quantkit.calibration.estimate import forward_flops
+from quantkit.calibration.estimate import block_flops, forward_flops
 from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
-from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.calibration.packaged import estimate_tried_tokens
 from quantkit.calibration.self_text import count_rows_together
 from quantkit.calibration.settings import GptqSettings
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
-from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
+from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD, Tally, tokens_per_head_pass
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 from quantkit.tensors.qtensor import quantize_rtn
@@ -51,9 +51,8 @@ _SECONDS_OF_WEIGHT_ON_GPU = 1e-12
 _SECONDS_OF_LINEAR_ON_GPU = 4e-5
 # For each element of a token's hidden state in a layer: norms, RoPE, attention, additions.
 _SECONDS_OF_STATE = 3e-8
-# Parts of samples that the model tries, with those that replace dropped ones, in units of the parts
-# that are drawn.
-_TRIED_AGAIN = 1.2
+# A few pieces of each kind of text, and all pieces of doubtful kinds.
+_TRYING_PASSES = 2
 # Bytes a second through reading, hashing and writing; not measured here.
 _GUESSED_DISK_RATE = 1.5e9
 # Opened, hashed, synced and read back.
@@ -80,18 +79,26 @@ class Speed:
         """Estimate the time of a number of tokens through models on disk, up to their logits, in a
         number of passes.
         """
+        return models * (self.blocks(tokens, passes=passes) + self.head(tokens, passes=passes))
+
+    def blocks(self, tokens: int, *, passes: int = 1) -> float:
+        """Estimate the time of tokens through the blocks of a model on disk."""
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
+        weights = sum(count * group.weights for group, count in every_group(config))
+        loaded = self.linears * _SECONDS_OF_LINEAR + weights * _SECONDS_OF_WEIGHT
+        return self.products(block_flops(config, tokens)) + states + passes * loaded
+
+    def head(self, tokens: int, *, passes: int = 1) -> float:
+        """Estimate the time of the logits of tokens, from their hidden states."""
+        config = self.config
+        elements = config.vocab_size * config.hidden_size
         logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
         # The head is read again for each part of the tokens, because the logits of all of them
         # would not fit into memory.
-        part_tokens = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))
-        head = config.vocab_size * config.hidden_size * max(1, tokens // part_tokens)
-        weights = sum(count * group.weights for group, count in every_group(config))
-        loaded = passes * (
-            self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT
-        )
-        return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
+        parts = max(1, tokens // tokens_per_head_pass(config.vocab_size))
+        loaded = passes * parts * elements * _SECONDS_OF_WEIGHT
+        return self.products(2 * tokens * elements) + logits + loaded
 
     def writing_rows(self, tokens: int, rows: int, device: torch.device) -> float:
         """Estimate the time in which a model in memory writes a number of tokens, in rows that are
@@ -156,9 +163,8 @@ def estimate_draw(settings: GptqSettings, speed: Speed) -> float:
         return speed.writing_rows(samples * length, min(rows, samples), settings.device)
     if settings.text is not None:
         return 0.0
-    # Only the beginnings of parts of the included text are tried.
-    tried = int(_TRIED_AGAIN * samples * min(length, PREFIX))
-    return speed.forward(tried, passes=ROUNDS)
+    tried = estimate_tried_tokens(samples, length)
+    return speed.forward(tried, passes=_TRYING_PASSES)
 
 
 @cache

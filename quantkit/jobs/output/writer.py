@@ -43,10 +43,12 @@ from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.sink import Sink
 from quantkit.formats.output.staging import Staging, note_partial_output
+from quantkit.quality.measures import Hidden
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
+from quantkit.via_transformers.forward import final_hidden
 from quantkit.via_transformers.stacks import unstack
 
 SAFE_POINT_BYTES = 256 << 20
@@ -124,10 +126,16 @@ def option_key(name: str) -> str:
 
 @contextmanager
 def open_writer(
-    work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress
+    work: Work,
+    dst: Path,
+    *,
+    resume: bool,
+    source_check: bool,
+    source_hidden: Hidden = final_hidden,
+    progress: Progress,
 ) -> Iterator[Writer]:
     """Open the writer of a new checkpoint or of an interrupted one, and check the source on a
-    sample text.
+    sample text, with the hidden states that `source_hidden` returns.
 
     An error of the source while tensors are written removes the partial output, as it would occur
     again. Anything else keeps it for ``resume``, if it has any tensor: an interruption, a full
@@ -139,7 +147,7 @@ def open_writer(
     """
     writer = Writer(work, dst, resume=resume, progress=progress)
     try:
-        writer.hash_and_check_source(check=source_check)
+        writer.hash_and_check_source(check=source_check, source_hidden=source_hidden)
         yield writer
     except BaseException as error:
         writer.abandon(error)
@@ -224,7 +232,7 @@ class Writer:
             return []
         return [Message(f"{self._work.source.path}: ", note)]
 
-    def hash_and_check_source(self, *, check: bool) -> None:
+    def hash_and_check_source(self, *, check: bool, source_hidden: Hidden) -> None:
         """Hash the source in the background, and `check` it on a sample text; see
         `check_source`.
         """
@@ -235,6 +243,7 @@ class Writer:
             outcome = check_source(
                 source,
                 allow_nonfinite=self._work.options["allow_nonfinite"] is True,
+                source_hidden=source_hidden,
                 progress=in_phase(self._progress, "check of the source"),
             )
             # A source without a tokenizer, for example, is not measured; a text says why.

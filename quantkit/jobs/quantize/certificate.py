@@ -22,7 +22,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.output.labels import file_name
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import scheme_bound, with_inputs
-from quantkit.quality.measures import LOGITS_BYTES
+from quantkit.quality.measures import tokens_per_head_pass
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import TOKENS, PositionCertificate, select_caches
 from quantkit.tensors.activations import InputRounding
@@ -88,7 +88,8 @@ class CertifiedText:
         states = num_runs * config.hidden_size + _STATES_OF_ATTENTION * attention_width
         length = self.windows.shape[1]
         # Hidden states and logits are float32; logits are computed in parts of limited size.
-        logits = num_runs * min(LOGITS_BYTES, 4 * length * config.vocab_size)
+        head_tokens = min(length, tokens_per_head_pass(config.vocab_size))
+        logits = 4 * num_runs * head_tokens * config.vocab_size
         return 4 * length * states + logits
 
     def attention_flops(self, config: ModelConfig) -> int:

@@ -31,6 +31,7 @@ from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import quantization_steps
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.bounds import count_gate_tokens
+from quantkit.quality.kept_states import count_kept_bytes
 from quantkit.tensors.scheme import QuantScheme
 
 # Factor on the memory of the choice of schemes: the allocator keeps freed memory between the states
@@ -115,7 +116,10 @@ def estimate_quantization(
         if device.type == "cuda":
             on_device = on_device + work_bytes
             work_bytes = 0
-        phases["calibration"] = process_bytes() + activation_bytes + codes + work_bytes
+        states_bytes = count_kept_bytes(source)
+        phases["calibration"] = (
+            process_bytes() + activation_bytes + codes + work_bytes + states_bytes
+        )
         if backward:
             phases["the gradients"] = process_bytes() + backward
         if fit is not None:

@@ -20,7 +20,7 @@ from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import build_gate_windows, coarsest, scheme_bound, window_length
 from quantkit.quality.gate import RtnBaseline
-from quantkit.quality.measures import compare
+from quantkit.quality.measures import Hidden, compare
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
@@ -48,9 +48,12 @@ def is_probed(source: Checkpoint, settings: GptqSettings | None) -> bool:
     return settings.samples * settings.length >= _CALIBRATION_SHARE * window_length(source)
 
 
-def probe_rounding(plan: FormatPlan, progress: Progress) -> str | None:
+def probe_rounding(plan: FormatPlan, source_hidden: Hidden, progress: Progress) -> str | None:
     """Round the weights to nearest as they are loaded, and compare the result with the source on a
     window of the gate.
+
+    Args:
+        source_hidden: returns the source's hidden states, for instance those that are kept.
 
     Returns:
         A note if GPTQ cannot be expected to bring the KL within the gate's bound; None if it can.
@@ -64,7 +67,13 @@ def probe_rounding(plan: FormatPlan, progress: Progress) -> str | None:
     if source.config.runnable and plan.inputs:
         rounded = RoundedInputs(rounded, plan.inputs)
     try:
-        (quality,) = compare(source, [rounded], windows[:1], progress=in_phase(progress, PROBE))
+        (quality,) = compare(
+            source,
+            [rounded],
+            windows[:1],
+            reference_hidden=source_hidden,
+            progress=in_phase(progress, PROBE),
+        )
     except NonFiniteError:
         # The checks of the source and of the result name the tensor.
         return None

@@ -27,6 +27,7 @@ from quantkit.jobs.quantize.rounding_probe import is_probed, probe_rounding
 from quantkit.jobs.quantize.size_fit import set_up_size_fit
 from quantkit.jobs.quantize.verification import verify_output
 from quantkit.jobs.quantize.work import Samples, quantizer_of, settle_schemes_and_samples, work_of
+from quantkit.quality.kept_states import KeptStates
 from quantkit.tensors.qtensor import ROUNDED
 
 
@@ -111,6 +112,7 @@ def _write_formats(
     # Rounding needs no samples.
     if samples is not None:
         drawn = samples.drawn
+    source_hidden = KeptStates(source)
     works = {}
     for folder, format_plan in formats.by_folder.items():
         works[folder] = work_of(plan, format_plan, drawn, group)
@@ -125,11 +127,12 @@ def _write_formats(
         formats.dst,
         resume=resume,
         source_check=plan.checks.source_check,
+        source_hidden=source_hidden,
         progress=report,
     ) as writer:
         # A run that resumes solved tensors has printed the note before.
         if is_probed(source, settings) and not writer.existing_tensors.names:
-            note = probe_rounding(formats.first, progress)
+            note = probe_rounding(formats.first, source_hidden, progress)
             if note is not None and on_note is not None:
                 on_note(note)
         _write(
@@ -139,7 +142,15 @@ def _write_formats(
         results = {}
         for folder in formats.by_folder:
             results[folder] = verify_output(
-                plan, folder, drawn, works[folder], writer, quantizer, began, progress
+                plan,
+                folder,
+                drawn,
+                works[folder],
+                writer,
+                quantizer,
+                source_hidden,
+                began,
+                progress,
             )
         # Only an output whose formats have all passed gets its name.
         writer.place()

@@ -89,10 +89,12 @@ def _steps(
         shape = settings.samples, settings.length
         effort = settings.effort_on(config, shape, scheme_map.linears.values())
     if checked_tokens:
-        steps[SOURCE_CHECK] = speed.forward(checked_tokens)
+        # The source passes all of the gate's windows once, for all checks.
+        steps[SOURCE_CHECK] = speed.blocks(gate_tokens) + speed.head(checked_tokens)
     if is_probed(source, settings):
-        forward_seconds = speed.forward(window_length(source), models=2)
-        steps[PROBE] = forward_seconds + speed.rounding(weights, searched=False)
+        probe_tokens = window_length(source)
+        probe_seconds = speed.blocks(probe_tokens) + 2 * speed.head(probe_tokens)
+        steps[PROBE] = probe_seconds + speed.rounding(weights, searched=False)
     if settings is not None:
         flops = costs.gradient_flops(config, shape, effort)
         # Only the thorough effort has a backward pass.
@@ -115,20 +117,24 @@ def _steps(
         steps["quantize"] = writing + len(scale_dtypes) * speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _estimate_gptq_seconds(settings, effort, speed)
-    for folder in formats.by_folder:
+    for number, folder in enumerate(formats.by_folder):
         # A model that is only rounded is its own baseline: two models run instead of three, and the
         # weights are rounded once more. With a quantized KV cache it also runs with floats there,
         # and its weights are rounded again for that.
         if config.measurable and settings is None:
             extra_models = int(plan.solver.kv_cache is not None)
-            gate_seconds = speed.forward(gate_tokens, models=2 + extra_models)
+            gate_seconds = speed.forward(gate_tokens, models=1 + extra_models)
+            gate_seconds += speed.head(gate_tokens)
             gate_seconds += (1 + extra_models) * speed.rounding(weights, searched=True)
             steps[phase_of("gate", folder)] = gate_seconds
         # After GPTQ, weights are rounded for the baseline, and once more to compare their errors.
         elif config.measurable:
-            gate_seconds = speed.forward(gate_tokens, models=3)
+            gate_seconds = speed.forward(gate_tokens, models=2) + speed.head(gate_tokens)
             gate_seconds += 2 * speed.rounding(weights, searched=False)
             steps[phase_of("gate", folder)] = gate_seconds
+        # Without a check, the first gate runs the source.
+        if config.measurable and not checked_tokens and number == 0:
+            steps[phase_of("gate", folder)] += speed.blocks(gate_tokens)
         if certified is not None:
             # Of the source, and of the result with each cache.
             passes = (1 + len(select_caches(config))) * len(certified.windows)

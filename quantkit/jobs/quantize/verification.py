@@ -25,6 +25,7 @@ from quantkit.jobs.quantize.plan import Checks, Plan
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import phase_of
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.measures import Hidden
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, describe_unquantized_tensors, weights_only
 from quantkit.via_transformers.forward import run_by_transformers
@@ -37,10 +38,13 @@ def verify_output(
     work: Work,
     writer: Writer,
     quantizer: RtnQuantizer,
+    source_hidden: Hidden,
     began: float,
     progress: Progress,
 ) -> QuantizeResult:
-    """Check the result in a folder of the output, and complete it with its card and manifest.
+    """Check the result in a folder of the output, and complete it with its card and manifest;
+    `source_hidden` returns the source's hidden states for the gate.
+
     Raises `QualityError` as `_check` does.
     """
     format_plan = plan.formats.by_folder[folder]
@@ -49,7 +53,7 @@ def verify_output(
     result, problem = open_result(format_plan, writer.read_back(folder))
     size = weight_size(result)
     gate, certificate = _check(
-        format_plan, plan.checks, result, records, quantizer, folder, progress
+        format_plan, plan.checks, result, records, quantizer, source_hidden, folder, progress
     )
     measured = Measured(*size, gate, certificate, problem)
     card = model_card_files(plan, format_plan, drawn, measured)
@@ -160,6 +164,7 @@ def _check(
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
     quantizer: RtnQuantizer,
+    source_hidden: Hidden,
     folder: str,
     progress: Progress,
 ) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
@@ -180,6 +185,7 @@ def _check(
         requested=schemes,
         importance=quantizer.importance,
         inputs=inputs,
+        source_hidden=source_hidden,
         progress=in_phase(progress, phase_of("gate", folder)),
     )
     if not accepted:
