@@ -91,11 +91,12 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a linear of an expert is in a tensor with all experts of a module.
+    """Where the weight of a linear is in a tensor on disk: that of all experts of a module, or one
+    that has inputs before outputs.
 
     Attributes:
-        name, shape: of that tensor, [E, ...].
-        expert: the index along its first axis.
+        name, shape: of that tensor; [E, ...] of all experts.
+        expert: the index along its first axis; None if it contains no experts.
         first, step: the first row there, and the distance between rows.
         transposed: whether inputs come before outputs there.
         apart: whether readers want each linear by itself in a folder with any quantized weights.
@@ -103,7 +104,7 @@ class Stack:
 
     name: str
     shape: tuple[int, ...]
-    expert: int
+    expert: int | None
     first: int = 0
     step: int = 1
     transposed: bool = False
@@ -123,8 +124,8 @@ class OpaqueTensor:
             embedding, if it is to be quantized. Empty for all other tensors.
         layer: the number of its block, if it is in one.
         alias: the name of a linear's module in readers, if it differs from the name on disk.
-        stack: of a linear of an expert, where it is in the tensor with all of them as long as
-            none is quantized.
+        stack: of a linear that is part of another tensor, or transposed, as long as its weight is
+            not quantized: where it is there.
     """
 
     name: str

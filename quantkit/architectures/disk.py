@@ -36,6 +36,7 @@ class Place:
         shape: the canonical shape.
         first, step: its first row on disk, and the distance between rows.
         expert: its index along the first axis, if the tensor on disk has all experts.
+        transposed: whether its transpose is on disk: without experts, in rows from `first`.
         head_order: the row on disk for each row of a head, if the order of rotary rows differs.
     """
 
@@ -44,6 +45,7 @@ class Place:
     first: int = 0
     step: int = 1
     expert: int | None = None
+    transposed: bool = False
     head_order: tuple[int, ...] | None = None
 
 
@@ -82,7 +84,9 @@ class DiskTensor:
     @property
     def whole(self) -> bool:
         """Return whether it is a canonical tensor without changes."""
-        return len(self.places) == 1 and self.stacked is None and self.places[0].head_order is None
+        if len(self.places) > 1 or self.stacked is not None:
+            return False
+        return self.places[0].head_order is None and not self.places[0].transposed
 
 
 @dataclass(frozen=True)
@@ -347,21 +351,21 @@ def _require_no_more_experts(
 
 
 def group_stacked_experts(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
-    """Group the linears of experts of a model that is known by its tensors, expert by expert, by
-    the tensor for all.
+    """Group the linears with a `Stack` of a model that is known by its tensors by the tensor that
+    contains them, expert by expert.
     """
     groups: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
     for tensor in config.tensors or ():
         if tensor.stack is not None:
             groups[tensor.stack.name].append((tensor, tensor.stack))
     for parts in groups.values():
-        parts.sort(key=lambda part: (part[1].expert, part[1].first))
+        parts.sort(key=lambda part: (part[1].expert or 0, part[1].first))
     return dict(groups)
 
 
 def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[DiskTensor]:
     """List the tensors of a model of unknown architecture: their names on disk are canonical,
-    except of experts that are one tensor, because none of them is quantized.
+    except of linears in a tensor of which none is quantized.
     """
     stacks = {}
     for name, parts in group_stacked_experts(config).items():
@@ -377,7 +381,11 @@ def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[Dis
             )
         # All parts of a stack go to the position of its first part in the file.
         elif stack.name not in disk:
-            disk[stack.name] = _build_stacked_tensor(stack, stacks[stack.name])
+            built = _build_stacked_tensor(stack, stacks[stack.name])
+            # A transposed weight by itself.
+            if len(built.places) == 1:
+                built = replace(built, linear=parameter.linear)
+            disk[stack.name] = built
     return list(disk.values())
 
 
@@ -393,11 +401,15 @@ def _build_stacked_tensor(stack: Stack, parts: Sequence[tuple[OpaqueTensor, Stac
                 first=place.first,
                 step=place.step,
                 expert=place.expert,
+                transposed=place.expert is None and place.transposed,
             )
         )
         # Rows of several linears alternate where a linear's rows are not adjacent.
         interleaved = interleaved or place.step > 1
-    stacked = StackedExperts(stack.name, (), stack.transposed, interleaved)
+    if stack.expert is None:
+        stacked = None
+    else:
+        stacked = StackedExperts(stack.name, (), stack.transposed, interleaved)
     return DiskTensor(stack.name, stack.shape, tuple(places), stacked)
 
 

@@ -33,7 +33,7 @@ from quantkit.bit_allocation.losses import (
 from quantkit.calibration.effort import batch_samples
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.passes.passage import Inputs, Observer, Passage, Survey
-from quantkit.passes.site import Brought
+from quantkit.passes.site import Brought, gather_weights
 from quantkit.passes.spill import Spill
 from quantkit.tensors.products import add_square_, exact_float32, fill_lower_
 from quantkit.tensors.scheme import QuantScheme
@@ -143,12 +143,8 @@ class _Estimation(Observer):
         hessian.div_(max(1, self._tokens))
         self._hessian = None
         self._tokens = 0
-        weights: dict[str, Tensor] = {}
-        for site in group.sites:
-            weight = site.of(self._model.get_parameter(site.parameter))
-            for linear, start, stop in site.rows:
-                if linear in self._unit_of:
-                    weights[linear] = weight[start:stop].float().contiguous()
+        gathered = gather_weights(group.sites, self._unit_of, self._model.get_parameter)
+        weights = {linear: weight.float() for linear, weight in gathered.items()}
         require_finite(weights, self._source.path)
         for linear, weight in weights.items():
             squares = _mean_squares(weight, hessian, self._tried[linear])

@@ -39,7 +39,7 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import PartwiseModel, set_parameter
 from quantkit.passes.passage import Inputs, Observer, Passage, Routed
-from quantkit.passes.site import Brought, Site
+from quantkit.passes.site import Brought, Site, gather_weights
 from quantkit.passes.spill import Spill
 from quantkit.tensors.products import bfloat16_linear, times
 from quantkit.tensors.qtensor import QuantTensor
@@ -371,26 +371,27 @@ class SampleStreams(Observer):
         """Collect the float32 linears of a group that have a scheme, by module on disk."""
         model = self._passage.partwise.model
         linears: dict[str, nn.Linear] = {}
+        other_sites: list[Site] = []
         for site in group.sites:
-            modules = self._select_modules(site)
             owner = model.get_submodule(site.owner)
             # The solver may replace the weight by a view, which saves a copy of it.
             if site.is_linear and len(site.rows) == 1 and isinstance(owner, nn.Linear):
-                for module in modules:
+                for module in self._select_modules(site):
                     linears[module] = owner
-                continue
-            if site.parameter in self._versions:
-                _, floats = self._versions[site.parameter]
             else:
-                floats = model.get_parameter(site.parameter)
-            for module, start, stop in site.rows:
-                if module in modules:
-                    weight = site.of(floats)[start:stop].contiguous()
-                    linears[module] = nn.Linear(
-                        weight.shape[1], weight.shape[0], bias=False, device="meta"
-                    )
-                    linears[module].weight = nn.Parameter(weight, requires_grad=False)
+                other_sites.append(site)
+        weights = gather_weights(other_sites, self._solver.schemes, self._get_floats)
+        for module, weight in weights.items():
+            linears[module] = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
+            linears[module].weight = _make_parameter(weight)
         return linears
+
+    def _get_floats(self, name: str) -> Tensor:
+        """Look up the value of a parameter in the float model."""
+        if name in self._versions:
+            return self._versions[name][1]
+        parameter: Tensor = self._passage.partwise.model.get_parameter(name)
+        return parameter
 
     def _install(self, site: Site, weights: Mapping[str, QuantTensor]) -> None:
         """Let the quantized model have the weights, by module on disk, that a site is made of."""
@@ -409,10 +410,10 @@ class SampleStreams(Observer):
         else:
             if quantized is floats:
                 quantized = _make_parameter(floats.clone())
-            for module, start, stop in site.rows:
+            for module, rows_here, rows_of_module in site.parts():
                 if module in weights:
                     rows = weights[module].to(floats.device).dequantize()
-                    site.of(quantized.data)[start:stop] = rows
+                    site.of(quantized.data)[rows_here] = rows[rows_of_module]
         # Only the weights that multiply samples are kept.
         if self._multiplies_narrow(site):
             quantized = _make_parameter(quantized.to(self._compute_dtype))
@@ -447,10 +448,11 @@ class SampleStreams(Observer):
 
     def _list_solved(self, group: Inputs) -> list[str]:
         """List the modules on disk of a group that have a scheme."""
-        modules: list[str] = []
+        # A linear may be split into several sites.
+        modules: dict[str, None] = {}
         for site in group.sites:
-            modules += self._select_modules(site)
-        return modules
+            modules |= dict.fromkeys(self._select_modules(site))
+        return list(modules)
 
     def _is_stored(self, group: Inputs) -> bool:
         return all(module in self._stored for module in self._list_solved(group))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 WEIGHT = "weight"
@@ -22,6 +24,9 @@ class Site:
             gets all tokens.
         rows: the linears on disk that the weight is made of, with the first of their rows and the
             one after the last.
+        count: of experts, if the parameter is a matrix with their weights one after the other.
+        firsts: for each of these linears, which of its own rows is the first here; empty if all are
+            complete.
         transposed: whether the module has the weight as [I, O].
         stacked: whether an expert's parameter contains the weights of all experts.
     """
@@ -31,6 +36,8 @@ class Site:
     expert: int | None
     rows: tuple[tuple[str, int, int], ...]
     transposed: bool = False
+    firsts: tuple[int, ...] = ()
+    count: int | None = None
     stacked: bool = True
 
     @property
@@ -45,17 +52,51 @@ class Site:
     @property
     def is_linear(self) -> bool:
         """Return whether the weight is the whole parameter of a module of its own."""
-        return not self.transposed and (self.expert is None or not self.stacked)
+        is_whole = self.expert is None or not self.stacked
+        return is_whole and not self.transposed and not self.firsts
+
+    def parts(self) -> Iterator[tuple[str, slice, slice]]:
+        """Yield each linear with its rows in this weight, and the same rows in its own weight."""
+        firsts = self.firsts or (0,) * len(self.rows)
+        for (linear, start, stop), first in zip(self.rows, firsts, strict=True):
+            yield linear, slice(start, stop), slice(first, first + stop - start)
 
     def of(self, parameter: Tensor) -> Tensor:
         """Select the weight [O, I] in its parameter, not copied."""
         if self.expert is None or not self.stacked:
             weight = parameter
+        elif self.count is not None:
+            weight = parameter.view(self.count, -1, parameter.shape[1])[self.expert]
         else:
             weight = parameter[self.expert]
         if self.transposed:
             return weight.t()
         return weight
+
+
+def gather_weights(
+    sites: Iterable[Site], linears: Collection[str], parameter_of: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Gather the weights [O, I] of some linears from all sites that have rows of them; copied only
+    where necessary.
+
+    Args:
+        parameter_of: looks up a parameter by name.
+    """
+    pieces: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for site in sites:
+        weight = site.of(parameter_of(site.parameter))
+        for linear, rows_here, rows_of_linear in site.parts():
+            if linear in linears:
+                pieces[linear].append((rows_of_linear.start, weight[rows_here]))
+    weights: dict[str, Tensor] = {}
+    for linear, rows in pieces.items():
+        if len(rows) == 1:
+            weights[linear] = rows[0][1].contiguous()
+        else:
+            rows.sort(key=lambda piece: piece[0])
+            weights[linear] = torch.cat([piece for _, piece in rows])
+    return weights
 
 
 @dataclass

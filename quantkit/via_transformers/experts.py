@@ -4,8 +4,9 @@ to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,32 +27,46 @@ RoundedRows = tuple[int, int, InputRounding | None]
 rounded; None for floats.
 """
 
+_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_NOT_GATED = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_ALONE = {"weight": ("",)}
+_DBRX = {"w1": ("w1",), "v1": ("v1",), "w2": ("w2",)}
+LINEARS_OF_PARAMETER: Mapping[str, tuple[str, ...]] = {**_GATED, **_NOT_GATED, **_ALONE, **_DBRX}
+"""The linears of one expert in each parameter of stacked experts, by its name in any class."""
+
 
 @dataclass(frozen=True)
 class Experts:
     """How a module stores stacked experts.
 
     Attributes:
-        is_transposed: whether inputs come before outputs.
+        linears: the linears of one expert in each parameter, by its name. An empty name is that of
+            a module with one linear.
+        count: the number of experts.
+        transposed: the parameters whose inputs come before outputs.
         is_concatenated: whether all outputs of the gate come before those of the other linear;
             otherwise they alternate.
+        is_flat: whether the weights of the experts follow each other in a matrix.
         are_apart: whether transformers makes a module of each linear if any weights are quantized.
     """
 
-    is_transposed: bool
-    is_concatenated: bool
-    has_bias: bool
+    linears: Mapping[str, tuple[str, ...]]
+    count: int
+    transposed: frozenset[str] = frozenset()
+    is_concatenated: bool = True
+    has_bias: bool = False
+    is_flat: bool = False
     are_apart: bool = False
 
-
-_OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, has_bias=False, are_apart=True)}
-"""Classes outside of the registry whose experts get all tokens, multiplied by the weights of their
-outputs, which are zero for most tokens.
-"""
+    def split(self, parameter: Tensor) -> Tensor:
+        """View a parameter as [E, ...]."""
+        if self.is_flat:
+            return parameter.reshape(self.count, -1, parameter.shape[1])
+        return parameter
 
 
 def use_experts(model: Any) -> None:
-    """Make a model run its experts by `_forward` if they go through transformers' registry."""
+    """Make a model run its experts one after the other, if `experts_of` knows how."""
     from transformers import PreTrainedConfig
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -61,8 +76,9 @@ def use_experts(model: Any) -> None:
         # Modules may have the config of a part, such as the text's.
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation = IMPLEMENTATION
-        if type(module).__name__ in _OF_ALL_TOKENS:
-            module.forward = MethodType(_forward_all, module)
+        forward = _FORWARDS.get(type(module).__name__)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
 
 
 def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
@@ -72,15 +88,22 @@ def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
             setattr(module, _VISITOR, visitor)
 
 
-def experts_of(module: nn.Module) -> Experts | None:
+def experts_of(module: Any) -> Experts | None:
     """Describe how a module of transformers stores stacked experts; None if it has none that can be
     run one by one.
     """
     # transformers' decorator for the registry sets these attributes.
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-        experts: Any = module
-        return Experts(experts.is_transposed, experts.is_concatenated, experts.has_bias)
-    return _OF_ALL_TOKENS.get(type(module).__name__)
+        linears = _GATED if module.has_gate else _NOT_GATED
+        return Experts(
+            linears=linears,
+            count=module.num_experts,
+            transposed=frozenset(linears if module.is_transposed else ()),
+            is_concatenated=module.is_concatenated,
+            has_bias=module.has_bias,
+        )
+    describe = _OUTSIDE.get(type(module).__name__)
+    return None if describe is None else describe(module)
 
 
 def _forward(
@@ -90,14 +113,18 @@ def _forward(
     their weights, [N, K]; an index beyond the experts chooses none.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
-    if self.has_gate:
-        up = "gate_up_proj"
+    experts = experts_of(self)
+    assert experts is not None
+    up = next(iter(experts.linears))
+    if experts.linears is _NOT_GATED:
+        activation = self.act_fn
+    elif hasattr(self, "_apply_gate"):
         activation = self._apply_gate
     else:
-        up = "up_proj"
-        activation = self.act_fn
+        # LongCat's have no method for it.
+        activation = partial(_apply_gate, self.act_fn)
     # The tokens of each expert, and which of their K choices it is.
-    places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(self.num_experts)]
+    places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(experts.count)]
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens, _ in places])
     total = torch.zeros_like(hidden_states)
@@ -124,7 +151,7 @@ def _forward(
                 self, "down_proj", expert, Brought(rows, tokens, shares, inner_states)
             )
         rows = _product(self, "down_proj", expert, rows)
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):
             rows = self.post_expert_norm(rows)
         total.index_add_(0, tokens, (rows * shares.unsqueeze(-1)).to(total.dtype))
     return total
@@ -155,6 +182,85 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
     return total.view(hidden_states.shape)
 
 
+def _forward_with_identities(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the output as `_forward`. Indices beyond the experts choose the states themselves."""
+    shares = top_k_weights * (top_k_index >= self.num_routed_experts)
+    identities: Tensor = hidden_states * shares.sum(dim=-1, keepdim=True)
+    return _forward(self, hidden_states, top_k_index, top_k_weights) + identities
+
+
+class _Sizes(list[int]):
+    """The number of rows of each expert, with the tokens of all rows and their shares."""
+
+    tokens: Tensor
+    shares: Tensor
+
+
+def _route(self: Any, hidden_states: Tensor) -> tuple[Any, ...]:
+    """Choose experts as JetMoe's router does, and let its experts know the tokens."""
+    order, tokens, shares, counts, logits = type(self).forward(self, hidden_states)
+    sizes = _Sizes(counts)
+    sizes.tokens = tokens
+    sizes.shares = shares
+    return order, tokens, shares, sizes, logits
+
+
+def _forward_sorted(self: Any, inputs: Tensor, expert_size: _Sizes) -> Tensor:
+    """Compute the product [N, O] of inputs [N, I], sorted by expert, with their expert's weight."""
+    visitor: Visitor | None = getattr(self, _VISITOR, None)
+    if visitor is not None:
+        visitor.visit_routing(self, list(expert_size))
+    tokens = torch.split(expert_size.tokens, expert_size)
+    shares = torch.split(expert_size.shares, expert_size)
+    products: list[Tensor] = []
+    for expert, rows in enumerate(torch.split(inputs, expert_size)):
+        if visitor is not None:
+            brought = Brought(rows, tokens[expert], shares[expert])
+            visitor.visit_product(self, "weight", expert, brought)
+        products.append(_product(self, "weight", expert, rows))
+    return torch.cat(products)
+
+
+def _forward_flat(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the output [B, T, D] of DBRX's experts for states [B, T, D] or [B * T, D], given the
+    experts chosen for each and their weights, [B * T, K].
+    """
+    mlp = self.mlp
+    visitor: Visitor | None = getattr(mlp, _VISITOR, None)
+    states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts = experts_of(mlp)
+    assert experts is not None
+    places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(experts.count)]
+    if visitor is not None:
+        visitor.visit_routing(mlp, [len(tokens) for tokens, _ in places])
+    total = torch.zeros_like(states)
+    for expert, (tokens, choices) in enumerate(places):
+        shares = top_k_weights[tokens, choices]
+        brought = Brought(states[tokens], tokens, shares)
+        if visitor is not None:
+            # Weights with the same inputs object are solved together.
+            visitor.visit_product(mlp, "w1", expert, brought)
+            visitor.visit_product(mlp, "v1", expert, brought)
+        gate = _product(mlp, "w1", expert, brought.inputs)
+        up = _product(mlp, "v1", expert, brought.inputs)
+        rows = mlp.activation_fn(gate) * up
+        del brought
+        if visitor is not None:
+            visitor.visit_product(mlp, "w2", expert, Brought(rows, tokens, shares))
+        rows = _product(mlp, "w2", expert, rows)
+        total.index_add_(0, tokens, rows * shares.unsqueeze(-1))
+    return total.view(hidden_states.shape[0], -1, hidden_states.shape[-1])
+
+
+def _apply_gate(act_fn: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
 def round_expert_inputs(
     module: nn.Module, leaf: str, expert: int, rows: Sequence[RoundedRows]
 ) -> None:
@@ -171,8 +277,8 @@ def _product(module: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
     """
     experts = experts_of(module)
     assert experts is not None
-    weight = getattr(module, leaf)[expert]
-    if experts.is_transposed:
+    weight = experts.split(getattr(module, leaf))[expert]
+    if leaf in experts.transposed:
         weight = weight.t()
     bias = None
     if experts.has_bias:
@@ -189,3 +295,34 @@ def _product(module: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
     if bias is not None:
         product += bias
     return product
+
+
+_OUTSIDE: dict[str, Callable[[Any], Experts]] = {
+    "Llama4TextExperts": lambda module: Experts(
+        linears=_GATED,
+        count=module.num_experts,
+        transposed=frozenset(_GATED),
+        are_apart=True,
+    ),
+    "LongcatFlashExperts": lambda module: Experts(_GATED, module.num_routed_experts),
+    "Step3p7Experts": lambda module: Experts(_GATED, module.num_experts),
+    "JetMoeParallelExperts": lambda module: Experts(_ALONE, module.num_experts),
+    "DbrxExpertGLU": lambda module: Experts(
+        linears=_DBRX,
+        count=module.moe_num_experts,
+        transposed=frozenset({"w2"}),
+        is_flat=True,
+    ),
+}
+"""How classes outside of transformers' registry store experts."""
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    # They get all tokens, multiplied by their shares, which are zero for most tokens.
+    "Llama4TextExperts": _forward_all,
+    "LongcatFlashExperts": _forward_with_identities,
+    "Step3p7Experts": _forward,
+    "JetMoeTopKGating": _route,
+    "JetMoeParallelExperts": _forward_sorted,
+    "DbrxExperts": _forward_flat,
+}
+"""What runs modules of such classes in place of their own `forward`."""

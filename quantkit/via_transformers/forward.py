@@ -111,8 +111,10 @@ def observe_inputs(
     from quantkit.via_transformers.sites import find_sites
 
     def observe_site(site: Site, brought: Brought) -> None:
-        for linear, _, _ in site.rows:
-            observe(linear, brought.inputs.float())
+        for linear, _, rows_of_linear in site.parts():
+            # The other parts of a linear that transformers splits have the same inputs.
+            if rows_of_linear.start == 0:
+                observe(linear, brought.inputs.float())
 
     passage = passage_of(checkpoint)
     observed_linears: list[str] = []

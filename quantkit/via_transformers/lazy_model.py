@@ -222,12 +222,14 @@ class LazyModel:
         """
         return self._stacked.get(name, [])
 
-    def merge_tensors(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Merge tensors into a parameter, as those on disk with the same names and shapes."""
+    def convert_tensors(self, target: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make parameters of tensors, as of those on disk with the same names and shapes: by name,
+        the one that they are merged into, or all that one is split into.
+        """
         values: dict[str, tuple[str | None, Tensor]] = {}
         for name, value in tensors.items():
             values[name] = (self.targets[name][1], value)
-        return merge_into_parameter(self.model, self._mapping, target, values)
+        return convert_tensors(self.model, self._mapping, target, values)
 
     def _share(self, part: str) -> None:
         """Tie parameters again: the loader replaces only one of them."""
@@ -367,7 +369,7 @@ class _OnDisk:
             value = self._floats(part.name)
             if stacked is None:
                 stacked = torch.empty(stack.shape, dtype=value.dtype)
-            rows_of(stacked, stack, part.shape[0]).copy_(value)
+            rows_of(stacked, stack, part.shape).copy_(value)
         assert stacked is not None
         return stacked
 
@@ -378,25 +380,30 @@ class _OnDisk:
         return value
 
 
-def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
-    """Select the weight [O, I] of a linear of an expert in the tensor of all experts, not
+def rows_of(whole: Tensor, stack: Stack, shape: tuple[int, ...]) -> Tensor:
+    """Select the weight [O, I] of a linear, given its shape, in the tensor that contains it, not
     copied.
     """
-    if stack.transposed:
-        matrix = whole[stack.expert].t()
+    rows, columns = shape
+    if stack.expert is None and stack.transposed:
+        return whole[stack.first :][:columns].t()
+    if stack.expert is None:
+        matrix = whole
     else:
         matrix = whole[stack.expert]
+    if stack.transposed:
+        matrix = matrix.t()
     return matrix[stack.first :: stack.step][:rows]
 
 
-def merge_into_parameter(
+def convert_tensors(
     model: Any,
     mapping: Iterable[Any],
     target: str,
     tensors: Mapping[str, tuple[str | None, Tensor]],
-) -> Tensor:
-    """Make the parameter that transformers makes of tensors on disk, each given with the pattern
-    that merges or splits it; see `targets`.
+) -> dict[str, Tensor]:
+    """Make the parameters that transformers makes of tensors on disk, each given with the pattern
+    that merges or splits it and their first parameter; see `targets`.
     """
     first_pattern, _ = next(iter(tensors.values()))
     # Renamings, which are in the mapping too, have no operations.
@@ -406,12 +413,10 @@ def merge_into_parameter(
     converter = copy.deepcopy(matching)
     for name, (pattern, value) in tensors.items():
         converter.add_tensor(target, name, pattern, lambda value=value: value)
-    converted = converter.convert(target, model=model, config=model.config)[target]
-    if isinstance(converted, list):
-        parameter: Tensor = converted[0]
-    else:
-        parameter = converted
-    return parameter
+    parameters: dict[str, Tensor] = {}
+    for name, value in converter.convert(target, model=model, config=model.config).items():
+        parameters[name] = value[0] if isinstance(value, list) else value
+    return parameters
 
 
 def _part_of(name: str, lists: Iterable[str]) -> str:

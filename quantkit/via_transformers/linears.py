@@ -30,7 +30,7 @@ from quantkit.architectures.families.opaque import (
     with_roles,
 )
 from quantkit.base.json_values import collect_values, format_value
-from quantkit.errors import QuantkitError, UnsupportedError
+from quantkit.errors import QuantkitError
 from quantkit.via_transformers.own_code import iter_architecture_classes, load_code_classes
 
 Role = tuple[str, str | None]
@@ -54,13 +54,10 @@ def with_linears(
 
     Returns:
         The model; how it is known, for the manifest; and notes for the user.
-
-    Raises:
-        UnsupportedError: if all its linears are of another kind.
     """
     assert config.tensors is not None
     try:
-        name, roles, unstored = _roles(config.tensors, raw, path, config.code)
+        name, roles, unstored = _roles(config.tensors, raw, config.code)
     except NotKnown as reason:
         why = f"{path}: {reason}; linear layers are recognized by their names"
         return with_roles(config, infer_roles_by_name(raw, config.tensors)), "names", [why]
@@ -76,7 +73,7 @@ class NotKnown(Exception):
 
 
 def _roles(
-    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path, code: Path | None
+    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], code: Path | None
 ) -> tuple[str, dict[str, Role], tuple[str, ...]]:
     """Determine the model's class, the role and alias of the tensors that are weights of linears,
     and the linears without a stored weight.
@@ -88,7 +85,7 @@ def _roles(
     # Linears of experts that one tensor has on disk are recognized by that tensor.
     separate_names: list[str] = []
     for tensor in tensors:
-        if may_be_linear(tensor) and tensor.stack is None:
+        if may_be_linear(tensor) and not _is_stacked(tensor):
             separate_names.append(tensor.name)
     with quiet():
         try:
@@ -105,26 +102,12 @@ def _roles(
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
     stored: set[str] = set()
-    all_floats = True
-    for name, (role, alias) in roles.items():
+    for name, (_, alias) in roles.items():
         stored.add(alias or name.removesuffix(".weight"))
-        if role not in ("float", "head"):
-            all_floats = False
-    transposed: list[str] = []
     unstored: list[str] = []
     for name, module in model.named_modules():
-        # GPT-2's linears, whose weights are [I, O].
-        if type(module).__name__ == "Conv1D":
-            transposed.append(name)
         if isinstance(module, nn.Linear) and name not in stored:
             unstored.append(name)
-    # Other linears of a model with some Conv1D can be quantized.
-    if transposed and all_floats:
-        raise UnsupportedError(
-            "its linear layers store their weights transposed (Conv1D), so they are not quantized",
-            path=path,
-            found=transposed[0],
-        )
     return type(model).__name__, roles, tuple(unstored)
 
 
@@ -276,6 +259,8 @@ def _with_linears(
     raw: Mapping[str, Any],
 ) -> dict[str, Role]:
     """Determine the role and alias of each tensor that is the weight of a linear, by its name."""
+    from transformers.pytorch_utils import Conv1D
+
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
     # Modules outside of the base model are heads.
@@ -291,7 +276,7 @@ def _with_linears(
     text_prefix = _text_part(model, modules)
     roles: dict[str, Role] = {}
     for tensor in tensors:
-        if tensor.stack is not None:
+        if _is_stacked(tensor):
             module_name = tensor.alias or tensor.module
             default_role = "linear" if module_name.startswith(text_prefix) else "tower"
             roles[tensor.name] = hints.role(tensor, module_name) or default_role, tensor.alias
@@ -305,15 +290,14 @@ def _with_linears(
             alias = None
         else:
             alias = module_name
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear | Conv1D):
             # An expert that the loader stacks has no module of its own.
             if pattern and hinted_role is None and _is_expert(tensor):
                 roles[tensor.name] = "linear", None
             continue
         if module is head:
             role = "float" if tied else "head"
-        # A linear that the loader merges or splits has no weight of its own on disk.
-        elif _routes(module) or pattern or tuple(module.weight.shape) != tensor.shape:
+        elif _routes(module) or not _fits(tensor, module, merged=pattern is not None):
             role = "float"
         elif precise.intersection(module_name.split(".")):
             # Its class keeps it in float32.
@@ -382,13 +366,30 @@ def _updates_state(cls: type) -> bool:
     return False
 
 
-def _routes(module: nn.Linear) -> bool:
+def _fits(tensor: OpaqueTensor, module: nn.Module, *, merged: bool) -> bool:
+    """Check that a weight on disk has the shape of a linear's module, or rows of its inputs if the
+    loader merges it with others or splits it.
+    """
+    shape = tuple(module.get_parameter("weight").shape)
+    if tensor.stack is not None:
+        return tensor.stack.shape == shape
+    if merged:
+        return tensor.shape[1] == shape[1]
+    return tensor.shape == shape
+
+
+def _routes(module: nn.Module) -> bool:
     """Check that the class of a linear is a router's; other classes of linears are linears."""
     # A plain linear can be called a gate, as in an MLP.
     if type(module) is nn.Linear:
         return False
     name = type(module).__name__.lower()
     return any(word in name for word in ("router", "gate", "gating"))
+
+
+def _is_stacked(tensor: OpaqueTensor) -> bool:
+    """Check that one tensor on disk contains this linear of an expert and all others."""
+    return tensor.stack is not None and tensor.stack.name != tensor.name
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:

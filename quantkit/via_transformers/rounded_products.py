@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.errors import UnsupportedError
 from quantkit.tensors.activations import InputRounding
 from quantkit.via_transformers.experts import RoundedRows, round_expert_inputs
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -16,7 +17,11 @@ from quantkit.via_transformers.sites import find_sites
 
 
 def round_product_inputs(lazy: LazyModel, inputs: Mapping[str, InputRounding]) -> None:
-    """Let a model round the inputs of some linears, given by their modules on disk."""
+    """Let a model round the inputs of some linears, given by their modules on disk.
+
+    Raises:
+        UnsupportedError: if linears in one weight have inputs that are rounded differently.
+    """
     sites, _ = find_sites(lazy, inputs)
     for site in sites:
         module: nn.Module = lazy.model.get_submodule(site.module)
@@ -26,9 +31,17 @@ def round_product_inputs(lazy: LazyModel, inputs: Mapping[str, InputRounding]) -
                 rows.append((start, stop, inputs.get(linear)))
             round_expert_inputs(module, site.leaf, site.expert, rows)
             continue
-        # The weight of a module is that of one linear, whose inputs are to be rounded.
-        rounding = inputs[site.rows[0][0]]
-        _round_module_inputs(module, rounding)
+        linears = [linear for linear, _, _ in site.rows]
+        first = inputs.get(linears[0])
+        for linear in linears[1:]:
+            if inputs.get(linear) != first:
+                raise UnsupportedError(
+                    "the inputs of linears that transformers merges must be rounded alike",
+                    found=f"'{linears[0]}' and '{linear}'",
+                    hint="give them the same scheme",
+                )
+        if first is not None:
+            _round_module_inputs(module, first)
 
 
 def _round_module_inputs(module: nn.Module, rounding: InputRounding) -> None:

@@ -1,10 +1,14 @@
-"""Present experts that are one tensor on disk as a tensor for each linear of each expert."""
+"""Present weights that are stored otherwise as weights [O, I] of linears: experts that are one
+tensor on disk as a tensor for each linear of each expert, and those of `Conv1D` transposed.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import re
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,47 +18,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import OpaqueTensor, Stack
+from quantkit.architectures.config import ModelConfig, OpaqueTensor, Stack
+from quantkit.architectures.families.opaque import may_be_linear
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
+from quantkit.formats.lora.conv1d import is_conv1d
 from quantkit.passes.partwise_model import set_parameter
-from quantkit.via_transformers.experts import experts_of
-from quantkit.via_transformers.lazy_model import mapping_of, merge_into_parameter
+from quantkit.via_transformers.experts import LINEARS_OF_PARAMETER, Experts, experts_of
+from quantkit.via_transformers.lazy_model import convert_tensors, mapping_of
 from quantkit.via_transformers.linears import model_class, quiet, targets
 
-_OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:gate|up|down)_proj\.weight")
+# A linear of an expert, or a module with one linear for each expert.
+_OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:(\w+)\.)?weight")
 _FLOATS = ("float32", "float16", "bfloat16")
-_LINEARS = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "up_proj": ("up_proj",),
-    "down_proj": ("down_proj",),
-}
-"""The linears of an expert, by the parameter of transformers that contains them."""
 
 
 def unstack(source: StoredCheckpoint, code: Path | None = None) -> None:
     """Replace each tensor that contains all experts, or would contain them if they were floats, by
-    a tensor for each linear of an expert, named by transformers' module, in a model that is known
-    by its tensors. Does nothing if transformers is not installed or does not know the model. `code`
-    is a folder whose code is run to build the model; None for that of the source's config.
+    a tensor for each linear of an expert, named by transformers' module, and each weight [I, O] of
+    a `Conv1D` by its transpose, in a model that is known by its tensors. Experts stay as they are
+    if transformers is not installed or does not know the model. `code` is a folder whose code is
+    run to build the model; None for that of the source's config.
     """
     tensors = source.config.tensors
     if tensors is None or not isinstance(source, HFCheckpoint):
         return
     if any(tensor.stack is not None for tensor in tensors):
         return
+    code = code or source.config.code
+    # The class of a module in a folder's own code is known only from the model.
+    transposed = [tensor for tensor in tensors if is_conv1d(tensor.module, source)]
+    parts: dict[str, list[OpaqueTensor]] = {}
     # Building the model takes time, which models without experts need not spend.
-    if not any(len(tensor.shape) == 3 or ".experts." in tensor.name for tensor in tensors):
-        return
-    model = _model(source.extra_config, code or source.config.code)
-    if model is None:
-        return
-    parts = _parts(model, tensors) | _stacks(model, tensors)
+    if code is not None or any(_may_have_experts(tensor) for tensor in tensors):
+        model = _model(source.extra_config, code)
+        if model is not None:
+            parts = _parts(model, tensors) | _stacks(model, tensors)
+            transposed = _find_conv1d(model, tensors)
+    for tensor in transposed:
+        if may_be_linear(tensor):
+            parts[tensor.name] = [_transpose(tensor, is_coded=source.is_coded(tensor.name))]
     if parts:
         regrouped: list[OpaqueTensor] = []
         for tensor in tensors:
             regrouped += parts.get(tensor.name, [tensor])
         source.regroup(tuple(regrouped))
+
+
+def unstack_as(result: StoredCheckpoint, config: ModelConfig) -> None:
+    """Replace tensors of a result as `unstack` does, if those of its source were: `config` is the
+    source's.
+    """
+    if any(tensor.stack is not None for tensor in config.tensors or ()):
+        unstack(result, config.code)
+
+
+def _may_have_experts(tensor: OpaqueTensor) -> bool:
+    match = _OF_EXPERT.fullmatch(tensor.name)
+    is_numbered = match is not None and match[2] is None
+    return len(tensor.shape) == 3 or ".experts." in tensor.name or is_numbered
+
+
+def _find_conv1d(model: Any, tensors: Sequence[OpaqueTensor]) -> list[OpaqueTensor]:
+    """Find the tensors that are weights of `Conv1D` modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    weights: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            weights.add(f"{name}.weight")
+    if not weights:
+        return []
+    target_of_name = targets(model, [tensor.name for tensor in tensors])
+    found: list[OpaqueTensor] = []
+    for tensor in tensors:
+        target, pattern = target_of_name.get(tensor.name, ("", None))
+        if target in weights and pattern is None:
+            found.append(tensor)
+    return found
+
+
+def _transpose(tensor: OpaqueTensor, *, is_coded: bool) -> OpaqueTensor:
+    """Describe the weight [O, I] of a `Conv1D`. Floats are stored as [I, O], codes as [O, I]."""
+    if is_coded:
+        shape = tensor.shape
+    else:
+        shape = tensor.shape[::-1]
+    stack = Stack(tensor.name, shape[::-1], expert=None, transposed=True)
+    return replace(tensor, shape=shape, stack=stack)
 
 
 def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
@@ -77,32 +128,79 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
     """Find the linears in each tensor that contains all experts, by its name."""
     mapping = mapping_of(model)
     names_on_disk = {tensor.name for tensor in tensors}
+    floats = [tensor for tensor in tensors if tensor.dtype in _FLOATS]
+    places = targets(model, [tensor.name for tensor in floats], mapping)
+    # Tensors on disk, by the parameter of all experts that they become.
+    tensors_of_target: dict[str, list[OpaqueTensor]] = defaultdict(list)
+    for tensor in floats:
+        target, _ = places.get(tensor.name, ("", None))
+        if target and _holds_experts(model, target):
+            tensors_of_target[target].append(tensor)
     linears_of_tensor: dict[str, list[OpaqueTensor]] = {}
-    for tensor in tensors:
-        if len(tensor.shape) != 3 or tensor.dtype not in _FLOATS:
+    for target, stored in tensors_of_target.items():
+        experts = _describe_experts(model, target)
+        # Each must contain all experts.
+        dimensions = 2 if experts.is_flat else 3
+        if any(len(tensor.shape) != dimensions for tensor in stored):
             continue
-        for target, pattern in targets(model, [tensor.name], mapping).values():
-            if not _holds_experts(model, target):
-                continue
-            # The elements of one expert are numbered, and the numbers are converted as
-            # transformers' loader would: so they show where the elements go.
-            expert_shape = tensor.shape[1:]
-            numbers = torch.arange(math.prod(expert_shape), dtype=torch.int32)
-            numbers = numbers.view(1, *expert_shape)
-            with _one_expert(model, target) as parameter:
-                if pattern is not None:
-                    operand = {tensor.name: (pattern, numbers)}
-                    numbers = _try_to_convert(merge_into_parameter, model, mapping, target, operand)
-            if numbers is not None and numbers.shape[1:] == parameter.shape[1:]:
-                linears = list(_split(model, tensor, target, numbers[0]))
-                if linears and names_on_disk.isdisjoint(linear.name for linear in linears):
-                    linears_of_tensor[tensor.name] = linears
+        # The elements of one expert are numbered, and the numbers are converted as transformers'
+        # loader would: so they show where the elements go.
+        pattern = places[stored[0].name][1]
+        numbers_of_name = _number_one_expert(stored, experts)
+        numbers: Tensor | None = None
+        with _one_expert(model, target) as parameter:
+            if pattern is None:
+                numbers = numbers_of_name[stored[0].name]
+            else:
+                operands: dict[str, tuple[str | None, Tensor]] = {}
+                for name, value in numbers_of_name.items():
+                    operands[name] = (places[name][1], value)
+                converted = _try_to_convert(convert_tensors, model, mapping, target, operands)
+                if converted is not None:
+                    numbers = converted[target]
+        if numbers is None or numbers.shape[1:] != experts.split(parameter).shape[1:]:
+            continue
+        linears = list(_split(model, stored, target, numbers[0]))
+        if linears and names_on_disk.isdisjoint(linear.name for linear in linears):
+            for tensor in stored:
+                linears_of_tensor[tensor.name] = _select_in(linears, tensor.name)
     return linears_of_tensor
+
+
+def _select_in(linears: Sequence[OpaqueTensor], name: str) -> list[OpaqueTensor]:
+    """Select the linears in a tensor on disk."""
+    selected: list[OpaqueTensor] = []
+    for linear in linears:
+        if linear.stack is not None and linear.stack.name == name:
+            selected.append(linear)
+    return selected
+
+
+def _number_one_expert(tensors: Sequence[OpaqueTensor], experts: Experts) -> dict[str, Tensor]:
+    """Number the elements of one expert in tensors [1, ...] like those on disk, through all
+    tensors.
+    """
+    numbers: dict[str, Tensor] = {}
+    first = 0
+    for tensor in tensors:
+        shape = _expert_shape(tensor, experts)
+        stop = first + math.prod(shape)
+        numbers[tensor.name] = torch.arange(first, stop, dtype=torch.int32).view(1, *shape)
+        first = stop
+    return numbers
+
+
+def _expert_shape(tensor: OpaqueTensor, experts: Experts) -> tuple[int, int]:
+    """Compute the shape of the matrix of one expert in a tensor of all."""
+    *_, rows, columns = tensor.shape
+    if experts.is_flat:
+        rows //= experts.count
+    return rows, columns
 
 
 def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     """Find the linears of experts that are separate tensors, by name, with their places in the
-    tensor that transformers would save; none if it saves them separately.
+    tensors that transformers would save; none if it saves them separately.
     """
     tensor_of_name = {tensor.name: tensor for tensor in tensors}
     # Names that parameters of all experts would have on disk, without duplicates.
@@ -110,17 +208,17 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
     for name in tensor_of_name:
         match = _OF_EXPERT.fullmatch(name)
         if match is not None:
-            for leaf in _LINEARS:
+            for leaf in _list_parameters_with(match[2] or ""):
                 stack_names[f"{match[1]}.{leaf}"] = None
     linears_of_name: dict[str, list[OpaqueTensor]] = {}
     for target, _ in targets(model, stack_names).values():
         if not _holds_experts(model, target):
             continue
-        saved = _find_saved_tensor(model, target)
+        saved = _find_saved_tensors(model, target)
         if saved is None:
             continue
-        saved_tensor, numbers = saved
-        parts = list(_split(model, saved_tensor, target, numbers))
+        saved_tensors, numbers = saved
+        parts = list(_split(model, saved_tensors, target, numbers))
         linears: list[OpaqueTensor] = []
         for part in parts:
             tensor = tensor_of_name.get(part.name)
@@ -133,35 +231,68 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
     return linears_of_name
 
 
+def _list_parameters_with(linear: str) -> list[str]:
+    """List the possible names of a parameter of all experts that contains a linear of each."""
+    leaves: list[str] = []
+    for leaf, linears in LINEARS_OF_PARAMETER.items():
+        if linear in linears:
+            leaves.append(leaf)
+    return leaves
+
+
 def _holds_experts(model: Any, target: str) -> bool:
     """Check that a parameter of transformers contains the weights of all experts of a module, which
     can be run one by one.
     """
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
-    return experts is not None and not experts.has_bias and leaf in _LINEARS
+    return experts is not None and not experts.has_bias and leaf in experts.linears
 
 
-def _find_saved_tensor(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
-    """Find the tensor on disk that transformers makes of a parameter of all experts, and the place
-    in it of each element of one expert, in the parameter's shape; None if it makes several.
+def _describe_experts(model: Any, target: str) -> Experts:
+    """Describe the experts in a parameter for which `_holds_experts`."""
+    experts = experts_of(model.get_submodule(target.rpartition(".")[0]))
+    assert experts is not None
+    return experts
+
+
+def _find_saved_tensors(model: Any, target: str) -> tuple[list[OpaqueTensor], Tensor] | None:
+    """Find the tensors on disk that transformers makes of a parameter of all experts, and the
+    numbers of its elements there, of one expert, in the parameter's shape; None if it saves experts
+    separately.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    experts = _describe_experts(model, target)
     with _one_expert(model, target) as parameter:
-        expert_shape = parameter.shape[1:]
+        expert_shape = experts.split(parameter).shape[1:]
         numbers = torch.arange(math.prod(expert_shape), dtype=torch.int32).view(1, *expert_shape)
-        saved = _try_to_convert(revert_weight_conversion, model, {target: numbers})
-    if saved is None or len(saved) != 1:
+        operand = numbers[0] if experts.is_flat else numbers
+        saved = _try_to_convert(revert_weight_conversion, model, {target: operand})
+    if not saved:
         return None
-    ((name, saved_numbers),) = saved.items()
-    if saved_numbers.dim() != 3 or saved_numbers.numel() != numbers.numel():
+    dimensions = 2 if experts.is_flat else 3
+    tensors: list[OpaqueTensor] = []
+    # The element of the parameter at each place on disk, tensor after tensor.
+    elements: list[Tensor] = []
+    shape: tuple[int, ...]
+    for name, saved_numbers in saved.items():
+        if saved_numbers.dim() != dimensions:
+            return None
+        rows, columns = saved_numbers.shape[-2:]
+        if experts.is_flat:
+            shape = (experts.count * rows, columns)
+        else:
+            shape = (experts.count, rows, columns)
+        tensors.append(OpaqueTensor(name, shape, "float32"))
+        elements.append(saved_numbers.flatten())
+    elements_in_order = torch.cat(elements).long()
+    if elements_in_order.numel() != numbers.numel():
         return None
-    # `saved_numbers` has the element of the parameter at each place on disk; this is its inverse.
+    # The inverse: the place on disk of each element of the parameter.
     places = torch.empty_like(numbers.flatten())
-    places[saved_numbers.flatten().long()] = numbers.flatten()
-    shape = int(parameter.shape[0]), *map(int, saved_numbers.shape[1:])
-    return OpaqueTensor(name, shape, "float32"), places.view(expert_shape)
+    places[elements_in_order] = numbers.flatten()
+    return tensors, places.view(expert_shape)
 
 
 @contextmanager
@@ -170,7 +301,9 @@ def _one_expert(model: Any, target: str) -> Iterator[Tensor]:
     its shape.
     """
     parameter: Tensor = model.get_parameter(target)
-    set_parameter(model, target, parameter[:1])
+    experts = _describe_experts(model, target)
+    rows = len(parameter) // experts.count if experts.is_flat else 1
+    set_parameter(model, target, parameter[:rows])
     try:
         yield parameter
     finally:
@@ -186,41 +319,81 @@ def _try_to_convert(convert: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _split(
-    model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor
+    model: Any, tensors: Sequence[OpaqueTensor], target: str, numbers: Tensor
 ) -> Iterator[OpaqueTensor]:
-    """Yield the linears of all experts in a tensor; none if they are not rows or columns of it.
+    """Yield the linears of all experts in tensors; none if they are not rows or columns of one.
 
     Args:
-        target: the parameter of all experts that the tensor becomes in transformers.
-        numbers: the places in the tensor, for one expert, of the parameter's elements.
+        target: the parameter of all experts that the tensors become in transformers.
+        numbers: the numbers of the parameter's elements, of one expert; see `_number_one_expert`.
     """
     module, _, leaf = target.rpartition(".")
-    experts = experts_of(model.get_submodule(module))
-    assert experts is not None
-    if experts.is_transposed:
+    experts = _describe_experts(model, target)
+    if leaf in experts.transposed:
         weight = numbers.t()
     else:
         weight = numbers
-    linears = _LINEARS[leaf]
-    rows: Sequence[Tensor]
+    linears = experts.linears[leaf]
+    rows_of_linears: Sequence[Tensor]
     if experts.is_concatenated:
-        rows = weight.chunk(len(linears))
+        rows_of_linears = weight.chunk(len(linears))
     else:
-        rows = _alternate(weight, len(linears))
-    places = [_place(row, tensor.shape[2]) for row in rows]
-    # Names on disk may differ from transformers', which are then the aliases.
-    module_on_disk = _experts_in(tensor.name) or module
-    for expert in range(tensor.shape[0]):
-        for linear, row, place in zip(linears, rows, places, strict=True):
-            if place is None:
-                return
-            stack = Stack(tensor.name, tensor.shape, expert, *place, experts.are_apart)
+        rows_of_linears = _alternate(weight, len(linears))
+    first_numbers: list[int] = [0]
+    for tensor in tensors:
+        first_numbers.append(first_numbers[-1] + math.prod(_expert_shape(tensor, experts)))
+    homes: list[tuple[OpaqueTensor, tuple[int, int, bool]]] = []
+    for rows in rows_of_linears:
+        index = bisect(first_numbers, int(rows.min())) - 1
+        tensor = tensors[index]
+        place = None
+        if int(rows.max()) < first_numbers[index + 1]:
+            place = _place(rows - first_numbers[index], tensor.shape[-1])
+        if place is None:
+            return
+        homes.append((tensor, place))
+    for expert in range(experts.count):
+        for linear, rows, (tensor, place) in zip(linears, rows_of_linears, homes, strict=True):
+            # Names on disk may differ from transformers', which are then the aliases.
+            if tensor.name == target:
+                module_on_disk = module
+            else:
+                module_on_disk = _experts_in(tensor.name) or module
             if module_on_disk == module:
                 alias = None
             else:
-                alias = f"{module}.{expert}.{linear}"
-            name = f"{module_on_disk}.{expert}.{linear}.weight"
-            yield replace(tensor, name=name, shape=tuple(row.shape), stack=stack, alias=alias)
+                alias = _join_names(module, str(expert), linear)
+            yield replace(
+                tensor,
+                name=_join_names(module_on_disk, str(expert), linear, "weight"),
+                shape=tuple(rows.shape),
+                stack=_make_stack(tensor, experts, expert, place),
+                alias=alias,
+            )
+
+
+def _make_stack(
+    tensor: OpaqueTensor, experts: Experts, expert: int, place: tuple[int, int, bool]
+) -> Stack:
+    """Describe a linear of an expert, given its place in the matrix of one expert."""
+    first, step, transposed = place
+    if experts.is_flat:
+        rows, _ = _expert_shape(tensor, experts)
+        return Stack(tensor.name, tensor.shape, None, expert * rows + first, step, transposed)
+    return Stack(
+        name=tensor.name,
+        shape=tensor.shape,
+        expert=expert,
+        first=first,
+        step=step,
+        transposed=transposed,
+        apart=experts.are_apart,
+    )
+
+
+def _join_names(*names: str) -> str:
+    """Join the parts of a name that are not empty."""
+    return ".".join(filter(None, names))
 
 
 def _alternate(weight: Tensor, count: int) -> list[Tensor]:

@@ -184,7 +184,11 @@ def changed_tensors(source: Path, result: Path) -> list[str]:
     )
     packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
     # One by one now.
-    experts = {name for name, value in before.items() if value.dim() == 3 and name not in after}
+    experts = {
+        name
+        for name, value in before.items()
+        if name not in after and (value.dim() == 3 or ".experts." in name)
+    }
     return [
         name
         for name, value in before.items()

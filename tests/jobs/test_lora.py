@@ -250,6 +250,20 @@ def test_models_known_by_their_tensors_are_merged(
     require_close(found, lora.merged(base, adapter))
 
 
+@pytest.mark.slow
+def test_a_model_with_conv1d_is_merged_before_it_is_quantized(tmp_path: Path) -> None:
+    base = oracle.save(oracle.make("gpt2"), tmp_path / "base")
+    adapter = lora.save_adapter(
+        base, tmp_path / "adapter", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True
+    )
+    merged = quantkit.convert(base, tmp_path / "merged", lora=adapter, tensors_only=True)
+    rounding = {"method": "rtn", "tensors_only": True}
+    expected = quantkit.quantize(merged.path, tmp_path / "expected", "int8", **rounding)
+    made = quantkit.quantize(base, tmp_path / "out", "int8", lora=adapter, **rounding)
+    found = tensors(made.path)
+    assert all(torch.equal(found[name], value) for name, value in tensors(expected.path).items())
+
+
 def test_a_square_weight_of_a_class_that_is_not_known_is_refused(tmp_path: Path) -> None:
     """Code in the model's folder may make a `Conv1D` of any linear."""
     base = oracle.save(oracle.make("opt"), tmp_path / "base")

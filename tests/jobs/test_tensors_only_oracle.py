@@ -19,7 +19,6 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import linear_columns
-from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.options import QuantizeOptions
@@ -265,9 +264,7 @@ def test_a_model_that_transformers_cannot_build_is_reported_by_names(tmp_path: P
     )
 
 
-def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
-    tmp_path: Path,
-) -> None:
+def test_linears_of_other_classes_are_linears(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     falcon = oracle.save(
         transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)), tmp_path / "falcon"
@@ -284,8 +281,16 @@ def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
             vocab_size=96, n_embd=64, n_layer=1, n_head=4, tie_word_embeddings=tied
         )
         gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / f"gpt2-{tied}")
-        with pytest.raises(UnsupportedError, match=r"transposed \(Conv1D\)"):
-            _plan(gpt2, tmp_path / "dst", "int8")
+        plan = _plan(gpt2, tmp_path / "dst", "int8")
+        shapes = {
+            module: plan.source.info(f"{module}.weight").shape for module in plan.scheme_map.schemes
+        }
+        assert shapes == {
+            "transformer.h.0.attn.c_attn": (192, 64),
+            "transformer.h.0.attn.c_proj": (64, 64),
+            "transformer.h.0.mlp.c_fc": (256, 64),
+            "transformer.h.0.mlp.c_proj": (64, 256),
+        }
 
 
 def test_a_router_with_a_longer_name_stays_float(

@@ -239,6 +239,7 @@ def test_inputs_of_experts_are_rounded_for_each_linear_of_a_weight() -> None:
     class Experts(torch.nn.Module):
         is_transposed = has_bias = False
         is_concatenated = has_gate = True
+        num_experts = 2
 
     module = Experts()
     module.gate_up_proj = torch.nn.Parameter(torch.randn(2, 8, 16))

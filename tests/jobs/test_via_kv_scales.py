@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 
 import quantkit
 from quantkit.base.progress import silent
-from quantkit.calibration import lockstep_quantizer
+from quantkit.calibration import gptq_quantizer
 from quantkit.calibration.cache_scales import scale_tokens, scales_of
 from quantkit.calibration.importance import sample_tokens
 from quantkit.distributed.group import SINGLE
@@ -175,7 +175,7 @@ def test_a_cache_that_breaks_the_model_does_not_pass_the_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert quantized[method].quality.problem() is None
-    monkeypatch.setattr(lockstep_quantizer, "scales_of", _compute_broken_scales)
+    monkeypatch.setattr(gptq_quantizer, "scales_of", _compute_broken_scales)
     monkeypatch.setattr("quantkit.calibration.cache_scales.scales_of", _compute_broken_scales)
     with pytest.raises(QualityError):
         _quantize(tiny_model(HYBRID), tmp_path / "broken", method, accept_quality_loss=False)

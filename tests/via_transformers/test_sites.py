@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import core_model_loading as loading
 
 from quantkit.formats.detect import open_checkpoint
-from quantkit.passes.site import Site
+from quantkit.passes.site import Site, gather_weights
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import REORDERED, find_sites
 
@@ -45,11 +45,17 @@ def _require_found(
     rows = {name: list[int]() for name in linears}
     for site in sites:
         weight = site.of(parameters(site.parameter))
-        for linear, start, stop in site.rows:
-            assert torch.equal(weight[start:stop], linears[linear]), (site, linear)
-            rows[linear] += range(stop - start)
+        for linear, rows_here, rows_of_linear in site.parts():
+            expected = linears[linear][rows_of_linear]
+            assert torch.equal(weight[rows_here], expected), (site, linear)
+            rows[linear] += range(rows_of_linear.start, rows_of_linear.stop)
         assert site.rows[-1][2] == len(weight)
-    assert rows == {name: list(range(len(weight))) for name, weight in linears.items()}
+    for name, weight in linears.items():
+        assert sorted(rows[name]) == list(range(len(weight))), name
+    gathered = gather_weights(sites, linears, parameters)
+    assert gathered.keys() == linears.keys()
+    for name, weight in gathered.items():
+        assert torch.equal(weight, linears[name]), name
 
 
 @pytest.mark.parametrize(
@@ -116,8 +122,33 @@ def test_rows_in_another_order_have_no_place(
     assert reasons == dict.fromkeys(linears, REORDERED)
 
 
-def test_linears_that_are_split_have_no_place(tiny_model: Tiny) -> None:
+def test_a_linear_that_is_split_has_a_site_in_each_parameter(tiny_model: Tiny) -> None:
+    lazy, linears = _opened(tiny_model("hrm_text"))
+    split: dict[str, Tensor] = {}
+    for name, (_, pattern) in lazy.targets.items():
+        if pattern is not None:
+            module = name.removesuffix(".weight")
+            split[module] = linears[module]
+    sites, reasons = find_sites(lazy, split)
+    assert not reasons
+    assert len(sites) > len(split) > 0
+    _require_found(sites, oracle.load(tiny_model("hrm_text")).get_parameter, split)
+
+
+def test_a_linear_with_a_reordered_part_has_no_place(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lazy, _ = _opened(tiny_model("hrm_text"))
-    split = [name.removesuffix(".weight") for name, (_, pattern) in lazy.targets.items() if pattern]
-    assert split
-    assert find_sites(lazy, split) == ([], dict.fromkeys(split, REORDERED))
+    split = [name for name, (_, pattern) in lazy.targets.items() if pattern is not None]
+    convert = lazy.convert_tensors
+
+    def exchange_rows(target: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parameters = convert(target, tensors)
+        last = list(parameters)[-1]
+        parameters[last] = parameters[last].flip(0)
+        return parameters
+
+    monkeypatch.setattr(lazy, "convert_tensors", exchange_rows)
+    module = split[0].removesuffix(".weight")
+    _, reasons = find_sites(lazy, [module])
+    assert reasons == {module: REORDERED}

@@ -81,6 +81,8 @@ HEADS = frozenset(
     {"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"}
 )
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
+# Modules that choose the tokens which attention reads: DeepSeek Sparse Attention and its relatives.
+_INDEXERS = frozenset({"indexer"})
 # Parts of the names of linears with one output per expert.
 _ROUTING = ("gate", "router", "classifier")
 # Mamba's code does not read this weight through its module.
@@ -274,6 +276,9 @@ class Hints:
             return "float"
         # A router may be a module with a linear inside.
         if not ROUTERS.isdisjoint(parents):
+            return "float"
+        # As a router chooses experts, an indexer chooses tokens.
+        if not _INDEXERS.isdisjoint(parents):
             return "float"
         # A word such as "gate" alone does not tell: `gate_proj` is no router.
         per_expert = tensor.shape[0] in self.experts and last not in LINEARS

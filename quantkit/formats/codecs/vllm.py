@@ -28,6 +28,7 @@ from quantkit.formats.codecs.compressed_tensors import (
     group_claim,
     read_config_groups,
 )
+from quantkit.formats.codecs.compressed_weights import PLAIN
 from quantkit.formats.codecs.gptq import Gptq, Overrides, base_claim
 from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
@@ -248,6 +249,9 @@ def _find_problem(
         return VllmProblem("vllm-loader", module.name, reason)
     if claim is None:
         return None
+    if linears.model_type == "gpt2" and claim.layout is not None and claim.layout.codes == PLAIN:
+        reason = "its codes in a tensor named 'weight', which vLLM's GPT-2 transposes"
+        return VllmProblem("vllm-loader", module.name, reason)
     # In the order in which vLLM joins the parts.
     rows: list[int] = []
     for part in sorted(module.parts, key=_fused_place):

@@ -268,11 +268,29 @@ class HFCheckpoint:
 
     def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
         """Describe a model that is known by its tensors by other tensors with the same values on
-        disk: instead of one with all experts, each of their linears, see `Stack`.
+        disk: instead of one with all experts, each of their linears, and linears whose floats are
+        transposed, see `Stack`.
         """
         self.config = replace(self.config, tensors=tensors)
-        shapes = {name: spec.shape for name, spec in self._disk_specs.items()}
+        transposed = set[str]()
+        for tensor in tensors:
+            if tensor.stack is not None and tensor.stack.name == tensor.name:
+                transposed.add(tensor.name)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, spec in self._disk_specs.items():
+            # All formats store the codes of such a linear with outputs first.
+            if name not in transposed or not self.is_coded(name):
+                shapes[name] = spec.shape
         self._place(match_stored_tensors(self.config, shapes, self.path))
+
+    def is_coded(self, name: str) -> bool:
+        """Return whether a tensor on disk is stored as codes of any format."""
+        return name in self._codecs or isinstance(self._home.get(name), DequantizedTensor)
+
+    @property
+    def has_codes(self) -> bool:
+        """Return whether any tensor on disk is stored as codes."""
+        return any(self.is_coded(tensor.name) for tensor, _ in self._places.values())
 
     def _place(self, tensors: Iterable[DiskTensor]) -> None:
         self._places: dict[str, tuple[DiskTensor, Place]] = {}

@@ -1,5 +1,5 @@
 """Canonical tensors from those on disk, and back: rows of fused projections, of stacked experts,
-and rotary rows in another order.
+transposed weights, and rotary rows in another order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ def read_floats(
         assert tensor.stacked is not None
         if tensor.stacked.transposed:
             view = view.transpose()
-    # A step of two selects the gate or up rows of experts that are interleaved.
-    view = view.every(place.first, place.step, place.shape[0])
+    if place.transposed:
+        view = view.narrow(0, place.first, place.shape[1]).transpose()
+    else:
+        # A step of two selects the gate or up rows of experts that are interleaved.
+        view = view.every(place.first, place.step, place.shape[0])
     if place.head_order is None:
         return file.read_view(view, part)
     # Rows can be put in order only within complete heads.
@@ -79,6 +82,13 @@ def decode_place(
         if part is None:
             return floats.contiguous()
         return part.of(floats).contiguous()
+    if place.transposed:
+        # Codes are stored with outputs first, so these are floats.
+        rows = TensorSlice(0, ((place.first, place.first + place.shape[1]),))
+        stored = codec.decode(raw, spec, rows)
+        assert isinstance(stored, torch.Tensor)
+        matrix = stored.t()
+        return (matrix if part is None else part.of(matrix)).contiguous()
     # Rows can be put in order only within complete heads.
     requested = part
     inside = None
@@ -110,7 +120,10 @@ def assemble_tensor(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
     parts: list[Weight] = []
     for place, value in zip(places, values, strict=True):
         head_order = place.head_order
-        if head_order is None:
+        if place.transposed:
+            assert isinstance(value, torch.Tensor)
+            parts.append(value.t())
+        elif head_order is None:
             parts.append(value)
         else:
             # The order in which the file is read, inverted.

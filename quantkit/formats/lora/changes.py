@@ -240,7 +240,7 @@ def _require_shape(
         shape = (columns, rows)
     else:
         shape = (rows, columns)
-    if base.shape != shape:
+    if _read_shape(base) != shape:
         raise _build_shape_error(
             adapter, f"module '{module.name}' does not match the base", shape, base
         )
@@ -255,6 +255,13 @@ def _require_shape(
     return swapped
 
 
+def _read_shape(base: DiskTensor) -> tuple[int, ...]:
+    """Return the shape in which a tensor is read; its shape on disk may be the reverse."""
+    if base.places[0].transposed:
+        return base.places[0].shape
+    return base.shape
+
+
 def _is_transposed(
     adapter: Adapter, base: DiskTensor, shape: tuple[int, int], source: Checkpoint
 ) -> bool:
@@ -264,7 +271,8 @@ def _is_transposed(
         UnsupportedError: if the adapter says so of a square weight of a class that is not known.
     """
     if is_conv1d(base.module, source):
-        return True
+        # Unless it is read as [outputs, inputs].
+        return not base.places[0].transposed
     # PEFT corrects `fan_in_fan_out` by the class of a module, so the setting tells something only
     # if the class is not known.
     if not (adapter.config.transposed and has_own_code(source)):
@@ -322,7 +330,7 @@ def _build_shape_error(
         problem,
         path=adapter.file,
         found=list(shape),
-        expected=f"{list(base.shape)}, of '{base.name}'",
+        expected=f"{list(_read_shape(base))}, of '{base.name}'",
         hint=hint,
     )
 

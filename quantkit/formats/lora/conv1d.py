@@ -12,14 +12,15 @@ from quantkit.formats.checkpoint import Checkpoint
 _FAMILIES = frozenset(
     {"clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 )
-_NAMES = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
+CONV1D_NAMES = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
+"""The last parts of their names."""
 
 
 def is_conv1d(module: str, source: Checkpoint) -> bool:
     """Tell whether transformers makes a `Conv1D` of a module."""
     if source.extra_config.get("model_type") not in _FAMILIES:
         return False
-    return module.rpartition(".")[2] in _NAMES
+    return module.rpartition(".")[2] in CONV1D_NAMES
 
 
 def has_own_code(source: Checkpoint) -> bool:

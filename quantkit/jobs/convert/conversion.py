@@ -27,6 +27,7 @@ from quantkit.formats.checkpoint import (
 )
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
+from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.dequantized_checkpoint import may_be_in_blocks
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.folder import select_templates
@@ -209,8 +210,8 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
     source = open_checkpoint(
         src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as
     )
-    if not source.config.runnable and source.method is not None:
-        # Experts that become floats become one tensor again.
+    if isinstance(source, HFCheckpoint) and not source.config.runnable and source.has_codes:
+        # Experts that become floats become one tensor again, and some weights are transposed.
         unstack(source)
     return merge_adapters(
         source,

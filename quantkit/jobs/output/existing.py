@@ -25,7 +25,7 @@ from quantkit.formats.output.staging import (
 )
 from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, start_source_hashes
 from quantkit.quality.manifest_files import require_as_written
-from quantkit.via_transformers.stacks import unstack
+from quantkit.via_transformers.stacks import unstack_as
 
 _MEASURED = (
     "source_check",
@@ -179,7 +179,7 @@ class Existing:
             path = self.dst.with_name(work.encoder.files()[0])
         with _convert_output_errors(self.dst):
             result = with_codes(open_checkpoint(path, tensors_only=not work.source.config.runnable))
-            unstack(result, work.source.config.code)
+            unstack_as(result, work.source.config)
             return result
 
     def differs(self, *names: str) -> DestinationError:

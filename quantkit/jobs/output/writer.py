@@ -49,7 +49,7 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
 from quantkit.via_transformers.forward import final_hidden
-from quantkit.via_transformers.stacks import unstack
+from quantkit.via_transformers.stacks import unstack_as
 
 SAFE_POINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
@@ -485,7 +485,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
     """
     try:
         result = with_codes(open_finished_or_not(path, tensors_only=not config.runnable))
-        unstack(result, config.code)
+        unstack_as(result, config)
         # A second reader that was not written for these files.
         for file in sorted(path.glob("*.safetensors")):
             require_readable(file)

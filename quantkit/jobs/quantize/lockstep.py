@@ -7,7 +7,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.calibration.data import Calibration
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.jobs.quantize.formats import FormatPlan
-from quantkit.passes.passage import Survey
+from quantkit.passes.passage import Inputs, Survey
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites
 
@@ -15,6 +15,7 @@ from quantkit.via_transformers.sites import find_sites
 _NAMED = 4
 _UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
+_DIVIDED = "transformers splits it, and its parts have different inputs"
 
 
 def survey_linears(
@@ -43,6 +44,12 @@ def survey_linears(
         for site in unsolved_sites:
             for module, _, _ in site.rows:
                 kept[module] = reason
+    group_of_module: dict[str, Inputs] = {}
+    for group in survey.groups:
+        for site in group.sites:
+            for module, _, _ in site.rows:
+                if group_of_module.setdefault(module, group) != group:
+                    kept[module] = _DIVIDED
     # Modules without a scheme keep their floats anyway, and need no note.
     unsolved = {module: reason for module, reason in kept.items() if module in schemes}
     notes = [f"{source.path}: {line}" for line in _describe_kept_linears(unsolved)]

@@ -235,6 +235,13 @@ def test_weights_that_the_loader_of_a_model_does_not_take_are_found(
     assert rules_of(written(method, dict.fromkeys(names, INT4), "other")) == set()
 
 
+@pytest.mark.parametrize(("scheme", "rules"), [("int4-g32", set()), ("fp8", {"vllm-loader"})])
+def test_codes_that_vllm_transposes_are_found(scheme: str, rules: set[str]) -> None:
+    schemes = {"transformer.h.0.attn.c_attn": QuantScheme.parse(scheme)}
+    linears = written(METHODS["compressed-tensors"], schemes, "gpt2")
+    assert rules_of(linears) == rules
+
+
 def test_modules_without_a_name_are_like_others() -> None:
     """vLLM's MiniCPM 3 looks for the settings of q_a_proj under an empty name."""
     schemes = dict.fromkeys(in_layers("self_attn.q_a_proj", "self_attn.o_proj"), INT4)
