@@ -65,7 +65,7 @@ def estimate_site_losses(
         NonFiniteError: if a weight of a unit, or the inputs of a linear, hold NaN or Inf.
         UnsupportedError: if the model fails.
     """
-    count, _ = sample_counts(source.config, samples.shape, memory_bytes)
+    count = sample_counts(source.config, samples.shape, memory_bytes)[0]
     batches = torch.split(samples[:count], batch_samples(source.config, samples.shape[1]))
     unit_of: dict[str, Unit] = {}
     for unit in units:

@@ -253,7 +253,7 @@ class GptqQuantizer(RtnQuantizer):
         if self.embedding_parameter is None or scheme is None or scheme.bits >= _EXACT_BITS:
             return None
         weight = narrow_to_floats(self.source.load(f"{EMBEDDING}.weight"))
-        rounded, _ = round_to_nearest(weight, scheme, torch.float16, select_column_kernels)
+        rounded = round_to_nearest(weight, scheme, torch.float16, select_column_kernels)[0]
         return self.embedding_parameter, rounded.dequantize()
 
     def _solve_groups(

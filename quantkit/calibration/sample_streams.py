@@ -213,7 +213,8 @@ class SampleStreams(Observer):
         """Prepare the weights of a part that are not solved."""
         partwise = self._passage.partwise
         if self._embedding is not None:
-            name, quantized = self._embedding
+            name = self._embedding[0]
+            quantized = self._embedding[1]
             if partwise.part_of(name.rpartition(".")[0]) == part:
                 floats = partwise.model.get_parameter(name)
                 parameter = nn.Parameter(quantized.to(floats.device), requires_grad=False)

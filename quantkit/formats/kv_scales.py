@@ -93,7 +93,7 @@ def attention_scales(
     scales: dict[str, tuple[float, float]] = {}
     for module in attention:
         # Tools name their scales in several ways, but all with the number of the layer.
-        name, _ = scale_names(module)
+        name = scale_names(module)[0]
         entry = cache_tensors([name]).get(name)
         if entry is None:
             scales[module] = (NO_SCALE, NO_SCALE)

@@ -121,7 +121,7 @@ def observe_inputs(
     for linear in linear_columns(checkpoint.config):
         if linears is None or linear in linears:
             observed_linears.append(linear)
-    sites, _ = find_sites(passage.partwise, observed_linears)
+    sites = find_sites(passage.partwise, observed_linears)[0]
     passage.compute_hidden_states([tokens], progress, sites=sites, on_product=observe_site)
 
 

@@ -22,7 +22,7 @@ def round_product_inputs(lazy: LazyModel, inputs: Mapping[str, InputRounding]) -
     Raises:
         UnsupportedError: if linears in one weight have inputs that are rounded differently.
     """
-    sites, _ = find_sites(lazy, inputs)
+    sites = find_sites(lazy, inputs)[0]
     for site in sites:
         module: nn.Module = lazy.model.get_submodule(site.module)
         if site.expert is not None:

@@ -133,7 +133,7 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
     # Tensors on disk, by the parameter of all experts that they become.
     tensors_of_target: dict[str, list[OpaqueTensor]] = defaultdict(list)
     for tensor in floats:
-        target, _ = places.get(tensor.name, ("", None))
+        target = places.get(tensor.name, ("", None))[0]
         if target and _holds_experts(model, target):
             tensors_of_target[target].append(tensor)
     linears_of_tensor: dict[str, list[OpaqueTensor]] = {}
@@ -378,7 +378,7 @@ def _make_stack(
     """Describe a linear of an expert, given its place in the matrix of one expert."""
     first, step, transposed = place
     if experts.is_flat:
-        rows, _ = _expert_shape(tensor, experts)
+        rows = _expert_shape(tensor, experts)[0]
         return Stack(tensor.name, tensor.shape, None, expert * rows + first, step, transposed)
     return Stack(
         name=tensor.name,

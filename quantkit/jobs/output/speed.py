@@ -106,9 +106,11 @@ class Speed:
         """
         config = self.config
         if device.type == "cuda":
-            read, launched = _SECONDS_OF_WEIGHT_ON_GPU, _SECONDS_OF_LINEAR_ON_GPU
+            read = _SECONDS_OF_WEIGHT_ON_GPU
+            launched = _SECONDS_OF_LINEAR_ON_GPU
         else:
-            read, launched = _SECONDS_OF_WEIGHT_IN_MEMORY, _SECONDS_OF_SMALL_LINEAR
+            read = _SECONDS_OF_WEIGHT_IN_MEMORY
+            launched = _SECONDS_OF_SMALL_LINEAR
         weights = sum(count * group.weights for group, count in every_group(config))
         weights += config.vocab_size * config.hidden_size
         steps = -(-tokens // rows)
