@@ -83,8 +83,8 @@ def quantize(data: str | None, **params: Any) -> None:
     require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.distributed.shard import require_same_checkpoint
-    from quantkit.formats.detect import open_checkpoint
     from quantkit.jobs.quantize.quantize import quantize as job
+    from quantkit.via_transformers.forward import open_to_run
 
     # GPTQ alone needs a calibration, whose samples the processes divide among them. Without it
     # rank 0 does all the work, on the CPU.
@@ -96,7 +96,13 @@ def quantize(data: str | None, **params: Any) -> None:
     with join_group({**arguments, "src": None}, device) as group:
         outputs = Outputs(data, reads=reads, makes=arguments["dst"])
         if shared and group.size > 1:
-            require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
+            source = open_to_run(
+                arguments["src"],
+                arguments["weights"],
+                arguments["via"],
+                trust_remote_code=arguments["trust_remote_code"],
+            )
+            require_same_checkpoint(source, group)
         if shared or group.is_rank0:
             with ProgressDisplay(show=group.is_rank0) as progress:
 

@@ -208,7 +208,8 @@ class LazyModel:
                 continue
             for tied_name in tied_names:
                 parameter = self.model.get_parameter(tied_name)
-                set_parameter(self.model, tied_name, parameter.to("meta"))
+                # A caller may have replaced it by one of another type.
+                set_parameter(self.model, tied_name, parameter.to("meta", torch.float32))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor on disk."""
