@@ -92,7 +92,7 @@ class Effort:
 
     def gradient_samples(self, config: ModelConfig, shape: Sequence[int]) -> int:
         """Return how many of the samples, of a shape [N, T], go through the backward pass."""
-        if config.tensors is not None or config.run_by is not None:
+        if not config.measurable:
             return 0
         samples, length = shape
         return min(samples, -(-self.gradient_tokens // length))
@@ -147,7 +147,7 @@ def groups_of(config: ModelConfig, layer: int) -> list[GroupShape]:
         result: list[GroupShape] = []
         for tensor in config.tensors:
             if _is_solved(tensor, layer):
-                result.append(_alone(tensor.module, tensor.shape))
+                result.append(_alone(tensor.module, tensor.shape, measurable=config.measurable))
         return result
     counts = compute_sizes(config)
     experts = config.experts
@@ -173,19 +173,20 @@ def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
     return tensor.role == "linear" and tensor.layer == layer
 
 
-def _alone(module: str, shape: tuple[int, ...]) -> GroupShape:
+def _alone(module: str, shape: tuple[int, ...], *, measurable: bool) -> GroupShape:
     """Return a linear by itself; which share of the tokens an expert gets is not known, and taken
     as a quarter.
     """
     rows, columns = shape
+    is_expert = "expert" in module
     return GroupShape(
         "mlp",
         1,
         rows,
         columns,
         writes=True,
-        share=0.25 if "expert" in module else 1.0,
-        factored=False,
+        share=0.25 if is_expert else 1.0,
+        factored=measurable and not is_expert,
     )
 
 

@@ -9,13 +9,13 @@ the opposite order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.architectures.topology import InputGroup, count_head_layers, input_groups
+from quantkit.architectures.topology import count_head_layers, input_groups
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, Stretches, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
@@ -75,7 +75,7 @@ def measure_factors(
     passes.turn(share.start, stretches.next(head))
     for layer in reversed(range(first_layer, layers)):
         progress(GRADIENTS, head + 2 * layers - layer - 1, total, "layers")
-        sums = _Sums(source, layer, linear_names, device, samples.numel())
+        sums = FactorSums(_select_groups(source, layer, linear_names), device, samples.numel())
         passes.backward(layer, sums.add)
         sums.release(group, factors)
         malloc_trim()
@@ -83,37 +83,44 @@ def measure_factors(
     return factors
 
 
-class _Sums:
+def _select_groups(
+    source: Checkpoint, layer: int, linear_names: Collection[str]
+) -> list[list[str]]:
+    """Select the groups of a block that have factors, and some of whose linears are wanted."""
+    prefix = BLOCK_PREFIX.format(layer)
+    groups: list[list[str]] = []
+    for group in input_groups(source.config, layer):
+        names = [prefix + module for module in group.modules]
+        is_solved = not set(names).isdisjoint(linear_names)
+        if is_solved and has_factor(source.config, layer, group.branch):
+            groups.append(names)
+    return groups
+
+
+class FactorSums:
     """The factors of a block, while gradients come in linear by linear."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        layer: int,
-        linear_names: Collection[str],
-        device: torch.device,
-        tokens: int,
-    ) -> None:
+    def __init__(self, groups: Sequence[Sequence[str]], device: torch.device, tokens: int) -> None:
+        """
+        Args:
+            groups: the linears, by full name, that share their inputs.
+            tokens: of all samples.
+        """
         self._tokens = tokens
-        prefix = BLOCK_PREFIX.format(layer)
-        self._groups: list[tuple[InputGroup, list[str]]] = []
-        for group in input_groups(source.config, layer):
-            names = [prefix + module for module in group.modules]
-            if has_factor(source.config, layer, group.branch) and not set(names).isdisjoint(
-                linear_names
-            ):
-                self._groups.append((group, names))
-        self._of = {name: names for _, names in self._groups for name in names}
+        self._groups = groups
+        self._of = {name: names for names in groups for name in names}
         self._rows: dict[str, int] = {}
         self._blocks: dict[str, list[Tensor]] = {}
         self._waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
         self._device = device
 
-    def add(self, name: str, linear: nn.Linear, gradient: Tensor) -> None:
-        """Add the gradients [N, O] by the outputs of a linear; see `FisherPasses.backward`."""
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradients [N, O] by the outputs of a linear; first, for each linear, those of no
+        token.
+        """
         if name not in self._of:
             return
-        self._rows[name] = linear.out_features
+        self._rows[name] = gradient.shape[1]
         if not len(gradient):
             return
         names = self._of[name]
@@ -127,7 +134,7 @@ class _Sums:
             ):
                 add_square_(block, columns[start:stop])
 
-    def _sums(self, names: list[str]) -> list[Tensor]:
+    def _sums(self, names: Sequence[str]) -> list[Tensor]:
         """Return the blocks that are summed for a group."""
         if names[0] not in self._blocks:
             bounds = _bounds(sum(self._rows[name] for name in names))
@@ -139,7 +146,7 @@ class _Sums:
 
     def release(self, group: ProcessGroup, factors: OutputFactors) -> None:
         """Keep the sums over all processes, which this no longer holds."""
-        for _, names in self._groups:
+        for names in self._groups:
             blocks = self._sums(names)
             start = 0
             rows = {}

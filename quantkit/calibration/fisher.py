@@ -153,16 +153,16 @@ class FisherPasses:
         """
         squares: dict[str, Tensor] = {}
 
-        def add(name: str, linear: nn.Linear, gradient: Tensor) -> None:
+        def add(name: str, gradient: Tensor) -> None:
             if name not in squares:
-                squares[name] = torch.zeros(linear.out_features, device=self._device)
+                squares[name] = torch.zeros(gradient.shape[1], device=self._device)
             if len(gradient):
                 squares[name].add_(gradient.square().sum(0))
 
         self.backward(layer, add)
         return squares
 
-    def backward(self, layer: int, add: Callable[[str, nn.Linear, Tensor], None]) -> None:
+    def backward(self, layer: int, add: Callable[[str, Tensor], None]) -> None:
         """Run the gradients back through a block. `add` gets those by the outputs of a linear, [N,
         O], with its full name, batch after batch; first, for each linear of the block, those of no
         token.
@@ -173,17 +173,12 @@ class FisherPasses:
         def add_gradient_hook(
             name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor
         ) -> None:
-            assert isinstance(module, nn.Linear)
-            out.register_hook(lambda gradient: add(name, module, gradient.flatten(0, -2)))  # type: ignore[no-untyped-call]
+            out.register_hook(lambda gradient: add(name, gradient.flatten(0, -2)))  # type: ignore[no-untyped-call]
 
         with ExitStack() as hooks:
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
-                    add(
-                        prefix + name,
-                        module,
-                        torch.zeros(0, module.out_features, device=self._device),
-                    )
+                    add(prefix + name, torch.zeros(0, module.out_features, device=self._device))
                     hooks.enter_context(
                         module.register_forward_hook(partial(add_gradient_hook, prefix + name))
                     )
@@ -237,15 +232,46 @@ def head_gradients(
             rows = states[start : start + HEAD_TOKENS]
             products = torch.cat([rows @ part.float().t() for part in _parts(head)], dim=-1)
             logits = final_logits(products, config)
-            gradients = logits.softmax(-1)
-            drawn = torch.multinomial(gradients, 1, generator=generator)
-            gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
+            gradients = draw_logit_gradients(logits, generator)
             result[index, start : start + HEAD_TOKENS] = through_logits(
                 gradients, logits, head, config
             )
             if advance is not None:
                 advance(len(rows))
     return result
+
+
+def differentiate_head(
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    first: int,
+    advance: Callable[[int], None],
+) -> Tensor:
+    """Compute what `head_gradients` does through any head, given the function from states [N, D] to
+    logits [N, V].
+    """
+    result = torch.empty_like(hidden)
+    for index, states in enumerate(hidden):
+        generator = torch.Generator().manual_seed(first + index)
+        for start in range(0, len(states), HEAD_TOKENS):
+            # A leaf, so that the gradients stop here.
+            rows = states[start : start + HEAD_TOKENS].detach().requires_grad_()
+            with torch.enable_grad():
+                logits = compute_logits(rows)
+            logits.backward(draw_logit_gradients(logits.detach(), generator))  # type: ignore[no-untyped-call]
+            assert rows.grad is not None
+            result[index, start : start + HEAD_TOKENS] = rows.grad
+            advance(len(rows))
+    return result
+
+
+def draw_logit_gradients(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token from each row of logits [N, V], and compute the gradients by them of minus its
+    log probability.
+    """
+    gradients = logits.softmax(-1)
+    drawn = torch.multinomial(gradients, 1, generator=generator)
+    return gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
 
 
 def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: ModelConfig) -> Tensor:

@@ -22,6 +22,7 @@ from quantkit.calibration.output_factors import OutputFactors
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.calibration.scale_range import choose_scale_dtype
+from quantkit.calibration.site_factors import measure_site_factors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
@@ -225,6 +226,8 @@ class GptqQuantizer(RtnQuantizer):
                 wanted.add(name)
         if not count or not wanted:
             return None
+        if not self.source.config.runnable:
+            return self._measure_site_factors(tokens[:count], wanted, store)
         with torch.enable_grad():
             return measure_factors(
                 self.source,
@@ -236,6 +239,28 @@ class GptqQuantizer(RtnQuantizer):
                 first_layer=self._find_first_layer(wanted),
                 progress=self.progress,
             )
+
+    def _measure_site_factors(
+        self, tokens: torch.Tensor, modules: set[str], store: ActivationStore
+    ) -> OutputFactors:
+        """Measure the factors of some modules by the model's own code. A note says why there are
+        none of a model.
+        """
+        factors, reason = measure_site_factors(
+            self.passage,
+            self.groups,
+            tokens,
+            modules,
+            store,
+            samples_at_once=batch_samples(self.source.config, tokens.shape[1]),
+            group=self.group,
+            progress=self.progress,
+        )
+        if reason is not None:
+            self.notes.append(
+                f"{self.source.path}: how errors of outputs add up is not known: {reason}"
+            )
+        return factors
 
     def _find_first_layer(self, modules: set[str]) -> int:
         """Find the first decoder block that has one of the modules."""

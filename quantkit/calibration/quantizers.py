@@ -88,6 +88,7 @@ class RtnQuantizer:
             called at most once.
         shared: the outer scales of NVFP4; None if no linear is to have some.
         kernels_of: returns the kernels of a device.
+        notes: for the user, on what could not be measured.
     """
 
     source: Checkpoint
@@ -98,6 +99,7 @@ class RtnQuantizer:
     shared: SharedScales | None = None
     progress: Progress = silent
     kernels_of: Callable[[torch.device], ColumnKernels] = select_column_kernels
+    notes: list[str] = field(default_factory=list, init=False)
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
     _scales: dict[str, Tensor] = field(default_factory=dict, init=False)

@@ -45,7 +45,10 @@ def stop(key: Hashable, value: Any = None) -> bool:
     current = getcurrent()
     assert isinstance(current, _Batch)
     assert current.parent is not None
+    # Belongs to the thread, and this may be within code that has turned it off.
+    records_gradients = torch.is_grad_enabled()
     repeats: bool = current.parent.switch(Stop(key, value))
+    torch.set_grad_enabled(records_gradients)
     return repeats
 
 

@@ -56,7 +56,7 @@ class PartwiseModel(Protocol):
         ...
 
     def load(self, part: str) -> None:
-        """Load the weights of a part's modules, in float32."""
+        """Load the weights of a part's modules, in float32. They require no gradients."""
         ...
 
     def unload(self, part: str) -> None:

@@ -5,8 +5,17 @@ linears show their inputs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,7 +35,7 @@ from quantkit.passes.spill import Spill
 
 Model = TypeVar("Model", bound=PartwiseModel, covariant=True)
 
-_HIDDEN = "hidden states"
+HIDDEN = "hidden states"
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class Passage(Generic[Model]):
             path: of the model, for errors.
         """
         self.partwise = partwise
-        self._path = path
+        self.path = path
         # How many modules of each part are running, over all batches.
         self._open: Counter[str] = Counter()
         # Of the batches that are on their way.
@@ -266,10 +275,10 @@ class Passage(Generic[Model]):
         site_modules = (self.partwise.model.get_submodule(site.module) for site in sites)
         to_head = any(module not in body_modules for module in site_modules)
 
-        collector = _Collector(_HIDDEN)
+        collector = _Collector(HIDDEN)
 
         def stop_after_body(module: nn.Module, args: Any, output: Any) -> None:
-            stop(_HIDDEN, output[0].cpu())
+            stop(HIDDEN, output[0].cpu())
 
         handle = self.partwise.body.register_forward_hook(stop_after_body)
         listed = [part for part in self.partwise.parts if self.partwise.is_listed(part)]
@@ -281,66 +290,132 @@ class Passage(Generic[Model]):
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
                         progress("layers", listed.index(place.name), len(listed), "layers")
-                    elif place == _HIDDEN and not to_head:
+                    elif place == HIDDEN and not to_head:
                         break
         finally:
             handle.remove()
         progress("layers", len(listed), len(listed), "layers")
         states: list[Tensor] = collector.values
-        # A model may call parts of its body instead of the body.
-        if len(states) != len(batches):
-            raise UnsupportedError(
-                "the model does not run its base model, as transformers names it",
-                path=self._path,
-                found=type(self.partwise.body).__name__,
-            )
+        self.require_body(len(states), batches)
         return states
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Compute the logits [N, V] of states [N, D] that `compute_hidden_states` has returned: the
-        model runs with these states in place of its body's output.
+        """Compute the logits [N, V] of states [N, D] that `compute_hidden_states` has returned."""
+        with torch.no_grad(), self.open_head() as compute:
+            return compute(states).cpu()
+
+    @contextmanager
+    def open_head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Load the model's head, and yield a function that computes the logits [N, V] of states [N,
+        D] that `compute_hidden_states` has returned: the model runs with these states in place of
+        its body's output, under autograd if that is on. Nothing else can run meanwhile.
+
+        The function raises `UnsupportedError` if the model fails.
         """
         body = self.partwise.body
         if body is self.partwise.model:
-            return states
+            yield lambda states: states
+            return
+        hidden: list[Tensor] = []
         logits: list[Tensor] = []
+
+        def compute(states: Tensor) -> Tensor:
+            hidden.append(states.unsqueeze(0).to(self.partwise.device))
+            tokens = torch.zeros(1, len(states), dtype=torch.long, device=self.partwise.device)
+            with self.partwise.silence():
+                self._forward(tokens)()
+            hidden.clear()
+            return logits.pop()
+
         handle = self.partwise.model.register_forward_hook(
-            lambda module, args, output: logits.append(output.logits[0].cpu())
+            lambda module, args, output: logits.append(output.logits[0])
         )
         # The model's own code may scale or cap logits, so it runs with a replaced body.
-        body.forward = lambda *args, **kwargs: _Returned(
-            states.unsqueeze(0).to(self.partwise.device)
-        )
-        tokens = torch.zeros(1, len(states), dtype=torch.long)
+        body.forward = lambda *args, **kwargs: _Returned(hidden[0])
         try:
-            with self._hook_modules((), _ignore_product):
-                for _ in self._run_rounds([tokens], Spill()):
-                    pass
+            with self.load_when_entered(self._find_first_parts()):
+                yield compute
         finally:
             del body.forward
             handle.remove()
-        return logits[0]
+
+    @contextmanager
+    def load_when_entered(self, parts: Collection[str]) -> Iterator[None]:
+        """Load parts, and others when the model's code enters them; all are freed at the end."""
+        handles: list[Any] = []
+
+        def make_hook(name: str, part: str) -> Callable[..., None]:
+            def enter_module(module: nn.Module, args: Any) -> None:
+                self._at = name
+                if part not in self.partwise.loaded:
+                    self.partwise.load(part)
+
+            return enter_module
+
+        self._load_first(parts)
+        try:
+            for name, module in self.partwise.model.named_modules():
+                part = self.partwise.part_of(name)
+                if part is not None:
+                    handles.append(module.register_forward_pre_hook(make_hook(name, part)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._unload_all()
+
+    def iterate_places(
+        self,
+        batches: Sequence[Tensor],
+        observer: Observer,
+        context: Callable[[], AbstractContextManager[object]],
+    ) -> Generator[Hashable]:
+        """Send batches through the model, and yield the places where all of them have stopped:
+        `Part`, and those where code that runs within the model stops them.
+
+        Args:
+            context: makes a context in which the model's code runs.
+        """
+        rounds = self._run_rounds(batches, Spill(), observer, context)
+        with self._hook_modules((), _ignore_product), closing(rounds):
+            yield from rounds
+
+    def require_body(self, count: int, batches: Sequence[Tensor]) -> None:
+        """Raise `UnsupportedError` unless the body has returned states for all batches."""
+        # A model may call parts of its body instead of the body.
+        if count != len(batches):
+            raise UnsupportedError(
+                "the model does not run its base model, as transformers names it",
+                path=self.path,
+                found=type(self.partwise.body).__name__,
+            )
 
     def _run_rounds(
         self,
         batches: Sequence[Tensor],
         spill: Spill,
         observer: Observer | None = None,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Generator[Hashable]:
         """Run batches and yield the places where all of them have stopped. No other batches can run
         until the generator is closed.
         """
-        if self.partwise.loaded:
-            raise RuntimeError("this model is in use")
         if observer is None:
             observer = Observer()
-        for part in {*self.partwise.resident_parts, *self.partwise.first_parts}:
-            self.partwise.load(part)
+        first_parts = self._find_first_parts()
+        self._load_first(first_parts)
+        for part in first_parts:
             observer.enter_part(part)
         # Copies, because a stopped batch's tensors may lose their memory to files.
         forwards = [self._forward(self._copy(tokens)) for tokens in batches]
+
+        @contextmanager
+        def enter_contexts() -> Iterator[None]:
+            with self.partwise.silence(), context():
+                yield
+
         try:
-            self._lockstep = Lockstep(forwards, self.partwise.model, spill, self.partwise.silence)
+            self._lockstep = Lockstep(forwards, self.partwise.model, spill, enter_contexts)
             rounds = self._lockstep.iterate_rounds(observer.arrive, observer.resume)
             with closing(rounds):
                 for place in rounds:
@@ -348,11 +423,23 @@ class Passage(Generic[Model]):
                         self._enter(place.name, observer)
                     yield place
         finally:
-            for part in list(self.partwise.loaded):
-                self.partwise.unload(part)
-            self._open.clear()
-            self._lockstep = None
-            malloc_trim()
+            self._unload_all()
+
+    def _find_first_parts(self) -> set[str]:
+        return {*self.partwise.resident_parts, *self.partwise.first_parts}
+
+    def _load_first(self, parts: Collection[str]) -> None:
+        if self.partwise.loaded:
+            raise RuntimeError("this model is in use")
+        for part in parts:
+            self.partwise.load(part)
+
+    def _unload_all(self) -> None:
+        for part in list(self.partwise.loaded):
+            self.partwise.unload(part)
+        self._open.clear()
+        self._lockstep = None
+        malloc_trim()
 
     def _copy(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.partwise.device, copy=True)
@@ -362,7 +449,7 @@ class Passage(Generic[Model]):
             return f" in '{self._at}'" if self._at else ""
 
         def run() -> None:
-            with convert_model_errors(self._path, describe_location):
+            with convert_model_errors(self.path, describe_location):
                 self.partwise.model(input_ids=tokens, use_cache=False)
 
         return run

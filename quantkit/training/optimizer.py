@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.training.shares import Shares
+from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
@@ -88,6 +88,18 @@ def tensor_rate(config: ModelConfig, scheme: QuantScheme | None) -> float:
     return factor_rate(config) * min(1.0, _LEVELS / scheme.levels)
 
 
+class SharedGradients(Protocol):
+    """This process's part of the tensors and gradients of a training."""
+
+    def part(self, name: str) -> TensorSlice | None:
+        """Find this process's slice of a tensor; None for all of it."""
+        ...
+
+    def total(self, name: str, local_gradient: Tensor | None) -> Tensor | None:
+        """Sum the gradient by the factors of a tensor over all processes; None if none has one."""
+        ...
+
+
 class Optimizer:
     """Changes the trained values of a model with their gradients.
 
@@ -95,7 +107,9 @@ class Optimizer:
         moments: the running means of `adam` by the tensor's name and `FIRST` or `SECOND`.
     """
 
-    def __init__(self, model: TrainedCheckpoint, schedule: Schedule, shares: Shares) -> None:
+    def __init__(
+        self, model: TrainedCheckpoint, schedule: Schedule, shares: SharedGradients
+    ) -> None:
         self._model = model
         self._schedule = schedule
         self._shares = shares

@@ -183,14 +183,9 @@ class Passes:
             rows = slice(start, start + TOKENS_THROUGH_THE_HEAD)
             logits = self._logits(hidden[rows].to(self._device), model_head)
             expected = self._logits(targets[rows].to(self._device), reference_head)
-            log_q = logits.log_softmax(-1)
-            log_p = expected.log_softmax(-1)
-            p = log_p.exp()
-            # Added in float64: the KL of an accurate model is tiny, and its terms have both signs.
-            total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
+            divergence, by_logits = measure_divergence(logits, expected)
+            total += divergence
             if gradient is not None:
-                # The gradient of KL(p || q) by the logits of q is q - p.
-                by_logits = log_q.exp_().sub_(p)
                 slice_logits = self._shares.model.slice_local_logits
                 # Each process has some rows of the head, and adds its part of the gradient.
                 local_gradient = through_logits(
@@ -207,6 +202,20 @@ class Passes:
         # They are a second copy of the logits.
         del products
         return final_logits(self._shares.model.gather_logits(local_logits), self._config)
+
+
+def measure_divergence(logits: Tensor, expected: Tensor) -> tuple[float, Tensor]:
+    """Sum KL(p || q) over tokens, in nats, for logits [N, V] of q and the expected logits of p.
+
+    Returns:
+        The sum, and its gradient by the logits of q.
+    """
+    log_q = logits.log_softmax(-1)
+    log_p = expected.log_softmax(-1)
+    p = log_p.exp()
+    # Added in float64: the KL of an accurate model is tiny, and its terms have both signs.
+    total = (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
+    return total, log_q.exp_().sub_(p)
 
 
 class _Float32(CheckpointView):

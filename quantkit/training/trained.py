@@ -62,13 +62,18 @@ class TrainedNames:
                 weights.append(parameter.name)
             elif norms and parameter.module.endswith("norm") and parameter.leaf == "weight":
                 norm_names.append(parameter.name)
-        if not weights:
+        names = cls(tuple(weights), tuple(norm_names), codes)
+        names.require_weights(quantized)
+        return names
+
+    def require_weights(self, quantized: Checkpoint) -> None:
+        """Raise `UnsupportedError` unless a weight of a model is trained."""
+        if not self.weights:
             raise UnsupportedError(
                 "no weight has trainable scales",
                 path=quantized.path,
                 expected="int4 or int8 codes, each group with a scale in floats",
             )
-        return cls(tuple(weights), tuple(norm_names), codes)
 
     def in_layer(self, layer: int) -> TrainedNames:
         """Select the tensors of a layer."""

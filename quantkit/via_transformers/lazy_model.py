@@ -195,6 +195,10 @@ class LazyModel:
             tensors[name] = _OnDisk(self._source, name, self._stacked.get(name, ()))
         self._convert(tensors, str(self.device))
         self._share(part)
+        # The loader makes parameters that are trained.
+        for name, part_of_name in self._parts.items():
+            if part_of_name == part and name in self._shared:
+                self.model.get_parameter(name).requires_grad_(False)
 
     def unload(self, part: str) -> None:
         """Free the weights of a part, except those that are tied to a part that is loaded."""

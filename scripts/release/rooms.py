@@ -94,7 +94,7 @@ ROOMS = (
             "implements the decoder and loads it from a checkpoint.",
         ),
     ),
-    (Room("passes", "runs models part by part, with all samples in lockstep."),),
+    (Room("passes", "runs models part by part, forward in lockstep and backward."),),
     (
         Room(
             "via_transformers",

@@ -535,15 +535,6 @@ class QuantizeOptions:
                         " yet",
                     )
                 )
-        if self.refine:
-            raise RequestError(
-                Message(
-                    Option("refine", value=True),
-                    " cannot be combined with ",
-                    Option("via", value="transformers"),
-                ),
-                hint="run `quantkit refine` on the result",
-            )
 
     def _check_method(self) -> None:
         if self.method is not None and as_string("method", self.method) not in METHODS:

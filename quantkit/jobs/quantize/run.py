@@ -156,6 +156,7 @@ def _write_formats(
         writer.place()
     result = join_results(results, formats.dst, time.monotonic() - began)
     records = select_folder(next(iter(results)), writer.records)
+    result.notes.extend(quantizer.notes)
     result.notes.extend([*_note_starved_experts(records, source.config), *writer.notes])
     return result
 

@@ -32,13 +32,17 @@ from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.prepare import prepare
 from quantkit.jobs.quantize.run import run_quantization
 from quantkit.jobs.quantize.sequence_estimate import estimate_sequence
-from quantkit.jobs.quantize.verification import collect_result, write_manifest_entries
+from quantkit.jobs.quantize.verification import (
+    collect_result,
+    open_result,
+    write_manifest_entries,
+)
 from quantkit.jobs.quantize.work import work_of
 from quantkit.jobs.refine.estimate import REFINED_GATE, REFINED_WRITING
 from quantkit.jobs.refine.options import RefineOptions
 from quantkit.jobs.refine.plan import Refinement, plan_refinement
-from quantkit.jobs.refine.refine import describe_changes, put_trained
-from quantkit.jobs.refine.rewritten import put_all, require_written
+from quantkit.jobs.refine.refine import Changes, describe_changes, put_trained
+from quantkit.jobs.refine.rewritten import mark_trained, put_all, require_written
 from quantkit.jobs.refine.training import training_of
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
@@ -162,7 +166,9 @@ def _refine(
             activation_memory=settings.memory_bytes,
             device=settings.device,
             resume=options.resume,
-        )
+        ),
+        by_transformers=not plan.formats.source.config.runnable,
+        code=plan.formats.source.config.code,
     )
     drawn = refinement.settings.draw(refinement.reference, progress=progress)
     try:
@@ -221,7 +227,7 @@ def _write_trained(
             progress=in_phase(progress, REFINED_GATE),
         )
         written = _commit(
-            plan, quantized, drawn, work, writer, result, records, gate, changes.details, began
+            plan, quantized, drawn, work, writer, result, records, gate, changes, began
         )
     return replace(written, refined=[asdict(evaluation) for evaluation in state.curve])
 
@@ -253,7 +259,8 @@ def _write_untrained(
     ) as writer:
         result = put_all(writer, refinement.quantized, records)
         require_written(refinement.quantized, result, refinement.quantized)
-        return _commit(plan, quantized, drawn, work, writer, result, records, gate, {}, began)
+        changes = Changes(tensors={}, records={}, details={})
+        return _commit(plan, quantized, drawn, work, writer, result, records, gate, changes, began)
 
 
 def _commit(
@@ -265,21 +272,25 @@ def _commit(
     result: StoredCheckpoint,
     records: Mapping[str, Mapping[str, Any]],
     gate: Gate,
-    details: Mapping[str, object],
+    changes: Changes,
     began: float,
 ) -> QuantizeResult:
-    """Complete a result with its card and manifest, which gets further `details`, and give it its
-    name. Raises `QualityError` if it did not pass the gate, unless that is accepted.
+    """Complete a result with its card and manifest, which gets the details of the changes, and give
+    it its name. Raises `QualityError` if it did not pass the gate, unless that is accepted.
     """
     format_plan = plan.formats.first
     if not plan.checks.accept_quality_loss:
         require_passed(gate, format_plan.source, result, format_plan.dst)
-    measured = Measured(*weight_size(result), gate)
+    result, problem = open_result(format_plan, result)
+    measured = Measured(*weight_size(result), gate, loading_problem=problem)
     card = model_card_files(plan, format_plan, drawn, measured)
     entries = write_manifest_entries(plan, format_plan, work, result, records, measured)
+    # They describe a result whose norms are those of the source.
+    if "carried" in entries:
+        entries["carried"] = mark_trained(entries["carried"], changes.tensors)
     # The quantization has checked the source already.
     source_check = {"source_check": quantized.manifest["source_check"]}
-    manifest = writer.commit({**source_check, **entries, **details}, card)
+    manifest = writer.commit({**source_check, **entries, **changes.details}, card)
     return collect_result(plan, format_plan, drawn, measured, began, manifest)
 
 

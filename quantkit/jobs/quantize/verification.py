@@ -207,10 +207,10 @@ def write_manifest_entries(
     result: Checkpoint,
     records: Mapping[str, Mapping[str, Any]],
     measured: Measured,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Write the manifest's entries that are particular to a quantization."""
     accepted = plan.checks.accept_quality_loss
-    entries: dict[str, object] = {
+    entries: dict[str, Any] = {
         **describe_work(work),
         "quality": measured.quality.to_json(accepted=accepted),
         "modules": format_plan.scheme_map.describe(records),

@@ -13,9 +13,9 @@ from quantkit.jobs.output.writer import open_writer
 from quantkit.jobs.refine.result import RefineResult
 from quantkit.jobs.refine.rewritten import (
     base_hashes,
+    describe_quantization,
     plan_rewriting,
     put_all,
-    read_quantization_details,
     require_written,
 )
 from quantkit.quality.changed_tensors import REFINED
@@ -68,7 +68,7 @@ def apply_delta(
         result = put_all(writer, changed, {})
         require_written(changed, result, None)
         size = weight_size(result)
-        details = read_quantization_details(source.path)
+        details = describe_quantization(source, result, opened_delta.changed)
         for key in _MODEL_ENTRIES:
             details[key] = opened_delta.details[key]
         # The run that made the delta measured the same model: its perplexities must be met.

@@ -5,6 +5,7 @@ anything takes long.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from quantkit.base.arguments import as_path
 from quantkit.calibration.documents import is_self
@@ -25,6 +26,7 @@ from quantkit.jobs.refine.rewritten import (
 )
 from quantkit.model.device import resolve_device
 from quantkit.training.trained import TrainedNames
+from quantkit.via_transformers.forward import run_by_transformers
 
 # One sample to train on, and one that is held back.
 _MIN_SAMPLES = 2
@@ -49,10 +51,17 @@ class Refinement:
     settings: GptqSettings
 
 
-def plan_refinement(options: RefineOptions) -> Refinement:
+def plan_refinement(
+    options: RefineOptions, *, by_transformers: bool = False, code: Path | None = None
+) -> Refinement:
     """Open both models and check that they can be refined.
 
-    Raises `QuantkitError` as `refine` does.
+    Args:
+        by_transformers: whether transformers runs them even if quantkit's decoder knows the family.
+        code: the folder of the float model if its code is trusted; see `run_by_transformers`.
+
+    Raises:
+        QuantkitError: as `refine` does.
     """
     output = options.output
     require_name(output)
@@ -63,9 +72,20 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         dst = output
     else:
         dst = output.with_name(f"{output.name}.applied{src.suffix}")
-    plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
-    reference = open_checkpoint(as_path("against", options.against))
-    require_runnable(reference)
+    plan = plan_rewriting(
+        src,
+        dst,
+        resume=options.resume,
+        source_check=options.source_check,
+        by_transformers=by_transformers,
+        code=code,
+    )
+    is_decoded = plan.work.source.config.runnable
+    reference = open_checkpoint(as_path("against", options.against), tensors_only=not is_decoded)
+    if is_decoded:
+        require_runnable(reference)
+    else:
+        reference = run_by_transformers(reference, code=code)
     if schemes(reference) or list_uncarried_weights(reference):
         raise RequestError(
             "the model to refine against must not be quantized",
@@ -94,7 +114,13 @@ def plan_refinement(options: RefineOptions) -> Refinement:
         raise RequestError(
             "training requires a tokenizer, and the model has none", path=quantized.path
         )
-    names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
+    if is_decoded:
+        names = TrainedNames.of(quantized, norms=options.train_norms, codes=options.train_codes)
+    else:
+        # Imports greenlet, which is optional.
+        from quantkit.training.places import find_trained_names
+
+        names = find_trained_names(quantized, norms=options.train_norms, codes=options.train_codes)
     require_scales_change(plan, names.weights)
     settings = make_gptq_settings(
         tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
@@ -27,8 +28,8 @@ from quantkit.jobs.refine.plan import Refinement, plan_refinement
 from quantkit.jobs.refine.result import RefineResult
 from quantkit.jobs.refine.rewritten import (
     base_hashes,
+    describe_quantization,
     put_all,
-    read_quantization_details,
     require_written,
 )
 from quantkit.jobs.refine.training import training_of
@@ -133,6 +134,9 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
         UnsupportedError: for a model that XLA does not train.
     """
     options = planned.options
+    if not planned.reference.config.runnable:
+        _require_for_transformers(planned, group)
+        return ALONE
     if options.backend is not None:
         if group.size > 1:
             raise RequestError(
@@ -180,6 +184,25 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
         require_same_checkpoint(checkpoint, group)
         require_shareable(checkpoint, mesh.model)
     return mesh
+
+
+def _require_for_transformers(planned: Refinement, group: ProcessGroup) -> None:
+    """Raise a `RequestError` for what training does not do with a model that transformers runs."""
+    options = planned.options
+    run_by = planned.reference.config.run_by
+    if options.backend is not None:
+        raise RequestError(
+            Message(Option("backend", value=options.backend), f" does not train it: {run_by} runs"),
+            path=planned.reference.path,
+            found=planned.reference.config.architecture,
+            hint=Message("leave ", Option("backend"), " out"),
+        )
+    if group.size > 1 or options.mesh_shape not in (None, (1, 1)):
+        raise RequestError(
+            f"refining a model that {run_by} runs requires a single process",
+            path=planned.reference.path,
+            found=f"{max(group.size, math.prod(options.mesh_shape or (1,)))} processes",
+        )
 
 
 def _write_delta(
@@ -243,7 +266,7 @@ def _write_model(
         size = weight_size(result)
         details = {
             # The manifest still tells how the model was quantized.
-            **read_quantization_details(planned.quantized.path),
+            **describe_quantization(plan.work.source, result, changes.tensors),
             **changes.details,
             **_describe_quality(planned, gate, changes.records),
             "source_check": check,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError, NotRepresentableError, QuantkitError, RequestError
-from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runnable, schemes
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import GGUF
@@ -22,10 +22,12 @@ from quantkit.jobs.output.writer import Writer, content_hash, start_source_hashe
 from quantkit.quality.changed_tensors import tensor_hash
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.transcoded import equal_as_numbers
+from quantkit.quality.weights_only import describe_unquantized_tensors
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.via_transformers.forward import run_by_transformers
 
 # A factor on scales, to try whether a format can represent other ones. MLX stores zero points as
 # offsets, which a float type may not represent exactly for other scales.
@@ -33,6 +35,7 @@ _TRIAL_FACTOR = 1.001
 # Entries of a manifest on the quantization, which remain true after refining.
 _CARRIED = (
     "model",
+    "linears_by",
     "run_by",
     "recipe",
     "method",
@@ -49,14 +52,27 @@ _CARRIED = (
 )
 
 
+_TRAINED = "trained"
+
+
 def plan_rewriting(
-    src: Path, dst: Path, *, resume: bool = False, source_check: bool = True
+    src: Path,
+    dst: Path,
+    *,
+    resume: bool = False,
+    source_check: bool = True,
+    by_transformers: bool = False,
+    code: Path | None = None,
 ) -> Conversion:
     """Plan to write a quantized model again in its own format.
 
+    Args:
+        by_transformers: as in `plan_refinement`.
+        code: see `run_by_transformers`, which runs models of other architectures.
+
     Raises:
         QuantkitError: as `convert` does before it writes; also if it is not quantized, or of an
-            architecture that has no decoder here.
+            architecture that neither quantkit nor transformers runs.
     """
     to = None
     if dst.suffix == f".{GGUF.name}" or src.suffix == f".{GGUF.name}":
@@ -70,10 +86,18 @@ def plan_rewriting(
                 "the format of the source cannot be changed", found=dst, expected=expected
             )
     plan = plan_conversion(
-        ConvertOptions(src, dst, to=to, resume=resume, source_check=source_check)  # type: ignore[arg-type]
+        ConvertOptions(
+            src,
+            dst,
+            to=to,  # type: ignore[arg-type]
+            tensors_only=by_transformers,
+            resume=resume,
+            source_check=source_check,
+        )
     )
     source = plan.work.source
-    require_runnable(source)
+    if not source.config.runnable:
+        run_by_transformers(source, code=code)
     if not schemes(source):
         raise RequestError(
             "the source is not quantized",
@@ -143,8 +167,8 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
 def put_all(
     writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[str, object]]
 ) -> StoredCheckpoint:
-    """Write all tensors of a model, with the records of some, and open the result. Raises
-    `NonFiniteError` if a scale is NaN or Inf.
+    """Write all tensors of a model, with the records of some, and open the result, to be run as the
+    model is. Raises `NonFiniteError` if a scale is NaN or Inf.
     """
     writer.report_progress()
     for spec in writer.missing:
@@ -157,7 +181,10 @@ def put_all(
             if tensor is not None and not all_finite(tensor):
                 raise NonFiniteError(f"tensor '{spec.name}' contains NaN or Inf", path=changed.path)
         writer.put(spec.name, value, records.get(spec.name))
-    return writer.seal()
+    result = writer.seal()
+    if not changed.config.runnable:
+        result = run_by_transformers(result, code=changed.config.code)
+    return result
 
 
 def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoint | None) -> None:
@@ -189,10 +216,29 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
             )
 
 
-def read_quantization_details(model: Path) -> dict[str, Any]:
-    """Read the entries of a model's manifest on its quantization; empty if it has none."""
-    manifest = manifest_or_empty(model)
-    return {key: manifest[key] for key in _CARRIED if key in manifest}
+def describe_quantization(
+    source: StoredCheckpoint, result: Checkpoint, changed: Collection[str]
+) -> dict[str, Any]:
+    """Write the manifest's entries on the quantization of a model that is written again, with some
+    tensors changed.
+    """
+    manifest = manifest_or_empty(source.path)
+    details = {key: manifest[key] for key in _CARRIED if key in manifest}
+    if not source.config.runnable:
+        details["tensors_only"] = True
+        carried = describe_unquantized_tensors(source, result)
+        # The manifest compares with the float model.
+        carried.update(manifest.get("carried", {}))
+        details["carried"] = mark_trained(carried, changed)
+    return details
+
+
+def mark_trained(carried: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
+    """Describe how each tensor that is not quantized was stored, if some have changed."""
+    descriptions: dict[str, str] = {}
+    for name, description in carried.items():
+        descriptions[name] = _TRAINED if name in changed else description
+    return descriptions
 
 
 def base_hashes(source: StoredCheckpoint) -> dict[str, str]:

@@ -121,6 +121,12 @@ def _engine(
 ) -> Engine:
     """Run the float model on the samples for the targets, and build the engine that trains."""
     schedule = Schedule(planned.options.num_epochs * samples.steps)
+    if not planned.reference.config.runnable:
+        # Imports greenlet, which is optional.
+        from quantkit.training.by_transformers import TransformersEngine
+
+        samples.compute_targets(float_states(planned.reference, samples.batch), progress)
+        return TransformersEngine(model, planned.reference, samples, schedule)
     if planned.options.backend is None:
         samples.compute_targets(float_states(planned.reference, samples.batch, mesh), progress)
         device = mesh.world.device or planned.settings.device
