@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
 
 from quantkit.errors import UnsupportedError
 from quantkit.passes.passage import convert_model_errors
@@ -20,17 +20,19 @@ from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.linears import quiet
 
 
-class _Chooser(LogitsProcessor):
-    """Leaves greedy decoding the chosen tokens alone."""
+def _make_chooser(choose: Callable[[Tensor], Tensor]) -> Any:
+    """Make a processor of logits that leaves greedy decoding the chosen tokens alone."""
+    from transformers import LogitsProcessor
 
-    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
-        self._choose = choose
-        self._stdout = sys.stdout
+    stdout = sys.stdout
 
-    def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
-        with redirect_stdout(self._stdout):
-            tokens = self._choose(scores)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+    class Chooser(LogitsProcessor):
+        def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
+            with redirect_stdout(stdout):
+                tokens = choose(scores)
+            return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    return Chooser()
 
 
 def generate_rows(
@@ -55,6 +57,8 @@ def generate_rows(
     Raises:
         UnsupportedError: if transformers does not generate with the model, or its code fails.
     """
+    from transformers import GenerationConfig
+
     model = lazy.model
     if not getattr(model, "can_generate", bool)():
         raise UnsupportedError(
@@ -66,7 +70,7 @@ def generate_rows(
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True, max_length=length
     )
-    chooser = _Chooser(choose)
+    chooser = _make_chooser(choose)
     previous_settings = model.generation_config
     model.generation_config = settings
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 from pathlib import Path
@@ -51,10 +52,13 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
     }
     try:
         raw = read_json(folder / "config.json")
-        # compressed-tensors shows its progress on stderr.
+        offload: Any = importlib.import_module("compressed_tensors.offload.utils")
+        # compressed-tensors shows its progress on stderr, and shares its work among all processes
+        # of a group, of which only this one is here.
         with (
             quiet(),
             contextlib.redirect_stderr(io.StringIO()),
+            offload.as_single_threaded(),
         ):
             if code is None:
                 cls, _ = model_class(raw)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import quantkit
 from quantkit.base.messages import Option
 from quantkit.base.progress import silent
-from quantkit.calibration import quantizers
+from quantkit.calibration import gptq_quantizer
 from quantkit.calibration.cache_scales import scale_tokens, scales_of
 from quantkit.calibration.importance import sample_tokens
 from quantkit.data.files import DEMO_MODEL, EXCERPT
@@ -205,7 +205,7 @@ def test_a_cache_that_breaks_the_model_does_not_pass_the_gate(
     method: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _made(source, tmp_path / "sound", method).quality.problem() is None
-    monkeypatch.setattr(quantizers, "scales_of", _broken)
+    monkeypatch.setattr(gptq_quantizer, "scales_of", _broken)
     monkeypatch.setattr("quantkit.calibration.cache_scales.scales_of", _broken)
     with pytest.raises(QualityError, match="too far from its source") as raised:
         _made(source, tmp_path / "broken", method, accept_quality_loss=False)

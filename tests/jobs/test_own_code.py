@@ -406,9 +406,10 @@ def test_without_transformers_it_is_named_first(
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *args: None if name == "greenlet" else find(name, *args),
+        lambda name, *args: None if name == "transformers" else find(name, *args),
     )
     with pytest.raises(
-        RequestError, match=r"greenlet must be installed.*pip install 'quantkit\[transformers\]'"
+        RequestError,
+        match=r"transformers must be installed.*pip install 'quantkit\[transformers\]'",
     ):
         _quantize(src, tmp_path / "dst")

@@ -182,7 +182,8 @@ def test_an_interrupted_run_solves_the_blocks_that_are_left_and_gets_the_same_by
 
 @pytest.mark.slow
 def test_spilling_everything_changes_no_byte(tiny_model: Tiny, made: Made, tmp_path: Path) -> None:
-    scratch, files = partial(tmp_path / "out") / SCRATCH, [0]
+    # Of the first process.
+    scratch, files = partial(tmp_path / "out") / f"{SCRATCH}-0", [0]
     given: dict[str, Any] = {
         "progress": lambda *_: files.append(len(list(scratch.glob("*")))),
         "activation_memory": 0,

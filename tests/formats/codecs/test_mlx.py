@@ -528,6 +528,12 @@ def test_damage_is_named(damage: str, model: Path, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_tensors_alone_are_refused(mlx: Path) -> None:
-    with raises(UnsupportedError, path=mlx / "config.json"):
-        open_checkpoint(mlx, tensors_only=True)
+def test_tensors_alone_are_read_too(mlx: Path) -> None:
+    known = open_checkpoint(mlx)
+    by_tensors = open_checkpoint(mlx, tensors_only=True)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    expected = known.load(name)
+    weight = by_tensors.load(name)
+    assert isinstance(expected, QuantTensor)
+    assert isinstance(weight, QuantTensor)
+    assert torch.equal(weight.dequantize(), expected.dequantize())
