@@ -28,6 +28,7 @@ from quantkit.passes.passage import Inputs
 from quantkit.passes.site import WEIGHT, Brought, Site, Visitor
 
 _EXPERT = "mlp.experts.{}"
+_SHARED_EXPERTS = "mlp.shared_experts."
 
 
 class DecoderParts:
@@ -66,7 +67,10 @@ class DecoderParts:
             # An attribute of the instance hides the method of its class.
             vars(block)["forward"] = partial(_run_block, block)
             if isinstance(block.mlp, Experts):
-                block.mlp.bank = _VisitedExperts(block.mlp)  # type: ignore[assignment]
+                visited = _VisitedExperts(block.mlp)
+                block.mlp.bank = visited  # type: ignore[assignment]
+                if block.mlp.shared_experts is not None:
+                    vars(block.mlp.shared_experts)["forward"] = visited.run_shared
         self._parameters: dict[str, list[str]] = defaultdict(list)
         self._meta_parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
@@ -170,7 +174,7 @@ class DecoderParts:
     def _find_site(self, prefix: str, module: str, expert: int | None) -> Site:
         name = prefix + module
         rows = ((name, 0, self._meta_parameters[f"{name}.{WEIGHT}"].shape[0]),)
-        if expert is None:
+        if expert is None and not module.startswith(_SHARED_EXPERTS):
             return Site(name, WEIGHT, None, rows)
         leaf = f"{module.removeprefix('mlp.')}.{WEIGHT}"
         return Site(module=f"{prefix}mlp", leaf=leaf, expert=expert, rows=rows, stacked=False)
@@ -281,3 +285,23 @@ class _VisitedExperts:
             # They would stay in memory at the next stop.
             del inner
         return out.to(rows.dtype)
+
+    def run_shared(self, x: Tensor) -> Tensor:
+        """Compute the output of the shared experts for states [B, T, D], before their gate."""
+        experts = self._experts
+        mlp = experts.shared_experts
+        assert mlp is not None
+        shares = None
+        # What the gate makes small counts less.
+        if experts.shared_expert_gate is not None:
+            shares = torch.sigmoid(experts.shared_expert_gate(x)).squeeze(-1)
+        for leaf in ("gate_proj", "up_proj"):
+            self._visit_shared(leaf, Brought(x, shares=shares))
+        inner = mlp.inner(x)
+        self._visit_shared("down_proj", Brought(inner, shares=shares))
+        return mlp.output(inner)
+
+    def _visit_shared(self, leaf: str, brought: Brought) -> None:
+        if self.visitor is not None:
+            name = f"shared_experts.{leaf}.{WEIGHT}"
+            self.visitor.visit_product(self._experts, name, None, brought)

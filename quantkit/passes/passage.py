@@ -515,7 +515,7 @@ class Passage(Generic[Model]):
                     on_routing(names[module], counts)
 
             def visit_product(
-                self, module: nn.Module, leaf: str, expert: int, brought: Brought
+                self, module: nn.Module, leaf: str, expert: int | None, brought: Brought
             ) -> None:
                 owner = f"{names[module]}.{leaf}".rpartition(".")[0]
                 part = passage.partwise.part_of(owner)

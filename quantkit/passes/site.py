@@ -108,7 +108,7 @@ class Brought:
         inputs: [..., I].
         tokens: for an expert's product, the numbers [N] of the tokens whose rows these are; None if
             it gets all.
-        shares: the weights [N] of the expert's output for these tokens.
+        shares: the weights [...] of the expert's output for these tokens.
         at: computes the inputs [N, I] that tokens, given by their numbers, would have at an
             expert's product; its argument None means all tokens. None if an expert's inputs are
             known for its own tokens only, and if there are no experts.
@@ -127,8 +127,10 @@ class Visitor(Protocol):
         """Observe the number of tokens that are sent to each expert, before any product."""
         ...
 
-    def visit_product(self, experts: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
-        """Observe the inputs of a product with the weight of an expert in the parameter `leaf`,
-        before it is computed.
+    def visit_product(
+        self, experts: nn.Module, leaf: str, expert: int | None, brought: Brought
+    ) -> None:
+        """Observe the inputs of a product with the weight of an expert, or of shared experts, in
+        the parameter `leaf`, before it is computed.
         """
         ...

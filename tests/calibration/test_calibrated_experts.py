@@ -371,3 +371,31 @@ def test_two_processes_decide_the_same_way_and_make_what_one_makes(
     first, second = (open_checkpoint(tmp_path / name) for name in ("one", "two"))
     reference = open_checkpoint(model)
     assert _kl(reference, second) == pytest.approx(_kl(reference, first), rel=0.2)
+
+
+def test_inputs_of_shared_experts_count_by_their_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint(save_experts("qwen2-moe-dense-layer", tmp_path / "source"))
+    layer = next(index for index, one in enumerate(source.config.layers) if one.experts)
+    tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
+    seen: list[Tensor] = []
+    release = HessianAccumulator.release
+
+    def watched(self: Any, group: Any) -> Any:
+        hessian, paired, *others = release(self, group)
+        seen.append((paired if hessian is None else hessian).clone())
+        return hessian, paired, *others
+
+    monkeypatch.setattr(HessianAccumulator, "release", watched)
+    module = f"model.layers.{layer}.mlp.shared_experts.down_proj"
+    solve_streams(source, tokens, {module: QuantScheme.parse("int8")})
+    decoder = load_model(source, dtype=torch.float32, device="cpu")
+    mlp: Any = decoder.model.layers[layer].mlp
+    states: list[Tensor] = []
+    mlp.shared_experts.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    with torch.inference_mode():
+        decoder(tokens)
+        rows = states[0].flatten(0, -2)
+        inner = mlp.shared_experts.inner(rows) * torch.sigmoid(mlp.shared_expert_gate(rows))
+    torch.testing.assert_close(seen[0], inner.t() @ inner, rtol=1e-3, atol=1e-3)
