@@ -158,10 +158,9 @@ class SampleStreams(Observer):
         # Else both models are the same up to the first quantized linear.
         self._drifted = embedding is not None
         self._trial = _ExpertTrial()
-        # By parameter: linears that multiply samples in the compute dtype, and those of them that
-        # keep their floats.
+        self._last_group: Inputs | None = None
+        # By parameter: linears that multiply samples in the compute dtype.
         self._linears: dict[str, nn.Linear] = {}
-        self._unsolved: set[str] = set()
 
     def solve_groups(
         self, groups: Sequence[Inputs], spill: Spill
@@ -178,14 +177,14 @@ class SampleStreams(Observer):
         solved_groups = [group for group in groups if self._list_solved(group)]
         if not solved_groups:
             return
+        self._last_group = solved_groups[-1]
         self._linears = self._find_linears(groups)
-        for group in groups:
-            for site in group.sites:
-                if site.parameter in self._linears and not self._select_modules(site):
-                    self._unsolved.add(site.parameter)
         arrived = self._passage.iterate_inputs(solved_groups, self._batches.tokens, spill, self)
         try:
-            with _multiplying(self._linears.values()), closing(arrived):
+            with (
+                _multiplying(self._linears.values(), self._compute_dtype),
+                closing(arrived),
+            ):
                 for place in arrived:
                     if isinstance(place, Routed):
                         self._sum_counts(place.module)
@@ -209,22 +208,23 @@ class SampleStreams(Observer):
         for name, versions in self._versions.items():
             set_parameter(self._passage.partwise.model, name, versions[is_float])
 
+    def runs_ahead(self, index: int, place: Hashable) -> bool:
+        """Let batches of the float model, which needs no solution, leave the inputs that they have
+        shown; but those of an expert may be needed again, and the last group ends all passes.
+        """
+        if not self._batches.is_float[index] or not isinstance(place, Inputs):
+            return False
+        return place.sites[0].expert is None and place != self._last_group
+
     def enter_part(self, part: str) -> None:
-        """Prepare the weights of a part that are not solved."""
-        partwise = self._passage.partwise
-        if self._embedding is not None:
-            name = self._embedding[0]
-            quantized = self._embedding[1]
-            if partwise.part_of(name.rpartition(".")[0]) == part:
-                floats = partwise.model.get_parameter(name)
-                parameter = nn.Parameter(quantized.to(floats.device), requires_grad=False)
-                self._keep_versions(name, parameter, floats)
-        if self._compute_dtype == torch.float32:
+        """Give the quantized model its own embedding."""
+        if self._embedding is None:
             return
-        for name in self._unsolved:
-            if partwise.part_of(name.rpartition(".")[0]) == part:
-                floats = partwise.model.get_parameter(name)
-                set_parameter(partwise.model, name, floats.to(self._compute_dtype))
+        partwise = self._passage.partwise
+        name, quantized = self._embedding
+        if partwise.part_of(name.rpartition(".")[0]) == part:
+            floats = partwise.model.get_parameter(name)
+            self._keep_versions(name, _make_parameter(quantized.to(floats.device)), floats)
 
     def leave_part(self, part: str) -> None:
         """Free what a part had in either stream."""
@@ -520,13 +520,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @contextmanager
-def _multiplying(linears: Iterable[nn.Linear]) -> Iterator[None]:
-    """Let linears multiply by `multiply` within the context."""
+def _multiplying(linears: Iterable[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
+    """Let linears multiply samples in a dtype within the context."""
 
     replaced = list(linears)
     for linear in replaced:
         # An attribute of the instance hides the method of its class.
-        vars(linear)["forward"] = partial(_multiply_by, linear)
+        vars(linear)["forward"] = partial(_multiply_by, linear, dtype)
     try:
         yield
     finally:
@@ -534,8 +534,9 @@ def _multiplying(linears: Iterable[nn.Linear]) -> Iterator[None]:
             del vars(linear)["forward"]
 
 
-def _multiply_by(linear: nn.Linear, x: Tensor) -> Tensor:
-    return multiply(x, linear.weight, linear.bias)
+def _multiply_by(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    # A linear that is solved later still has the float32 weight that the solver needs.
+    return multiply(x, linear.weight.to(dtype), linear.bias)
 
 
 def _is_by_outputs(group: Inputs, width: int) -> bool:

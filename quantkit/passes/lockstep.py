@@ -84,11 +84,14 @@ class Lockstep:
         self._spill = spill
         self._silence = silence
         self.repeats = False
+        # By batch: the stop that it has reached before the others; None if it has ended.
+        self._ahead: dict[int, Stop | None] = {}
 
     def iterate_rounds(
         self,
         on_stop: Callable[[int, Hashable, Any], None],
         on_resume: Callable[[int], None] = lambda index: None,
+        runs_ahead: Callable[[int, Hashable], bool] = lambda index, place: False,
     ) -> Generator[Hashable]:
         """Run all batches from place to place, and yield the places where all have stopped, until
         they end.
@@ -96,14 +99,17 @@ class Lockstep:
         Args:
             on_stop: called with the index of a batch, the place where it has stopped, and its
                 value; batch after batch.
-            on_resume: called with the index of a batch before it continues.
+            on_resume: called with the index of a batch before it continues, or shows its value.
+            runs_ahead: called with the index of a batch that has shown its value at a place:
+                whether it goes on to the next place at once, so that it does not hold what it has
+                at this one. There it waits for the others.
 
         Raises:
             UnsupportedError: if batches stop at different places.
         """
         try:
             while True:
-                place = self._run_round(on_stop, on_resume)
+                place = self._run_round(on_stop, on_resume, runs_ahead)
                 if place is None:
                     break
                 yield place.key
@@ -111,26 +117,22 @@ class Lockstep:
             self.close()
 
     def _run_round(
-        self, on_stop: Callable[[int, Hashable, Any], None], on_resume: Callable[[int], None]
+        self,
+        on_stop: Callable[[int, Hashable, Any], None],
+        on_resume: Callable[[int], None],
+        runs_ahead: Callable[[int, Hashable], bool],
     ) -> Stop | None:
         """Let all batches continue to the next place; None if they have ended."""
         first_stop: Stop | None = None
         repeats = self.repeats
         self.repeats = False
-        for index, batch in enumerate(self._batches):
+        for index in range(len(self._batches)):
             on_resume(index)
             self._spill.restore(index)
-            # These contexts belong to the thread, not to the greenlet: they are entered again for
-            # each batch.
-            with torch.no_grad(), self._silence(), self._trackers[index]:
-                # The arguments of the first switch would be those of the batch's function.
-                if batch:
-                    batch_stop: Stop | None = batch.switch(repeats)
-                else:
-                    batch_stop = batch.switch()
-            # A batch that has ended returns the result of the model.
-            if batch.dead:
-                batch_stop = None
+            if index in self._ahead:
+                batch_stop = self._ahead.pop(index)
+            else:
+                batch_stop = self._run_batch(index, repeats=repeats)
             if index == 0:
                 first_stop = batch_stop
             first_key = None if first_stop is None else first_stop.key
@@ -145,6 +147,8 @@ class Lockstep:
                 on_stop(index, key, batch_stop.value)
                 # The value would keep its tensors alive until the next round.
                 batch_stop.value = None
+                if runs_ahead(index, key):
+                    self._ahead[index] = self._run_batch(index, repeats=False)
                 tracker = self._trackers[index]
                 self._spill.keep(
                     index,
@@ -154,6 +158,22 @@ class Lockstep:
                 )
         return first_stop
 
+    def _run_batch(self, index: int, *, repeats: bool) -> Stop | None:
+        """Let one batch continue to its next place; None if it has ended."""
+        batch = self._batches[index]
+        # These contexts belong to the thread, not to the greenlet: they are entered again for each
+        # batch.
+        with torch.no_grad(), self._silence(), self._trackers[index]:
+            # The arguments of the first switch would be those of the batch's function.
+            if batch:
+                batch_stop: Stop | None = batch.switch(repeats)
+            else:
+                batch_stop = batch.switch()
+        # A batch that has ended returns the result of the model.
+        if batch.dead:
+            return None
+        return batch_stop
+
     def close(self) -> None:
         """End all batches at their places."""
         for batch in self._batches:
@@ -161,6 +181,7 @@ class Lockstep:
             if batch:
                 batch.throw()
         self._batches = []
+        self._ahead.clear()
         self._spill.close()
 
     def _collect_model_storages(self) -> set[int]:

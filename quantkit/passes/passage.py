@@ -136,6 +136,12 @@ class Observer:
         `Routed` the number of tokens by expert.
         """
 
+    def runs_ahead(self, index: int, place: Hashable) -> bool:
+        """Decide whether a batch that has shown its inputs at a place goes on to the next one
+        before the others; then it cannot show them again.
+        """
+        return False
+
     def enter_part(self, part: str) -> None:
         """Act after the weights of a part have been loaded, before any batch uses them."""
 
@@ -416,7 +422,9 @@ class Passage(Generic[Model]):
 
         try:
             self._lockstep = Lockstep(forwards, self.partwise.model, spill, enter_contexts)
-            rounds = self._lockstep.iterate_rounds(observer.arrive, observer.resume)
+            rounds = self._lockstep.iterate_rounds(
+                observer.arrive, observer.resume, observer.runs_ahead
+            )
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):

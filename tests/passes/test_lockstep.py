@@ -239,3 +239,30 @@ def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
     rounds.close()
     assert log[3 + failing :] == [(index, "ends") for index in range(3)]
     assert not list(tmp_path.iterdir())
+
+
+def test_batches_that_need_not_wait_run_ahead() -> None:
+    events: list[tuple[str, int, Any]] = []
+
+    def forward(index: int) -> Callable[[], None]:
+        def run() -> None:
+            for place in range(3):
+                held = torch.full((4,), float(place))
+                stop(place, held)
+                events.append(("went on from", index, place))
+
+        return run
+
+    spill = Spill()
+    rounds = Lockstep([forward(0), forward(1)], nn.Module(), spill).iterate_rounds(
+        lambda index, place, value: events.append(("showed", index, float(value[0]))),
+        runs_ahead=lambda index, place: index == 1 and place < 2,
+    )
+    places = []
+    for place in rounds:
+        places.append(place)
+        events.append(("all at", -1, place))
+    assert places == [0, 1, 2]
+    first = ["showed 0 0.0", "showed 1 0.0", "went on from 1 0", "all at -1 0"]
+    second = ["went on from 0 0", "showed 0 1.0", "showed 1 1.0", "went on from 1 1", "all at -1 1"]
+    assert [" ".join(map(str, event)) for event in events[:9]] == first + second
