@@ -32,6 +32,11 @@ class ActivationStore:
         self._count = 0  # of files written so far
         shutil.rmtree(folder, ignore_errors=True)
 
+    @property
+    def bytes_in_memory(self) -> int:
+        """Count the bytes of tensors in the host's memory."""
+        return sum(value.nbytes for value in self._tensors.values() if _on_host(value))
+
     def put(self, key: Hashable, value: Tensor) -> None:
         """Keep a tensor under a key that is not in use; if it does not fit in memory and cannot be
         written, a `DestinationError` is raised.

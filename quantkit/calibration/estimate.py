@@ -78,7 +78,7 @@ def gptq_bytes(
     return 4 * max(*passes, max(solves) + solver)
 
 
-def lockstep_bytes(config: ModelConfig, tokens: int) -> int:
+def lockstep_bytes(config: ModelConfig, tokens: int, device: torch.device = _CPU) -> int:
     """Peak bytes of weights, sums and temporaries where transformers runs the blocks, for batches
     of `tokens` tokens: a block's floats, the block as it is quantized, and what one of its linears
     is solved with.
@@ -87,7 +87,7 @@ def lockstep_bytes(config: ModelConfig, tokens: int) -> int:
     for group, _ in every_group(config):
         sums = 3 * group.columns**2 + 3 * ROWS_AT_ONCE * group.columns
         solved.append(
-            sums + group.weights + _SOLVER_MATRICES * min(weights_at_once(_CPU), group.weights)
+            sums + group.weights + _SOLVER_MATRICES * min(weights_at_once(device), group.weights)
         )
     return 4 * (2 * largest_block(config) + max(solved) + _OF_BATCH * tokens * inner_width(config))
 
@@ -98,12 +98,13 @@ def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torc
     """
     if device.type != "cuda":
         return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(
-        0,
-        int(_GPU_SHARE * free)
-        - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device),
-    )
+    free = torch.cuda.mem_get_info(device)[0]
+    tokens = batch_samples(config, shape[1]) * shape[1]
+    if config.run_by is not None:
+        required = lockstep_bytes(config, tokens, device)
+    else:
+        required = gptq_bytes(config, tokens, device)
+    return max(0, int(_GPU_SHARE * free) - required)
 
 
 def largest_block(config: ModelConfig) -> int:

@@ -270,7 +270,8 @@ def draw_logit_gradients(logits: Tensor, generator: torch.Generator) -> Tensor:
     log probability.
     """
     gradients = logits.softmax(-1)
-    drawn = torch.multinomial(gradients, 1, generator=generator)
+    # On the CPU, whose generator it is; so all devices draw the same.
+    drawn = torch.multinomial(gradients.cpu(), 1, generator=generator).to(gradients.device)
     return gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
 
 

@@ -39,6 +39,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 
 # Of an embedding whose error is too small to be followed.
 _EXACT_BITS = 8
@@ -89,36 +90,28 @@ class GptqQuantizer(RtnQuantizer):
         )
         unsolved = set(self._remaining_uses)
         self._recorder = CacheRecorder()
-        has_scales = any(is_scale(spec.name) for block in blocks for spec in block.tensors)
+        lacks_scales = any(self._list_lacking_scales(block) for block in blocks)
         # Of the backward pass; several processes may share one disk.
         store = ActivationStore(
             written.folder / f"{SCRATCH}-factors-{self.group.rank}", self.memory_bytes
         )
-        # All processes may share one GPU.
-        gpu_bytes = gpu_activation_bytes(
-            self.source.config, self.calibration.tokens.shape, self.device
-        )
-        spill = Spill(
-            written.folder / f"{SCRATCH}-{self.group.rank}",
-            self.memory_bytes,
-            gpu_bytes // self.group.size,
-        )
+        recording: AbstractContextManager[None] = nullcontext()
+        if lacks_scales:
+            recording = self.recording_cache(self._recorder)
         try:
-            recording: AbstractContextManager[None] = nullcontext()
-            if has_scales:
-                recording = self.recording_cache(self._recorder)
             with exact_float32(), torch.no_grad(), recording:
-                if unsolved:
+                if unsolved or lacks_scales:
                     streams = self._make_streams(blocks, unsolved, store)
-                    groups = self._cut_groups(unsolved)
-                    self._solved_groups = self._solve_groups(streams, groups, unsolved, spill)
+                    spill = self._make_spill(store.bytes_in_memory)
+                    self._solved_groups = self._solve_groups(
+                        streams, unsolved, spill, to_end=lacks_scales
+                    )
                     # Which leaves the model without weights.
-                    with closing(self._solved_groups):
+                    with closing(spill), closing(self._solved_groups):
                         yield
                 else:
                     yield
         finally:
-            spill.close()
             store.close()
             self._results.clear()
             malloc_trim()
@@ -133,8 +126,7 @@ class GptqQuantizer(RtnQuantizer):
         try:
             while not self._results.keys() >= set(wanted):
                 self._results |= next(self._solved_groups)
-            if wanted:
-                self._measure_scales(block)
+            self._measure_scales(block)
         except NonFiniteError as error:
             raise self._explain_error(error, block) from error
         results: dict[str, Result] = {}
@@ -161,6 +153,28 @@ class GptqQuantizer(RtnQuantizer):
             return []
         modules = (spec.name.removesuffix(".weight") for spec in block.tensors)
         return [module for module in modules if module in self._calibrated]
+
+    def _list_lacking_scales(self, block: TensorBlock) -> list[TensorSpec]:
+        """List the scales of the KV cache in a block that are not written yet."""
+        lacking: list[TensorSpec] = []
+        for spec in block.tensors:
+            if is_scale(spec.name) and block.to_output_name(spec.name) not in self._done:
+                lacking.append(spec)
+        return lacking
+
+    def _make_spill(self, bytes_in_use: int) -> Spill:
+        """Make what keeps the tensors of stopped batches, in the memory that other activations
+        leave.
+        """
+        # All processes may share one GPU.
+        gpu_bytes = gpu_activation_bytes(
+            self.source.config, self.calibration.tokens.shape, self.device
+        )
+        return Spill(
+            self._written.folder / f"{SCRATCH}-{self.group.rank}",
+            max(0, self.memory_bytes - bytes_in_use),
+            gpu_bytes // self.group.size,
+        )
 
     def _cut_groups(self, unsolved: set[str]) -> list[Inputs]:
         """Leave out the groups after the last one with a linear that is not solved yet."""
@@ -282,9 +296,15 @@ class GptqQuantizer(RtnQuantizer):
         return self.embedding_parameter, rounded.dequantize()
 
     def _solve_groups(
-        self, streams: SampleStreams, groups: Sequence[Inputs], unsolved: set[str], spill: Spill
+        self, streams: SampleStreams, unsolved: set[str], spill: Spill, *, to_end: bool
     ) -> Generator[dict[str, Result]]:
-        """Yield the results of group after group, and report progress."""
+        """Yield the results of group after group, and report progress.
+
+        Args:
+            to_end: let samples pass to the end of the model; otherwise up to the last linear that
+                is not solved yet.
+        """
+        groups = list(self.groups) if to_end else self._cut_groups(unsolved)
         counts = [len(self._calibrated.intersection(_list_modules(group))) for group in groups]
         resumed = 0
         for group, count in zip(groups, counts, strict=True):
@@ -292,7 +312,7 @@ class GptqQuantizer(RtnQuantizer):
                 break
             resumed += count
         passed = 0
-        solved = streams.solve_groups(groups, spill)
+        solved = streams.solve_groups(groups, spill, to_end=to_end)
         with closing(solved):
             self._report(passed, resumed, sum(counts))
             for count, results in solved:
@@ -314,16 +334,17 @@ class GptqQuantizer(RtnQuantizer):
         Raises `UnsupportedError` if they do not reach it.
         """
         dtypes: dict[str, DType] = {}
-        for spec in block.tensors:
-            if is_scale(spec.name):
-                dtypes[spec.name.rpartition(".")[0]] = spec.dtype
+        for spec in self._list_lacking_scales(block):
+            dtypes[spec.name.rpartition(".")[0]] = spec.dtype
         for attention, dtype in dtypes.items():
-            # All batches stop at the next linear after the attention.
+            # All batches stop at the next linear after the attention, or at the model's end.
             while self._recorder.counts[attention] < self._quantized_passes:
                 results = next(self._solved_groups, None)
                 if results is None:
-                    raise make_unreached_error(attention, self.source.path)
+                    break
                 self._results |= results
+            if self._recorder.counts[attention] < self._quantized_passes:
+                raise make_unreached_error(attention, self.source.path)
             largest = self._recorder.find_largest(attention).unsqueeze(0)
             joined = self.group.join(largest, self.group.size).amax(0)
             self._scales |= scales_of(attention, joined, dtype, self.source.path)

@@ -155,6 +155,7 @@ class SampleStreams(Observer):
         self._waiting: _ExpertInputs | None = None
         # Whether an expert's inputs are those of all tokens.
         self._all_tokens = False
+        self._has_other_inputs = True
         # Else both models are the same up to the first quantized linear.
         self._drifted = embedding is not None
         self._trial = _ExpertTrial()
@@ -163,9 +164,12 @@ class SampleStreams(Observer):
         self._linears: dict[str, nn.Linear] = {}
 
     def solve_groups(
-        self, groups: Sequence[Inputs], spill: Spill
+        self, groups: Sequence[Inputs], spill: Spill, *, to_end: bool = False
     ) -> Generator[tuple[int, dict[str, Result]]]:
         """Pass all batches through the model, and solve group after group.
+
+        Args:
+            to_end: whether batches go on to the end of the model after the last group.
 
         Yields:
             For each group with linears that have a scheme, their number, and the results by module
@@ -179,7 +183,9 @@ class SampleStreams(Observer):
             return
         self._last_group = solved_groups[-1]
         self._linears = self._find_linears(groups)
-        arrived = self._passage.iterate_inputs(solved_groups, self._batches.tokens, spill, self)
+        arrived = self._passage.iterate_inputs(
+            solved_groups, self._batches.tokens, spill, self, to_end=to_end
+        )
         try:
             with (
                 _multiplying(self._linears.values(), self._compute_dtype),
@@ -246,6 +252,8 @@ class SampleStreams(Observer):
     def _accumulate(self, index: int, group: Inputs, brought: Brought) -> None:
         site = group.sites[0]
         width = brought.inputs.shape[-1]
+        # Some experts know the inputs of their own tokens only.
+        self._has_other_inputs = brought.at is not None
         if self._sums is None:
             drift_width = _count_rows(group) if _is_by_outputs(group, width) else width
             self._sums = HessianAccumulator(width, drift_width, brought.inputs.device)
@@ -256,7 +264,7 @@ class SampleStreams(Observer):
             self._add_pair(site, group, brought)
             return
         current = _ExpertInputs(brought.inputs.float(), brought.tokens, brought.shares)
-        if self._takes_all_tokens(site, width) and brought.at is not None:
+        if brought.at is not None and self._takes_all_tokens(site, width):
             current = _ExpertInputs(brought.at(None).float(), None, None)
         if self._batches.is_paired(index):
             # The batch may change or lose its tensors before the float model arrives.
@@ -307,7 +315,7 @@ class SampleStreams(Observer):
 
     def _takes_all_tokens(self, site: Site, width: int) -> bool:
         """Return whether a linear of an expert is calibrated on all tokens."""
-        if site.expert is None:
+        if site.expert is None or not self._has_other_inputs:
             return False
         return self._all_tokens or self._is_starved(site, width)
 
@@ -349,7 +357,14 @@ class SampleStreams(Observer):
                 unsolved = {name: linears[name] for name in self._trial.select_unsolved(linears)}
                 solved = self._solver.solve(unsolved, sums, outputs=is_by_outputs)
                 record = self._describe_tokens(site, all_tokens=all_tokens)
-                self._trial.judge(self._solver, solved, unsolved, record, all_tokens=all_tokens)
+                self._trial.judge(
+                    self._solver,
+                    solved,
+                    unsolved,
+                    record,
+                    tokens="all tokens" if all_tokens else "the tokens sent to it",
+                    is_last=all_tokens or not self._has_other_inputs,
+                )
                 if self._trial.select_unsolved(linears):
                     self._all_tokens = True
                     self._passage.repeat_inputs()
@@ -483,10 +498,15 @@ class _ExpertTrial:
         linears: Mapping[str, nn.Linear],
         record: Mapping[str, object],
         *,
-        all_tokens: bool,
+        tokens: str,
+        is_last: bool,
     ) -> None:
         """Accept solved linears, each with the record of its tokens, unless they change by more
         than their schemes explain: these are rounded if there are no other tokens.
+
+        Args:
+            tokens: names the tokens that they are solved for.
+            is_last: whether there are no other tokens.
         """
         excesses = solver.find_excesses(solved, linears)
         for name, result in solved.items():
@@ -497,11 +517,10 @@ class _ExpertTrial:
                 self.results[name] = replace(result, record=accepted)
                 continue
             error, bound = excesses[name]
-            tokens = "all tokens" if all_tokens else "the tokens sent to it"
             excess = f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"
             reason = excess if reason is None else f"{reason}; {excess}"
             self.reasons[name] = reason
-            if all_tokens:
+            if is_last:
                 rounded = {**record, "tokens_reason": reason}
                 self.results[name] = solver.round(name, linears[name].weight, rounded)
 

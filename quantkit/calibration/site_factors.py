@@ -65,6 +65,7 @@ def measure_site_factors(
     try:
         measuring.run(groups_by_part, factors)
     except UnsupportedError as error:
+        measuring.close()
         return OutputFactors(store), error.problem
     return factors, None
 
@@ -151,6 +152,10 @@ class _SiteFactors:
             sums.release(self._group, factors)
 
         self._passes.backward(open_block, progress=stretches.next(blocks))
+
+    def close(self) -> None:
+        """Free what the passes keep."""
+        self._passes.close()
 
     def _turn(self, states: list[Tensor], progress: Progress) -> None:
         """Run the gradients of the log probabilities of drawn tokens back to the last block."""

@@ -234,7 +234,9 @@ class CallRecorder:
                 return value.tensor
             # The same input may be passed twice.
             tensor = restored.get(id(value))
-            if tensor is None:
+            if tensor is not None:
+                self._free(value)
+            else:
                 tensor = self._read(value).to(value.device, torch.float32)
                 restored[id(value)] = tensor
                 edges.append(value.edge)

@@ -1,7 +1,7 @@
 """Quantkit's own decoder as a model that samples pass through part by part.
 
-A decoder block is a part with its norms and its router. The linears that share an input are a part
-of their own, and so is each expert, so that a block's weights need not be in memory all at once.
+A decoder block is a part with its norms and its router. The linears of each branch are a part of
+their own, and so is each expert, so that a block's weights need not be in memory all at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.passage import Inputs
 from quantkit.passes.site import WEIGHT, Brought, Site, Visitor
 
-_EXPERT = "mlp.experts.{}"
 _SHARED_EXPERTS = "mlp.shared_experts."
 
 
@@ -60,9 +59,12 @@ class DecoderParts:
         for layer, block in enumerate(backbone.layers):
             prefix = BLOCK_PREFIX.format(layer)
             self._blocks.append(prefix.removesuffix("."))
+            # By what names the parts of the block.
+            first_modules: dict[str, str] = {}
             for group in input_groups(config, layer):
+                first = first_modules.setdefault(_find_parent(group), prefix + group.modules[0])
                 for module in group.modules:
-                    self._part_of_module[prefix + module] = prefix + _name_part(group)
+                    self._part_of_module[prefix + module] = first
             assert isinstance(block, Block)
             # An attribute of the instance hides the method of its class.
             vars(block)["forward"] = partial(_run_block, block)
@@ -184,11 +186,9 @@ class DecoderParts:
         setattr(self.model.get_submodule(owner), leaf, parameter)
 
 
-def _name_part(group: InputGroup) -> str:
-    """Name the part of a group of linears within its block."""
-    if group.expert is None:
-        return group.modules[0]
-    return _EXPERT.format(group.expert)
+def _find_parent(group: InputGroup) -> str:
+    """Find the module of a block that linears with the same input are in."""
+    return group.modules[0].rpartition(".")[0]
 
 
 class _SampleDecoder(nn.Module):

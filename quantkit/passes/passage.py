@@ -113,6 +113,15 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
         raise UnsupportedError(problem, path=path, hint=hint) from error
 
 
+@contextmanager
+def _removing(handle: Any) -> Iterator[None]:
+    """Remove a hook at the end of the context."""
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class _Returned(tuple[Tensor, ...]):
     """An output of a model's body that has the states; all other fields are None."""
 
@@ -220,14 +229,19 @@ class Passage(Generic[Model]):
         batches: Sequence[Tensor],
         spill: Spill,
         observer: Observer,
+        *,
+        to_end: bool = False,
     ) -> Generator[Inputs | Routed]:
         """Send batches through the model as far as they reach some groups of linears, in the order
         in which batches reach them, and yield each group after all batches have shown their inputs.
-        The routing of experts is yielded before their groups.
+        The routing of experts is yielded before their groups. With `to_end`, batches go on to the
+        end of the model without its head after the last group.
         """
         # Batches stop only at the first site of a group, because the others have the same inputs.
         places = {group.sites[0]: group for group in groups}
         last = list(places.values())[-1]
+        owner = self.partwise.model.get_submodule(last.sites[0].module)
+        last_is_in_body = any(owner is module for module in self.partwise.body.modules())
 
         def stop_at_site(site: Site, brought: Brought) -> None:
             # The observer may want to see the inputs again, after it has looked at all of them.
@@ -237,9 +251,13 @@ class Passage(Generic[Model]):
         def stop_at_experts(name: str, counts: list[int]) -> None:
             stop(Routed(name), counts)
 
+        def stop_after_body(module: nn.Module, args: Any, output: Any) -> None:
+            stop(HIDDEN)
+
         rounds = self._run_rounds(batches, spill, observer)
         with (
             self._hook_modules(list(places), stop_at_site, stop_at_experts),
+            _removing(self.partwise.body.register_forward_hook(stop_after_body)),
             closing(rounds),
         ):
             for place in rounds:
@@ -248,8 +266,11 @@ class Passage(Generic[Model]):
                 if isinstance(place, Inputs):
                     yield place
                     # The layers after the last site, such as the head, are not needed.
-                    if place == last and not self._lockstep_repeats():
+                    if place == last and not to_end and not self._lockstep_repeats():
                         break
+                # The head's own sites follow the body.
+                if place == HIDDEN and to_end and last_is_in_body:
+                    break
 
     def repeat_inputs(self) -> None:
         """Let all batches show the inputs again at the group that `iterate_inputs` has yielded."""

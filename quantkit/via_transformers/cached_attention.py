@@ -172,7 +172,7 @@ def rounding_cache(checkpoint: Checkpoint, lazy: LazyModel) -> Iterator[None]:
         return
     roundings: dict[str, Fp8Rounding] = {}
     for name, module in modules.items():
-        roundings[module] = Fp8Rounding(scales[name], "cpu")
+        roundings[module] = Fp8Rounding(scales[name], lazy.device)
     with _passing_cache(lazy, roundings.get):
         yield
 

@@ -127,13 +127,20 @@ class _Numbering:
                 continue
             parts = self._find_parts(rows[:, 0].long())
             if parts:
+                firsts: tuple[int, ...] = ()
+                if any(self._is_cut(*part) for part in parts):
+                    firsts = tuple(first for *_, first in parts)
                 yield replace(
                     site,
                     rows=tuple((linear, start, stop) for linear, start, stop, _ in parts),
                     transposed=transposed,
-                    firsts=tuple(first for *_, first in parts),
+                    firsts=firsts,
                 )
                 return
+
+    def _is_cut(self, linear: str, start: int, stop: int, first: int) -> bool:
+        """Return whether rows of a linear are not all that it has."""
+        return first > 0 or stop - start < self.count_of_linear[linear]
 
     def _find_parts(self, numbers: Tensor) -> list[tuple[str, int, int, int]]:
         """List the linears whose rows follow each other, with the first of the rows, the one after

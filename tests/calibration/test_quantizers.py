@@ -31,6 +31,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Output, Written
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.kv_scales import layer_scales
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output.writer import Work, open_writer
 from quantkit.jobs.quantize.formats import tensor_blocks
@@ -223,5 +224,36 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
     monkeypatch.setattr(DecoderParts, "load", watched)
     kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, keep=kept)
-    assert "model.layers.0.mlp.down_proj" in loaded
+    assert "model.layers.0.mlp.gate_proj" in loaded
     assert not any(part.startswith("model.layers.1") for part in loaded)
+
+
+@pytest.mark.parametrize("via", ["own", "transformers"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        ["*layers.0.*"],
+        ["*layers.3.*"],
+        ["*layers.3.self_attn.o_proj", "*layers.3.mlp.*"],
+        ["*layers.3.self_attn.*"],
+    ],
+)
+def test_layers_that_stay_floats_have_scales_of_their_cache(
+    kept: list[str], via: Any, demo_model: Path, tmp_path: Path
+) -> None:
+    folder = quantkit.convert(demo_model, tmp_path / "source").path
+    made = quantkit.quantize(
+        folder,
+        tmp_path / "out",
+        "int4-g64",
+        **GPTQ,
+        keep=kept,
+        kv_cache="fp8",
+        via=via,
+        source_check=False,
+    )
+    checkpoint = open_checkpoint(made.path)
+    scales = layer_scales(checkpoint)
+    assert scales is not None
+    assert len(scales) == checkpoint.config.num_layers
+    assert all(0 < scale != 1 for pair in scales for scale in pair)
