@@ -44,6 +44,7 @@ from quantkit.passes.spill import Spill
 from quantkit.tensors.products import bfloat16_linear, times
 from quantkit.tensors.qtensor import QuantTensor
 
+_BATCHES_BETWEEN_TRIMS = 4
 MIN_TOKENS_PER_INPUT = 2
 """Tokens sent to an expert per input of a linear; with fewer it is calibrated on all tokens."""
 
@@ -159,7 +160,6 @@ class SampleStreams(Observer):
         # Else both models are the same up to the first quantized linear.
         self._drifted = embedding is not None
         self._trial = _ExpertTrial()
-        self._last_group: Inputs | None = None
         # By parameter: linears that multiply samples in the compute dtype.
         self._linears: dict[str, nn.Linear] = {}
 
@@ -181,7 +181,6 @@ class SampleStreams(Observer):
         solved_groups = [group for group in groups if self._list_solved(group)]
         if not solved_groups:
             return
-        self._last_group = solved_groups[-1]
         self._linears = self._find_linears(groups)
         arrived = self._passage.iterate_inputs(
             solved_groups, self._batches.tokens, spill, self, to_end=to_end
@@ -205,6 +204,9 @@ class SampleStreams(Observer):
 
     def resume(self, index: int) -> None:
         """Give the model the parameters of a batch's stream."""
+        # What batches free between the tensors of others.
+        if index % _BATCHES_BETWEEN_TRIMS == 0:
+            malloc_trim()
         is_float = self._batches.is_float[index]
         if self._recorder is not None:
             self._recorder.active = not is_float
@@ -216,11 +218,11 @@ class SampleStreams(Observer):
 
     def runs_ahead(self, index: int, place: Hashable) -> bool:
         """Let batches of the float model, which needs no solution, leave the inputs that they have
-        shown; but those of an expert may be needed again, and the last group ends all passes.
+        shown; but those of an expert may be needed again.
         """
         if not self._batches.is_float[index] or not isinstance(place, Inputs):
             return False
-        return place.sites[0].expert is None and place != self._last_group
+        return place.sites[0].expert is None
 
     def enter_part(self, part: str) -> None:
         """Give the quantized model its own embedding."""
