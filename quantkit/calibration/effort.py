@@ -264,13 +264,14 @@ def activation_bytes(
     this memory, so they write less to disk, unless their shares are so few batches that the float
     stream has more of them.
     """
-    streams = 1 + compute_float_share(config, shape, effort)
+    floats = compute_float_share(config, shape, effort)
+    streams = 1 + floats
     hidden = config.hidden_size
-    # What each token has where it stops: the residual, and the inputs of a linear.
-    stopped: list[float] = [2 * hidden]
+    # What each token has in both streams where the samples stop.
+    stopped: list[float] = [2 * streams * hidden]
     if config.tensors is not None:
-        # Of models that transformers runs, the residual twice, its norm, and those inputs.
-        stopped.append(3 * hidden + inner_width(config))
+        # Of models that transformers runs, the residual twice, its norm, and a linear's inputs.
+        stopped.append(streams * (3 * hidden + inner_width(config)))
         layers: Iterable[int] = ()
     else:
         layers = layer_kinds(config)
@@ -282,10 +283,13 @@ def activation_bytes(
                 choice = _CHOICE_ELEMENTS * config.experts.per_token
                 # Some experts get more tokens than others.
                 share = min(1, _BUSY_EXPERT * group.share)
-                stopped.append(3 * hidden + share * group.columns + choice)
+                stopped.append(streams * (3 * hidden + share * group.columns + choice))
             elif group.writes:
-                stopped.append(hidden + group.columns)
-    total = int(4 * math.prod(shape) * streams * max(stopped))
+                # The float stream reaches the last linear of a branch, and leaves it, before the
+                # quantized one.
+                stopped.append(streams * hidden + group.columns)
+                stopped.append((1 + streams) * hidden + floats * group.columns)
+    total = int(4 * math.prod(shape) * max(stopped))
     before = gradient_activation_bytes(config, shape, effort)
     if before:
         total += factor_bytes(config)

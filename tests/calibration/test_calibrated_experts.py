@@ -313,16 +313,16 @@ def test_stopped_samples_hold_what_was_reckoned(
 ) -> None:
     for path, modules in (
         (model, [_expert(0, expert, "down_proj") for expert in range(6)]),
-        (demo_model, ["model.layers.0.mlp.down_proj"]),
+        (demo_model, [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]),
     ):
         source = open_checkpoint(path)
-        tokens = oracle.random_tokens(512, batch=8, vocabulary=2048)
+        tokens = oracle.random_tokens(512, batch=64, vocabulary=2048)
         spill = Spill()
         schemes = dict.fromkeys(modules, QuantScheme.parse("int8"))
         solve_streams(source, tokens, schemes, effort=effort, spill=spill)
         streams = replace(effort, gradient_tokens=0)
         reckoned, *_ = activation_bytes(source.config, tokens.shape, streams, 10**9)
-        assert spill.peak_bytes == pytest.approx(reckoned, rel=0.05), path
+        assert spill.peak_bytes == pytest.approx(reckoned, rel=0.1), path
 
 
 @pytest.mark.slow

@@ -310,7 +310,7 @@ def test_activations_beyond_the_budget_are_on_disk(
     tokens = 60 * 256
     assert inside.scratch_bytes == 0
     # Half of the eight batches go through the float model too.
-    activation_bytes = 4 * tokens * 1.5 * (128 + 384)
+    activation_bytes = 4 * tokens * (1.5 * 128 + 384)
     assert beyond.scratch_bytes == pytest.approx(activation_bytes - 10**6, rel=0.01)
     assert beyond.disk_bytes == inside.disk_bytes
     assert "of activations" in "\n".join(beyond.lines())
