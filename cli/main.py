@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
+from quantkit.base.late import LateTable
 from quantkit.base.messages import Message
 from quantkit.cli.hints import command_scope, no_command, spell
 from quantkit.cli.options import COMPLETION, Context, exit_codes
@@ -64,32 +63,13 @@ _ENTRIES = {
 }
 
 
-class _LateCommands(MutableMapping[str, click.Command]):
+class _LateCommands(LateTable[click.Command]):
     """The commands by name; each is imported when it is first looked up."""
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, click.Command] = {}
-
-    def __getitem__(self, name: str) -> click.Command:
-        if name not in self._loaded:
-            entry = _ENTRIES[name]
-            # Its help names its own options, and it is imported while the group is the command.
-            with no_command():
-                module = importlib.import_module(f"quantkit.cli.{entry.module}")
-            self._loaded[name] = getattr(module, entry.function)
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        raise NotImplementedError("commands are added to the table of entries")
-
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError("commands are removed from the table of entries")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_ENTRIES)
-
-    def __len__(self) -> int:
-        return len(_ENTRIES)
+    def load(self, place: str) -> click.Command:
+        # Its help names its own options, and it is imported while the group is the command.
+        with no_command():
+            return super().load(place)
 
 
 class _Commands(click.Group):
@@ -144,7 +124,9 @@ def _show_version(context: click.Context, option: click.Parameter, requested: bo
 
 @click.group(
     cls=_Commands,
-    commands=_LateCommands(),
+    commands=_LateCommands(
+        {name: f"quantkit.cli.{entry.module}:{entry.function}" for name, entry in _ENTRIES.items()}
+    ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=exit_codes(),
 )

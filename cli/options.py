@@ -11,26 +11,32 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from quantkit import errors
 from quantkit.base.json_values import format_value
+from quantkit.base.late import LateModule
 from quantkit.base.option_fields import OTHER, IfExists, OptionInfo, find_option_fields
 from quantkit.base.processors import set_threads, validate_threads
 from quantkit.cli.hints import set_command, spell
 from quantkit.errors import RequestError
-from quantkit.formats.target_names import FLOAT_TARGETS, TARGET_NAMES
 from quantkit.kernels import BACKENDS
 from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
-from quantkit.tensors.mix import MIXES, find_mix
 from quantkit.tensors.scheme import FLOAT_SCHEMES, SCHEMES, QuantScheme
 from quantkit.via_transformers import VIAS
+
+if TYPE_CHECKING:
+    from quantkit.formats import target_names
+    from quantkit.tensors import mix as mixes
+else:
+    target_names = LateModule("quantkit.formats.target_names")
+    mixes = LateModule("quantkit.tensors.mix")
 
 COMPLETION = "_QUANTKIT_COMPLETE"
 """The environment variable with which a shell requests completions."""
@@ -202,7 +208,7 @@ class Scheme(click.types.StringParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         # A mix of schemes is for a whole model. Other options, such as --head, take one scheme.
         if param is not None and param.name == "scheme":
-            mix = find_mix(value)
+            mix = mixes.find_mix(value)
         else:
             mix = None
         if mix is None:
@@ -213,7 +219,7 @@ class Scheme(click.types.StringParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         completions: list[CompletionItem] = []
-        for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES):
+        for name in (*SCHEMES, *FLOAT_SCHEMES, *mixes.MIXES):
             if name.startswith(incomplete):
                 completions.append(CompletionItem(name))
         return completions
@@ -411,7 +417,11 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
     """Create the option for the format of the output, with `quantized` only for quantized models;
     `default` is in words.
     """
-    names = [name for name in TARGET_NAMES if not (quantized and name in FLOAT_TARGETS)]
+    names = [
+        name
+        for name in target_names.TARGET_NAMES
+        if not (quantized and name in target_names.FLOAT_TARGETS)
+    ]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     if not quantized:
         return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Never
 
 import click
 
-from quantkit.cli.job_steps import JobSteps
+from quantkit.base.late import LateModule
 from quantkit.cli.output import DEFAULT_COLUMNS, terminal_columns
 from quantkit.cli.signals import raise_if_interrupted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+    from quantkit.cli import job_steps
+else:
+    job_steps = LateModule("quantkit.cli.job_steps")
 
 _LINE_SECONDS = 30.0
 _TICK_SECONDS = 1.0
@@ -90,7 +94,7 @@ class ProgressDisplay:
         self._details = details
         self._ticking = ticking and show
         self._phase: _Phase | None = None
-        self._steps: JobSteps | None = None
+        self._steps: job_steps.JobSteps | None = None
         self._shown_at = 0.0
         # Other code may redirect it for a while.
         self._stream = sys.stderr
@@ -123,7 +127,7 @@ class ProgressDisplay:
         order.
         """
         if steps:
-            self._steps = JobSteps(steps, self._clock())
+            self._steps = job_steps.JobSteps(steps, self._clock())
         else:
             self._steps = None
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.cli.output import (
     mention,
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
     from quantkit.cli.generate_args import GenerateArgs
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
+    from quantkit.runtime import generate_batch
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import Pace, Runner
     from quantkit.text.tokenizer import Tokenizer
+else:
+    generate_batch = LateModule("quantkit.runtime.generate_batch")
 
 
 def show_continuation(args: GenerateArgs, group: ProcessGroup) -> None:
@@ -135,7 +139,6 @@ def _stream_continuations(
     an engine, one after the other, each below a line with its number.
     """
     from quantkit.runtime.generate import text_pieces
-    from quantkit.runtime.generate_batch import completions
 
     if args.n == 1 or engine is None:
         tokens = run(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
@@ -152,7 +155,9 @@ def _stream_continuations(
     texts: dict[int, str] = {}
     num_shown = 0
     pace.begin()
-    for completion in completions(engine, [request], tokenizer, [args.stop], pace.add):
+    for completion in generate_batch.completions(
+        engine, [request], tokenizer, [args.stop], pace.add
+    ):
         texts[completion.sample] = completion.text or ""
         while num_shown in texts:
             yield f"--- {num_shown + 1} of {args.n} ---\n"

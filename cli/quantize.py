@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.base.late import LateModule
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import Command, section
@@ -26,8 +27,11 @@ from quantkit.tensors.mix import find_mix
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
+    from quantkit.distributed import shard
     from quantkit.jobs.output.estimate import Estimate
     from quantkit.tensors.recipe import Recipe
+else:
+    shard = LateModule("quantkit.distributed.shard")
 
 
 @options.accept_threads
@@ -82,7 +86,6 @@ def quantize(data: str | None, **params: Any) -> None:
     arguments = build_job_arguments(params)
     require_models(arguments["src"], makes=arguments["dst"])
 
-    from quantkit.distributed.shard import require_same_checkpoint
     from quantkit.jobs.quantize.quantize import quantize as job
     from quantkit.via_transformers.forward import open_to_run
 
@@ -102,7 +105,7 @@ def quantize(data: str | None, **params: Any) -> None:
                 arguments["via"],
                 trust_remote_code=arguments["trust_remote_code"],
             )
-            require_same_checkpoint(source, group)
+            shard.require_same_checkpoint(source, group)
         if shared or group.is_rank0:
             with ProgressDisplay(show=group.is_rank0) as progress:
 

@@ -30,7 +30,7 @@ from quantkit.jobs.quantize.quantize import quantize as quantize
 from quantkit.jobs.refine.apply_delta import apply_delta as apply_delta
 from quantkit.jobs.refine.refine import refine as refine
 from quantkit.jobs.refine.result import RefineResult as RefineResult
-from quantkit.quality.gate import Gate as Gate
+from quantkit.quality.gate_result import Gate as Gate
 from quantkit.quality.manifest_check import FolderReport as FolderReport
 from quantkit.quality.verify import Verdict as Verdict
 from quantkit.quality.verify import VerifyReport as VerifyReport

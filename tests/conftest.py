@@ -39,7 +39,7 @@ def _demo_tokenizer_exported_once() -> Iterator[None]:
     from quantkit.data.files import DEMO_MODEL
     from quantkit.formats.containers import hf
 
-    export, demo = hf.export_json, (DEMO_MODEL / "tokenizer.model").read_bytes()
+    export, demo = hf.export.export_json, (DEMO_MODEL / "tokenizer.model").read_bytes()
 
     @functools.cache
     def exported() -> dict[str, bytes] | None:
@@ -51,7 +51,7 @@ def _demo_tokenizer_exported_once() -> Iterator[None]:
         return found and dict(found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "export_json", made)
+        patch.setattr(hf.export, "export_json", made)
         yield
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import rooms
 from paths import ROOT
+
+import quantkit
 
 FOLDERS = {
     "quantkit": "quantkit",
@@ -68,6 +72,22 @@ NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in TRITON_PARTS.split
 
 XLA = "quantkit.xla"
 XLA_LIGHT = {XLA, f"{XLA}.split"}  # what can be imported where there is no jax
+
+
+# Runs a command line, and writes the names of the package's modules that it imported to a file.
+_LIST_MODULES = """
+import atexit, pathlib, sys
+
+listed = pathlib.Path(sys.argv.pop(1))
+
+def list_modules():
+    names = [name for name in sys.modules if name.partition(".")[0] == "quantkit"]
+    listed.write_text(" ".join(names))
+
+atexit.register(list_modules)
+from quantkit.cli.entry import main
+main()
+"""
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -329,3 +349,58 @@ def test_no_test_file_imports_from_another() -> None:
             if name.split(".")[-1].startswith("test_") or name.startswith("test_"):
                 importing.append(f"{path.relative_to(ROOT)}: {name}")
     assert importing == []
+
+
+def _run_command(tmp_path: Path, *arguments: str | Path) -> int:
+    """Run a command in a new process, and return the number of the package's modules it imported.
+    A server is ended by Ctrl-C as soon as it listens.
+    """
+    listed = tmp_path / "modules.txt"
+    command = [sys.executable, "-c", _LIST_MODULES, listed, *arguments]
+    with subprocess.Popen(
+        [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        if arguments[0] == "serve":
+            assert "http://" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert listed.is_file(), errors
+    return len(listed.read_text().split())
+
+
+def test_commands_import_no_more_modules_than_they_need(demo_model: Path, tmp_path: Path) -> None:
+    """A failure means that a command imports what only other commands, models or options need; see
+    `quantkit.base.late`.
+    """
+    source, quantized = tmp_path / "source", tmp_path / "quantized"
+    quantkit.convert(demo_model, source, to="hf")
+    options = ["--scheme", "int4-g32", "--samples", "8", "--length", "64", "--device", "cpu"]
+    on_cpu = ["--device", "cpu", "--backend", "cpu-exact"]
+    counts = {
+        "--help": _run_command(tmp_path, "--help"),
+        "quantize": _run_command(tmp_path, "quantize", source, quantized, *options),
+        "generate": _run_command(
+            tmp_path, "generate", quantized, "Once", "--max-new-tokens", "2", *on_cpu
+        ),
+        "serve": _run_command(tmp_path, "serve", quantized, "--port", "0", *on_cpu),
+    }
+    assert set(counts) == set(rooms.MODULE_LIMITS)
+    exceeded = {name: count for name, count in counts.items() if count > rooms.MODULE_LIMITS[name]}
+    assert not exceeded, f"{counts}, limits {rooms.MODULE_LIMITS}"
+
+
+def test_late_modules_are_there() -> None:
+    """Their names are strings, which neither type checkers nor an import reads."""
+    late_classes = ("LateModule", "LateFunction")
+    places = set()
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in late_classes:
+                places.add(ast.literal_eval(node.args[0]))
+    assert places
+    for place in places - {"torch"}:
+        module, _, function = place.partition(":")
+        assert module in MODULES
+        defined = {getattr(node, "name", None) for node in MODULES[module].body}
+        assert not function or function in defined, place

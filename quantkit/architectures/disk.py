@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor, Stack
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.families.family import Family, StackedExperts
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import Linear, Parameter, parameters
@@ -121,7 +121,7 @@ def disk_tensors(
                 separate.add(tensor.module)
         return _opaque_tensors(config, separate)
     if joins_experts:
-        family = families()[config.architecture]
+        family = FAMILIES[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
         joined = ExpertForm(stacked=_list_mlx_experts(family, gate))
         return _list_family_tensors(config, dict.fromkeys(range(config.num_layers), joined))
@@ -131,7 +131,7 @@ def disk_tensors(
     for parameter in parameters(config):
         if parameter.expert is not None and parameter.module in quantized:
             separate_layers.add(parameter.layer)
-    forms = _expert_forms(families()[config.architecture])
+    forms = _expert_forms(FAMILIES[config.architecture])
     separate_form = next(form for form in forms if form.names)
     form_by_layer = {}
     for layer in range(config.num_layers):
@@ -168,7 +168,7 @@ def match_stored_tensors(
         return _opaque_tensors(config, separate)
     if config.experts is None:
         return _list_family_tensors(config, {})
-    family = families()[config.architecture]
+    family = FAMILIES[config.architecture]
     possible_forms = _expert_forms(family)
     # Encoded weights have suffixes: `q_proj.weight_packed` as well as `gate_up_proj_blocks`.
     stems = set()
@@ -224,7 +224,7 @@ def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) 
             expert_schemes.add(schemes.get(parameter.module))
     if not schemes or not expert_schemes:
         return None
-    if families()[config.architecture].stacked:
+    if FAMILIES[config.architecture].stacked:
         if expert_schemes == {None}:
             return None
         return f"quantized experts of {config.architecture}"
@@ -240,7 +240,7 @@ def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) 
 
 def disk_name(config: ModelConfig, role: str) -> str:
     """Build the name on disk of the weight of a role outside the layers."""
-    return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
+    return FAMILIES[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
 def rotary_order(
@@ -459,7 +459,7 @@ def _list_family_tensors(
     `forms` are those of the experts by layer; in the layers of `renamed`, the router has its
     canonical name.
     """
-    family = families()[config.architecture]
+    family = FAMILIES[config.architecture]
 
     def locate_parameter(parameter: Parameter) -> tuple[str, StackedExperts | None]:
         if parameter.layer is None:

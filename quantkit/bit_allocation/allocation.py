@@ -4,7 +4,6 @@ and losses, the recipe and a picture.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,27 +21,16 @@ from quantkit.architectures.topology import (
     group_fused_linears,
     parameters,
 )
-from quantkit.base.arguments import as_integer, as_number
 from quantkit.base.memory import size_text
-from quantkit.base.messages import Message, Option, join_messages
-from quantkit.errors import RequestError
+from quantkit.bit_allocation.size_target import CANDIDATES, SizeTarget
 from quantkit.formats.codecs.vllm_modules import VllmNames
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
-CANDIDATES = tuple(
-    map(
-        QuantScheme.parse,
-        ("q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"),
-    )
-)
-"""The scheme of each unit is chosen among those of them that the format supports, and floats."""
 FLOAT = "float"
 """The name in tables of the choice to keep floats."""
-PICTURE = "bit-allocation.svg"
-"""The name of the picture's file, next to the model card."""
 # Of schemes, from few bits to many.
 _COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")
 _FLOAT_COLOR = "#f0883e"
@@ -169,59 +157,6 @@ def _name(unit_parameters: Collection[Parameter]) -> str:
             shared = "shared "
         names.append(parameter.module.rpartition(".")[2].removesuffix("_proj"))
     return shared + " ".join(names)
-
-
-@dataclass(frozen=True)
-class SizeTarget:
-    """The requested size: mean bits for each weight of the linears, where codes, scales and zero
-    points count, or bytes of all files of weights together.
-    """
-
-    bits: float | None = None
-    bytes: int | None = None
-
-    def to_json(self) -> dict[str, float | int]:
-        if self.bits is not None:
-            return {"target_bits": self.bits}
-        return {"max_size": self.bytes or 0}
-
-    def __str__(self) -> str:
-        if self.bits is not None:
-            return f"{self.bits:g} bits a weight"
-        return size_text(self.bytes or 0)
-
-
-def size_target(
-    target_bits: float | None, max_size: int | None, scheme: object
-) -> SizeTarget | None:
-    """Check the requested size; None if a scheme is given instead. More than one of the three, or
-    a size that is not a number above 0, is a `RequestError`.
-    """
-    options = (("scheme", scheme), ("target_bits", target_bits), ("max_size", max_size))
-    set_options: list[str] = []
-    for name, value in options:
-        if value is not None:
-            set_options.append(Message(Option(name)))
-    if len(set_options) > 1:
-        raise RequestError(
-            Message(join_messages(" and ", set_options), " are mutually exclusive"),
-            hint="a size chooses the schemes",
-        )
-    if target_bits is not None:
-        bits = as_number("target_bits", target_bits)
-        if not 0 < bits < math.inf:
-            raise RequestError(
-                Message(Option("target_bits"), " is not a valid number of bits"),
-                found=bits,
-                expected="such as 4.5",
-            )
-        return SizeTarget(bits=bits)
-    if max_size is not None:
-        size = as_integer("max_size", max_size)
-        if size <= 0:
-            raise RequestError(Message(Option("max_size"), " must be positive"), found=size)
-        return SizeTarget(bytes=size)
-    return None
 
 
 @dataclass(frozen=True)

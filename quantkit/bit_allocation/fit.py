@@ -16,34 +16,33 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.base.late import LateModule
 from quantkit.base.memory import size_text
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.base.progress import Progress, silent
-from quantkit.bit_allocation.allocation import (
-    CANDIDATES,
-    Allocation,
-    Measure,
-    SizeTarget,
-    Unit,
-    UnitChoice,
-    units,
-)
-from quantkit.bit_allocation.knapsack import ItemChoice, choose
-from quantkit.bit_allocation.losses import estimate_losses
+from quantkit.bit_allocation.allocation import Allocation, Measure, Unit, UnitChoice, units
+from quantkit.bit_allocation.size_target import CANDIDATES, SizeTarget
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, choose_codec
-from quantkit.formats.codecs.compressed_weights import SHAPE
-from quantkit.formats.codecs.ggml import BlockType
-from quantkit.formats.codecs.gptq_zeros import G_IDX
+from quantkit.formats.container import count_stored_bytes
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.via_transformers.forward import passage_of
 
+# The size of a given choice is known without these.
 if TYPE_CHECKING:
+    from quantkit.bit_allocation import knapsack, site_losses
+    from quantkit.bit_allocation import losses as layer_losses
+    from quantkit.formats.codecs import ggml
     from quantkit.passes.passage import Survey
+else:
+    knapsack = LateModule("quantkit.bit_allocation.knapsack")
+    layer_losses = LateModule("quantkit.bit_allocation.losses")
+    site_losses = LateModule("quantkit.bit_allocation.site_losses")
+    ggml = LateModule("quantkit.formats.codecs.ggml")
 
 INT8 = CANDIDATES[-1]
 # Attempts to find a choice whose files have the requested size.
@@ -192,10 +191,7 @@ class Fit:
         """
         schemes = dict(zip(self.units, self.options, strict=True))
         if survey is not None:
-            # Imports greenlet, which is optional.
-            from quantkit.bit_allocation.site_losses import estimate_site_losses
-
-            relative_errors = estimate_site_losses(
+            relative_errors = site_losses.estimate_site_losses(
                 self.source,
                 passage_of(self.source),
                 survey,
@@ -207,7 +203,7 @@ class Fit:
                 progress=progress,
             )
             return self.allocation(relative_errors, "relative error")
-        losses = estimate_losses(
+        losses = layer_losses.estimate_losses(
             self.source,
             samples,
             self.units,
@@ -227,12 +223,14 @@ class Fit:
         """Choose the schemes, given the loss of each scheme of each unit, and what it estimates."""
         # Floats, as None, are the last option of each unit.
         choices_of_units: list[list[QuantScheme | None]] = []
-        items: list[list[ItemChoice]] = []
+        items: list[list[knapsack.ItemChoice]] = []
         for unit, unit_schemes, unit_losses in zip(self.units, self.options, losses, strict=True):
-            item: list[ItemChoice] = []
+            item: list[knapsack.ItemChoice] = []
             for scheme in unit_schemes:
-                item.append(ItemChoice(self._unit_bytes(unit, scheme), unit_losses[scheme]))
-            item.append(ItemChoice(self._unit_bytes(unit, None), 0.0))
+                item.append(
+                    knapsack.ItemChoice(self._unit_bytes(unit, scheme), unit_losses[scheme])
+                )
+            item.append(knapsack.ItemChoice(self._unit_bytes(unit, None), 0.0))
             items.append(item)
             choices_of_units.append([*unit_schemes, None])
         room = self._room
@@ -240,7 +238,7 @@ class Fit:
         # The sum of the units' bytes is not the exact size of the files, whose headers depend on
         # the choice. A choice that is too large is repeated with less room.
         for _ in range(_ROUNDS):
-            numbers = choose(items, room)
+            numbers = knapsack.choose(items, room)
             if numbers is None:
                 break
             chosen: list[QuantScheme | None] = []
@@ -381,22 +379,3 @@ def _fits_rows(scheme: QuantScheme, unit: Unit) -> bool:
     """Check that a scheme's groups divide the rows of all linears of a unit."""
     row_lengths = {parameter.shape[1] for parameter in unit.parameters}
     return all(scheme.fit_to_columns(length) == scheme for length in row_lengths)
-
-
-def count_stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
-    """Count the bytes of a weight's codes, scales and zero points in a format that supports them,
-    or of its floats.
-    """
-    if spec.scheme is None:
-        return math.prod(spec.shape) * spec.dtype.itemsize
-    holder = codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
-    assert not isinstance(holder, Reason)
-    if isinstance(holder, BlockType):
-        return spec.shape[0] * holder.type.row_bytes(spec.shape[1])
-    stored = holder.list_stored_tensors(spec)  # type: ignore[attr-defined]
-    total = 0
-    for tensor in stored:
-        # Bookkeeping of the format, which has no bits of weights.
-        if not tensor.name.endswith((SHAPE, G_IDX)):
-            total += tensor.nbytes
-    return total

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import NonFiniteError, UnsupportedError
@@ -21,13 +23,18 @@ from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.kv_scales import NO_SCALE, attention_name, scale_names
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.layerwise import Batch, layerwise_hidden
-from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.quality.bounds import window_length
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.float8 import E4M3_MAX
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.via_transformers.forward import passage_of
+
+# Only a quantized cache needs it.
+if TYPE_CHECKING:
+    from quantkit.passes import cache_recorder
+else:
+    cache_recorder = LateModule("quantkit.passes.cache_recorder")
 
 CACHE_SCALES = "scales of the KV cache"
 """The name of the phase in reports of progress."""
@@ -110,7 +117,7 @@ def _measure_largest(
     from quantkit.via_transformers.cached_attention import find_cached_attention, recording_cache
 
     passage = passage_of(checkpoint)
-    recorder = CacheRecorder()
+    recorder = cache_recorder.CacheRecorder()
     with recording_cache(passage.partwise, recorder):
         passage.compute_hidden_states([tokens], progress)
     largest: dict[str, Tensor] = {}

@@ -7,17 +7,27 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantkit.base.arguments import as_seed
+from quantkit.base.late import LateFunction
 from quantkit.base.messages import Message, Option
-from quantkit.calibration.collector import DocumentText
 from quantkit.calibration.conversations import ModelChat
-from quantkit.calibration.documents import TextSource, read_documents
 from quantkit.errors import RequestError
 from quantkit.text.tokenizer import Tokenizer, prompt_start
+
+# The packaged text is read without these.
+if TYPE_CHECKING:
+    from quantkit.calibration.collector import DocumentText
+    from quantkit.calibration.documents import TextSource, read_documents
+else:
+    read_documents = LateFunction("quantkit.calibration.documents:read_documents")
+
+SELF = "self"
+"""The text that the float model writes itself, as an option and in the manifest."""
 
 # How much of the text is read: four times the samples in English, and at least 4 MiB.
 BYTES_PER_TOKEN = 16
@@ -74,6 +84,13 @@ class Calibration:
         if self.dropped is not None:
             result |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
         return result
+
+
+def is_self(source: object) -> bool:
+    """Return whether a source is the float model itself; a file of that name is a `Path`, or
+    ``./self``.
+    """
+    return isinstance(source, str) and source == SELF
 
 
 def load_calibration(

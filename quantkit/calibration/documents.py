@@ -31,9 +31,6 @@ from quantkit.files.hub_failures import short
 TextSource = str | Path | Iterable[object]
 """A file, a folder of `datasets`, a dataset on a hub by its name, a dataset, or strings."""
 
-SELF = "self"
-"""The text that the float model writes itself, as an option and in the manifest."""
-
 _JSON_LINES = (".json", ".jsonl")
 _PARQUET = ".parquet"
 _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in folders that `datasets` saved
@@ -61,13 +58,6 @@ class HubId:
         else:
             split = f":{self.split}"
         return self.name + (f":{self.config or ''}" if self.config or split else "") + split
-
-
-def is_self(source: object) -> bool:
-    """Return whether a source is the float model itself; a file of that name is a `Path`, or
-    ``./self``.
-    """
-    return isinstance(source, str) and source == SELF
 
 
 def hub_id(source: str | Path) -> HubId | None:

@@ -6,23 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.late import LateFunction
 from quantkit.base.memory import malloc_trim, set_mmap_threshold
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.cache_scales import make_unreached_error, scales_of
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort, batch_samples, uses_factor
 from quantkit.calibration.estimate import gpu_activation_bytes
-from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.group_solver import GroupSolver, Result
-from quantkit.calibration.output_factors import OutputFactors
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.calibration.scale_range import choose_scale_dtype
-from quantkit.calibration.site_factors import measure_site_factors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
@@ -40,6 +39,15 @@ from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
+
+# Only the thorough effort has a backward pass.
+if TYPE_CHECKING:
+    from quantkit.calibration.factor_pass import measure_factors
+    from quantkit.calibration.output_factors import OutputFactors
+    from quantkit.calibration.site_factors import measure_site_factors
+else:
+    measure_factors = LateFunction("quantkit.calibration.factor_pass:measure_factors")
+    measure_site_factors = LateFunction("quantkit.calibration.site_factors:measure_site_factors")
 
 # Of an embedding whose error is too small to be followed.
 _EXACT_BITS = 8

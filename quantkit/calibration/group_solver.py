@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.base.messages import Message, Option
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.output_factors import OutputFactors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.model.shared_scales import SharedScales
@@ -29,6 +29,9 @@ from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenate_rows, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.calibration.output_factors import OutputFactors
 
 # Damping, in mean diagonals, for one token per input.
 _NOISE = 3.0

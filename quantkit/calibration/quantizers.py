@@ -37,7 +37,6 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
-_EXACT_BITS = 8  # of an embedding whose error is too small to be followed
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 """A tensor's name, its value, and for the manifest how it was found."""

@@ -26,8 +26,7 @@ from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.calibration.conversations import TEMPLATE_SECONDS, model_chat
-from quantkit.calibration.data import Calibration
-from quantkit.calibration.documents import SELF
+from quantkit.calibration.data import SELF, Calibration
 from quantkit.calibration.packaged import TEMPLATE_LENGTH
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, require_calibratable

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.base.late import LateFunction
 from quantkit.base.memory import available_bytes
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, in_phase, silent
@@ -17,11 +18,11 @@ from quantkit.calibration import effort
 from quantkit.calibration.conversations import model_chat
 from quantkit.calibration.data import (
     Calibration,
+    is_self,
     load_calibration,
     require_calibration,
     require_samples,
 )
-from quantkit.calibration.documents import TextSource, is_self
 from quantkit.calibration.effort import Effort, EffortName
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import (
@@ -29,12 +30,18 @@ from quantkit.calibration.packaged import (
     measure_losses_of_source,
     require_plausible,
 )
-from quantkit.calibration.self_text import draw_self_text, require_self_text
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quantkit.calibration.documents import TextSource
+    from quantkit.calibration.self_text import draw_self_text, require_self_text
+else:
+    draw_self_text = LateFunction("quantkit.calibration.self_text:draw_self_text")
+    require_self_text = LateFunction("quantkit.calibration.self_text:require_self_text")
 
 DRAWING = "calibration samples"
 """The phase in which the model chooses or writes the samples."""

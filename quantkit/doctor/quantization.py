@@ -20,18 +20,18 @@ from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import kv_cache
-from quantkit.formats.codecs.awq import AWQ, Awq
+from quantkit.formats.codecs import torchao
+from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
-from quantkit.formats.codecs.compressed_weights import INT8, PACKED_CODES
-from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER
+from quantkit.formats.codecs.float_methods import MODEL_OPTIMIZER
 from quantkit.formats.codecs.gptq import Gptq, writers
-from quantkit.formats.codecs.gptq_linear import GPTQ
-from quantkit.formats.codecs.gptq_zeros import QZEROS, WRITER
+from quantkit.formats.codecs.gptq_zeros import WRITER
 from quantkit.formats.codecs.layout import Description
+from quantkit.formats.codecs.layouts import AWQ, GPTQ, INT8, PACKED_CODES, QZEROS, TORCHAO
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.raw_module import RawModule
-from quantkit.formats.codecs.table import LAYOUTS
+from quantkit.formats.codecs.table import LAYOUTS, LAYOUTS_BY_METHOD
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
@@ -127,7 +127,9 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     shape = _find_weight_shape(view, module)
     if not missing and shape is not None:
         raw = RawModule(module, view.folder.homes, view.folder.root)
-        problem = coded.layout.problem(raw, shape)
+        problem = None
+        if coded.layout is TORCHAO:
+            problem = torchao.find_problem(raw, shape)
         if problem:
             yield finding("codes-shape", module, problem)
     if claim is None:
@@ -182,7 +184,8 @@ def _may_have(method: QuantMethod, coded: Description) -> bool:
     # Its checkpoints have weights of several types, all under the name of a float weight.
     if method.name == MODEL_OPTIMIZER:
         return coded.codes is not None and coded.codes.name.endswith(".weight")
-    return not method.layouts or coded.layout in method.layouts
+    layouts = LAYOUTS_BY_METHOD.get(method.name)
+    return layouts is None or coded.layout in layouts
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:

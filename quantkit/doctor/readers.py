@@ -14,11 +14,8 @@ from quantkit.doctor.findings import Finding, Runtime, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
-from quantkit.formats.codecs.awq import AWQ
-from quantkit.formats.codecs.compressed_weights import PACKED_CODES
-from quantkit.formats.codecs.gptq_linear import GPTQ
-from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.formats.codecs.layout import Claim, Description
+from quantkit.formats.codecs.layouts import AWQ, G_IDX, GPTQ, PACKED_CODES
 from quantkit.formats.codecs.table import METHODS
 from quantkit.formats.codecs.vllm import Linears, vllm_problems
 from quantkit.formats.containers.hf_settings import SETTINGS

@@ -23,11 +23,9 @@ from quantkit.errors import CheckpointError
 from quantkit.files.gguf_io import GgufHeader
 from quantkit.files.gguf_types import GgufTensor
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
-from quantkit.formats.codecs.compressed_weights import PACKED_CODES
-from quantkit.formats.codecs.gptq_linear import GPTQ
-from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.formats.codecs.layout import Layout
-from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
+from quantkit.formats.codecs.layouts import FLOAT8_TYPES as FLOAT8
+from quantkit.formats.codecs.layouts import G_IDX, GPTQ, PACKED_CODES
 from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.tensors.dtypes import FLOATS, DType
 

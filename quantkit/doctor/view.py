@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, match_stored_tensors
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.families.opaque import Hints, infer_roles_by_name, opaque_config
 from quantkit.architectures.names import is_embedding
 from quantkit.base.json_values import Settings, format_value
@@ -87,7 +87,7 @@ class View:
         return (
             self.has_known_tensors
             and self.config is not None
-            and families()[self.config.architecture].runs
+            and FAMILIES[self.config.architecture].runs
         )
 
     def rows_of_embedding(self) -> int | None:
@@ -165,7 +165,7 @@ class View:
 
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
-        family = families().get(str(raw.get("model_type")))
+        family = FAMILIES.get(str(raw.get("model_type")))
         if not raw or family is None or self.folder.kind == "file":
             return None
         try:

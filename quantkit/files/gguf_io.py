@@ -18,7 +18,15 @@ from typing import Any, NoReturn
 
 from quantkit.base.json_values import format_value
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
+from quantkit.files.gguf_types import (
+    MAGIC,
+    SPLIT_KEYS,
+    GgmlType,
+    GgufTensor,
+    Split,
+    Typed,
+    ValueType,
+)
 from quantkit.files.source import (
     SourceFile,
     make_damaged_file_error,
@@ -26,7 +34,6 @@ from quantkit.files.source import (
     require_adjacent,
 )
 
-MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
 # Limits of ggml; the name's is in bytes.

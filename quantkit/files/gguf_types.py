@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
+MAGIC = b"GGUF"
+"""The first bytes of a file."""
 GGUF_SUFFIX = ".gguf"
 """The suffix of a model that is one file, or several, and no folder."""
 STEM = "model"

@@ -11,14 +11,13 @@ hub answers and sends, which the library uses unchecked.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,22 +36,10 @@ from quantkit.files.hub_answers import (
 )
 from quantkit.files.hub_cache import CachedModel
 from quantkit.files.hub_failures import translate_read_error
+from quantkit.files.hub_names import HubModel
 from quantkit.files.hub_threads import result_in_time, run_in_threads
 
-PREFIX = "hf:"
-SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
-"""How users spell a model on the hub, for messages and help."""
-
-
 _Answer = TypeVar("_Answer")
-_PART = r"[A-Za-z0-9][\w.-]*"
-# It becomes a path in the cache: no part is "..".
-REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"
-_NAME = re.compile(
-    rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII
-)
-# The folder of a snapshot in the cache: models--OWNER--NAME/snapshots/COMMIT.
-_SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
 """Time limit for an answer of the hub."""
 _SPARE_BYTES = 16 << 20
@@ -70,50 +57,6 @@ _WEIGHTS = (
     re.compile(r"pytorch_model[^/]*\.bin(\.index\.json)?"),
     re.compile(r"consolidated\.\d+\.pth"),
 )
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model, or one of its GGUF files, at a revision; None is the default branch."""
-
-    name: str
-    file: str | None = None
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        file = f"/{self.file}" if self.file else ""
-        if self.revision:
-            revision = f"@{self.revision}"
-        else:
-            revision = ""
-        return f"{PREFIX}{self.name}{file}{revision}"
-
-
-def parse_hub_name(path: str) -> HubModel | None:
-    """Parse the name of a model on the hub; None for a path.
-
-    Raises:
-        RequestError: if the string begins with ``hf:`` and is not such a name.
-    """
-    # A file or folder of this name has priority.
-    if not path.startswith(PREFIX) or os.path.exists(path):
-        return None
-    match = _NAME.fullmatch(path)
-    # A revision that ends in .gguf is a file name in the wrong place.
-    if match is None or (match[3] or "").lower().endswith(".gguf"):
-        raise RequestError(
-            "is not the name of a model on the hub", found=format_value(path), expected=SPELLING
-        )
-    return HubModel(match[1], match[2], match[3])
-
-
-def read_origin(path: Path) -> dict[str, str] | None:
-    """Read name and commit of a model from its path in the hub's cache; None for any other path."""
-    # Not resolved: files of a snapshot are links to blobs, whose paths have no commit.
-    match = _SNAPSHOT.search(path.absolute().as_posix())
-    if match is None:
-        return None
-    return {"name": f"{match[1]}/{match[2]}", "commit": match[3]}
 
 
 def download(model: HubModel) -> Path:

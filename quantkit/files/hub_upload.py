@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.hub import PREFIX, SECONDS, silence_library
+from quantkit.files.hub import SECONDS, silence_library
 from quantkit.files.hub_answers import (
     HubFile,
     files_by_name,
@@ -27,6 +27,7 @@ from quantkit.files.hub_answers import (
     validate_hub_answers,
 )
 from quantkit.files.hub_failures import short, translate_read_error, translate_write_error
+from quantkit.files.hub_names import PREFIX
 from quantkit.files.hub_threads import result_in_time, run_in_threads
 from quantkit.files.local_files import MEGABYTE, LocalFile, report_bytes
 

@@ -10,13 +10,27 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.files.gguf_types import GGUF_SUFFIX, name_part, parse_part_count, parse_part_stem
-from quantkit.files.hub import PREFIX, HubModel, download, parse_hub_name
+from quantkit.files.gguf_types import (
+    GGUF_SUFFIX,
+    MAGIC,
+    name_part,
+    parse_part_count,
+    parse_part_stem,
+)
+from quantkit.files.hub_names import PREFIX, HubModel, parse_hub_name
 from quantkit.files.source import make_damaged_file_error
+
+# Folders on this machine need neither.
+if TYPE_CHECKING:
+    from quantkit.files import gguf_io, hub
+else:
+    gguf_io = LateModule("quantkit.files.gguf_io")
+    hub = LateModule("quantkit.files.hub")
 
 PARTIAL = ".partial"
 """The end of the name of an unfinished output."""
@@ -50,7 +64,7 @@ def locate_model(path: str | Path) -> Path:
             return first_parts[0]
         return file
     if model not in _downloaded or not _downloaded[model].exists():
-        _downloaded[model] = download(model)
+        _downloaded[model] = hub.download(model)
     return _downloaded[model]
 
 
@@ -127,14 +141,14 @@ def gguf_file(path: Path) -> Path | None:
         return None
 
 
-def read_part_headers(path: Path) -> list[GgufHeader]:
+def read_part_headers(path: Path) -> list[gguf_io.GgufHeader]:
     """Read the headers of all files of the model that a file belongs to, in order.
 
     Raises:
         CheckpointError: see `read_header`; if a part is missing, or belongs to another model.
         UnsupportedError: see `read_header`.
     """
-    header = read_header(path)
+    header = gguf_io.read_header(path)
     if header.split is None or header.split.count == 1:
         if parse_part_count(path.name) > 1:
             raise CheckpointError(
@@ -156,12 +170,12 @@ def read_part_headers(path: Path) -> list[GgufHeader]:
         raise make_damaged_file_error(
             "the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts"
         )
-    parts: list[GgufHeader] = []
+    parts: list[gguf_io.GgufHeader] = []
     for number, file in enumerate(files):
         if number == index:
             part = header
         else:
-            part = read_header(file)
+            part = gguf_io.read_header(file)
         if part.split is None or (part.split.index, part.split.count) != (number, count):
             raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=file)
         parts.append(part)

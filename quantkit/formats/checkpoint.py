@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.topology import parameters
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL, Weight
-from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
+from quantkit.formats.codecs.layouts import FLOAT8_TYPES as SMALL_FLOATS
 from quantkit.formats.codecs.table import describe_tensor_methods
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from quantkit.architectures.families import opaque
+else:
+    opaque = LateModule("quantkit.architectures.families.opaque")
 
 
 class Checkpoint(Protocol):
@@ -150,6 +155,14 @@ def parameter_count(checkpoint: Checkpoint) -> int:
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
+def count_text(count: int) -> str:
+    """Format a number of parameters: ``1.24B``."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
 def active_parameter_count(checkpoint: Checkpoint) -> int:
     """Count the weights that one token uses: of experts only those to which it is routed."""
     experts = checkpoint.config.experts
@@ -226,7 +239,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     hint = None
     for name in listed:
         # DeepSeek's and GLM's multi-token prediction layers merge two inputs with `eh_proj`.
-        if is_extra_layer(name, {}) or name.endswith(".eh_proj.weight"):
+        if opaque.is_extra_layer(name, {}) or name.endswith(".eh_proj.weight"):
             hint = Message(
                 "to copy multi-token prediction layers, add ",
                 Option("tensors_only", value=True),

@@ -4,31 +4,40 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import GGUF_SUFFIX, STEM
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, list_uncarried_weights, parameter_count, schemes
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Weight
-from quantkit.formats.codecs.ggml import BLOCK_TYPES, GgmlBlocks
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, Weight
+from quantkit.formats.codecs.layouts import G_IDX, SHAPE
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
-from quantkit.tensors.mix import Mix
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quantkit.formats.codecs import ggml
+    from quantkit.tensors.mix import Mix
+else:
+    ggml = LateModule("quantkit.formats.codecs.ggml")
+
+_GGUF = "gguf"
 Chunk = tuple[str, bytes | memoryview]
 
 
@@ -222,8 +231,6 @@ class Container(Protocol):
         weights: the sets of weights that it may have, by the values of ``--weights``, the preferred
             one first, and how they are spelled for people.
         methods: of quantization, by ``quant_method``; empty if there is at most one.
-        native: the format of quantized weights if no method is requested; None if it holds floats
-            only.
         stores_tied_head: whether its readers expect a head even if it is tied to the embedding.
         states_tokens: whether its config has the tokens that begin and end text.
         model_parallel: whether its weights may be split into shards that are loaded together.
@@ -237,13 +244,19 @@ class Container(Protocol):
     config_file: str
     weights: Mapping[str, str]
     methods: Mapping[str, QuantMethod] = MappingProxyType({})
-    native: CodeFormat | None = None
     stores_tied_head: bool = False
     states_tokens: bool = True
     model_parallel: bool = False
     derived: bool = False
     read_only: bool = False
     unsplit_by_default: bool = False
+
+    @property
+    def native(self) -> CodeFormat | None:
+        """Return the format of quantized weights if no method is requested; None if it holds floats
+        only.
+        """
+        return None
 
     def find_weight_kinds(self, path: Path) -> list[str]:
         """Find the sets of weights at a path, the preferred one first."""
@@ -331,8 +344,8 @@ def describe_format(checkpoint: StoredCheckpoint) -> str:
     """
     # GGUF's users know Q8_0, not int8-g32.
     type_names: dict[QuantScheme, str] = {}
-    if checkpoint.method == GgmlBlocks.name:
-        for block_type in BLOCK_TYPES.values():
+    if checkpoint.method == _GGUF:
+        for block_type in ggml.BLOCK_TYPES.values():
             type_names[block_type.scheme] = block_type.type
     kinds: Counter[str] = Counter()
     for scheme in schemes(checkpoint).values():
@@ -360,3 +373,24 @@ def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
         )
     # As uint8, because numpy has no bfloat16.
     return tensor.contiguous().reshape(-1).view(DType.UINT8.torch).numpy().data
+
+
+def count_stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
+    """Count the bytes of a weight's codes, scales and zero points in a format that supports them,
+    or of its floats.
+    """
+    if spec.scheme is None:
+        return math.prod(spec.shape) * spec.dtype.itemsize
+    holder = codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
+    assert not isinstance(holder, Reason)
+    # Only GGUF's blocks are no tensors of their own.
+    if not isinstance(codes, QuantMethod):
+        assert isinstance(holder, ggml.BlockType)
+        return spec.shape[0] * holder.type.row_bytes(spec.shape[1])
+    stored = holder.list_stored_tensors(spec)  # type: ignore[attr-defined]
+    total = 0
+    for tensor in stored:
+        # Bookkeeping of the format, which has no bits of weights.
+        if not tensor.name.endswith((SHAPE, G_IDX)):
+            total += tensor.nbytes
+    return total

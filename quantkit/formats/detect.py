@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit.base.arguments import as_path, as_string
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option, join_messages
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, locate_existing_model, locate_model
@@ -14,16 +15,21 @@ from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import make_lora_adapter_error
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.lora.adapter_config import note_folder_adapter
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS, HF
 from quantkit.tensors.dtypes import DType
 
+if TYPE_CHECKING:
+    from quantkit.formats.lora import adapter_config
+else:
+    adapter_config = LateModule("quantkit.formats.lora.adapter_config")
+
 Found = tuple[str, Container]
 """A set of weights, by its name for ``--weights``, and its container."""
 
 _DOWNLOAD = "download it again"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", "gguf"]
 """A set of weights of a folder that holds several."""
@@ -147,7 +153,8 @@ def open_finished_or_not(
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error
-    checkpoint.notes += note_folder_adapter(folder)
+    if (folder / _ADAPTER_CONFIG).is_file():
+        checkpoint.notes += adapter_config.note_folder_adapter(folder)
     if weights is None:
         for other_kind, _ in candidates:
             if other_kind != kind:
@@ -221,8 +228,8 @@ def _choose(folder: Path, candidates: list[Found]) -> Found:
 
 
 def _make_no_weights_error(folder: Path) -> Exception:
-    if (folder / "adapter_config.json").is_file():
-        return make_lora_adapter_error(folder, "adapter_config.json")
+    if (folder / _ADAPTER_CONFIG).is_file():
+        return make_lora_adapter_error(folder, _ADAPTER_CONFIG)
     gguf_files = gguf_models(folder)
     if gguf_files:
         file_names = ", ".join(path.name for path in gguf_files)

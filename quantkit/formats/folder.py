@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import as_string
 from quantkit.base.json_values import MAX_BYTES, format_value, read_json
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.links import find_outside_target
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.table import SETTINGS_FILES
-from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (
     META_FORMATS,
     OLD_TEMPLATE_FILE,
@@ -24,9 +23,17 @@ from quantkit.text.chat_template import (
     read_named_template,
     template_paths,
 )
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
+from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
-from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
+
+# Only some side files need these.
+if TYPE_CHECKING:
+    from quantkit.files import links
+    from quantkit.text import chat, unread_tokenizers
+else:
+    links = LateModule("quantkit.files.links")
+    chat = LateModule("quantkit.text.chat")
+    unread_tokenizers = LateModule("quantkit.text.unread_tokenizers")
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -71,7 +78,7 @@ def load_checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[s
         return None, []
     folder = locate_or_extract_text_folder(source.path)
     if not find_copyable_files(folder, TOKENIZER_FILES[:2]):
-        require_no_unread_tokenizer(folder)
+        unread_tokenizers.require_no_unread_tokenizer(folder)
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer = load_tokenizer(source.path)
     rows = source.config.vocab_size
@@ -151,7 +158,7 @@ def is_private_license(path: Path) -> bool:
     Jobs refuse such links in place of files that a model needs. A model works without its licence,
     and folders in a repository of several models link to one for all of them.
     """
-    return path.name in LICENSES and find_outside_target(path, path.parent) is not None
+    return path.name in LICENSES and links.find_outside_target(path, path.parent) is not None
 
 
 def select_templates(
@@ -188,7 +195,7 @@ def select_templates(
         )
     if as_string("template", requested) in META_FORMATS:
         # Raises for another model's tokenizer.
-        chat_format(source.path, tokenizer, requested)
+        chat.chat_format(source.path, tokenizer, requested)
     return {"default": read_named_template(requested)}
 
 

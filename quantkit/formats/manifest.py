@@ -29,6 +29,10 @@ from quantkit.version import __version__
 
 NAME = MANIFEST
 FORMAT_VERSION = 2
+ACTIVATIONS = "activations"
+"""The key with the types that runtimes round the inputs of linears to, by scheme of
+these.
+"""
 _WAIT_SECONDS = 1.0
 
 

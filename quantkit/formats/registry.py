@@ -60,28 +60,36 @@ class Target:
 def targets() -> dict[str, Target]:
     """Build the table of all formats in which models are written, by name."""
     by_name: dict[str, Target] = {}
-    for container in CONTAINERS.values():
-        for method in container.methods.values():
-            # A method without schemes is only read.
-            if method.schemes:
-                by_name[method.name] = Target(method.name, container, method)
-    # After the methods, which come first where targets are listed.
-    for name, container in CONTAINERS.items():
-        if not container.read_only:
-            by_name[name] = Target(name, container)
+    # The methods come first where targets are listed.
+    for name in (*METHODS, *CONTAINERS):
+        known_target = find_target(name)
+        if known_target is not None:
+            by_name[name] = known_target
     return by_name
+
+
+def find_target(name: str) -> Target | None:
+    """Look up one of `targets` by its name; None if there is none."""
+    if name in CONTAINERS:
+        container = CONTAINERS[name]
+        if container.read_only:
+            return None
+        return Target(name, container)
+    # A method without schemes is only read.
+    if name in METHODS and METHODS[name].schemes:
+        return Target(name, HF, METHODS[name])
+    return None
 
 
 def target(name: str) -> Target:
     """Look up one of `targets` by its name; any other raises `RequestError`."""
-    by_name = targets()
-    if name not in by_name and name in {*CONTAINERS, *METHODS}:
-        raise RequestError(f"{name} can be read, but not written", expected=", ".join(by_name))
-    if name not in by_name:
-        raise RequestError(
-            "unknown target format", found=format_value(name), expected=", ".join(by_name)
-        )
-    return by_name[name]
+    known_target = find_target(name)
+    if known_target is not None:
+        return known_target
+    expected = ", ".join(targets())
+    if name in {*CONTAINERS, *METHODS}:
+        raise RequestError(f"{name} can be read, but not written", expected=expected)
+    raise RequestError("unknown target format", found=format_value(name), expected=expected)
 
 
 def read_names() -> set[str]:

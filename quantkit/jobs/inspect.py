@@ -12,7 +12,7 @@ from quantkit.architectures.text_part import text_family
 from quantkit.base.arguments import as_path, require_flags
 from quantkit.base.messages import Message
 from quantkit.errors import UnsupportedError
-from quantkit.formats.checkpoint import active_parameter_count, parameter_count
+from quantkit.formats.checkpoint import active_parameter_count, count_text, parameter_count
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint, was_written_tensors_only
 from quantkit.formats.folder import load_checked_tokenizer
@@ -317,11 +317,3 @@ def _describe_allocation(allocation: dict[str, Any]) -> str:
     else:
         requested = f"at most {size} bytes of weights"
     return f"chosen for {requested}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
-
-
-def count_text(count: int) -> str:
-    """Format a number of parameters: ``1.24B``."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)

@@ -6,18 +6,24 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from quantkit.base.late import LateModule
 from quantkit.errors import RequestError
 from quantkit.kernels import cpu_gptq
 from quantkit.kernels.library import load_kernels
-from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import FINE, list_trial_steps, search_scales
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.kernels import triton_backend
+else:
+    triton_backend = LateModule("quantkit.kernels.triton_backend")
 
 # Columns that the kernels round in one call.
 _CPU_COLUMNS = 128
@@ -43,7 +49,9 @@ def select_column_kernels(device: torch.device) -> ColumnKernels:
         problem = None
     else:
         # Any scheme will do: this asks whether Triton runs on the device at all.
-        problem = TritonBackend().explain_unsupported(QuantScheme(8, None), device, torch.float32)
+        problem = triton_backend.TritonBackend().explain_unsupported(
+            QuantScheme(8, None), device, torch.float32
+        )
     if problem is None:
         try:
             if on_cpu:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.base.late import LateModule
 from quantkit.kernels.backend import Backend
-from quantkit.kernels.dispatch import select_backend
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
+
+if TYPE_CHECKING:
+    from quantkit.kernels import dispatch
+else:
+    dispatch = LateModule("quantkit.kernels.dispatch")
 
 # Elements of a weight that are converted to float32 at a time.
 _FLOAT_ELEMENTS = 1 << 21
@@ -71,7 +77,9 @@ class QuantLinear(nn.Module):
         self.scheme = weight.scheme
         self.scale_dtype = weight.scale.dtype
         self.out_features, self.in_features = weight.shape
-        self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, allowed)
+        self.backend = dispatch.select_backend(
+            weight.scheme, device, dtype, weight.scale.dtype, allowed
+        )
         prepared = self.backend.prepare(weight.to(device))
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():

@@ -10,34 +10,43 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quantkit.architectures.topology import group_fused_linears
+from quantkit.base.late import LateModule
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.kv_scales import layer_scales
 from quantkit.kernels.backend import Backend
-from quantkit.kernels.dispatch import list_allowed_backends, select_backend
-from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import resolve_device
 from quantkit.model.feed_forward import stack_experts
-from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantEmbedding, QuantLinear
-from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
+
+# Calibration reads weights with this module, and runs no kernels of quantized linears.
+if TYPE_CHECKING:
+    from quantkit.distributed import shard
+    from quantkit.formats import kv_scales
+    from quantkit.kernels import dispatch
+    from quantkit.model import cache_rounding, install_kernels, tensor_parallel
+else:
+    cache_rounding = LateModule("quantkit.model.cache_rounding")
+    shard = LateModule("quantkit.distributed.shard")
+    kv_scales = LateModule("quantkit.formats.kv_scales")
+    tensor_parallel = LateModule("quantkit.model.tensor_parallel")
+    dispatch = LateModule("quantkit.kernels.dispatch")
+    install_kernels = LateModule("quantkit.model.install_kernels")
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +80,7 @@ def load_model(
             `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
-    allowed = list_allowed_backends(backend, allow_slow=allow_slow)
+    allowed = dispatch.list_allowed_backends(backend, allow_slow=allow_slow)
     if dtype is None:
         floats_as = None
     else:
@@ -81,8 +90,8 @@ def load_model(
     checkpoint: Checkpoint = source
     device = resolve_device(group.device if device is None else device)
     dtype = dtype or choose_default_dtype(checkpoint)
-    require_shareable(checkpoint, group)
-    tp = TensorParallel(checkpoint, group)
+    shard.require_shareable(checkpoint, group)
+    tp = tensor_parallel.TensorParallel(checkpoint, group)
     require_kernels(tp.checkpoint, device, dtype, allowed)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
@@ -94,17 +103,17 @@ def load_model(
     )
     model.rotary.to(device)
     tp.connect(model, "")
-    scales = layer_scales(checkpoint)
+    scales = kv_scales.layer_scales(checkpoint)
     if scales is None and checkpoint.kv_cache is not None:
         _log.warning("%s: %s", checkpoint.path, checkpoint.kv_cache.note(run_here=True))
     for layer, scale in enumerate(scales or ()):
         block = model.model.layers[layer]
         assert isinstance(block, Block)
-        block.self_attn.as_cached = Fp8Rounding(scale, device)
+        block.self_attn.as_cached = cache_rounding.Fp8Rounding(scale, device)
     stack_experts(model, model.config)
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.
-    install_kernels(model)
+    install_kernels.install_kernels(model)
     tp.connect_vocabulary(model)
     return model.eval()
 
@@ -132,7 +141,7 @@ def require_kernels(
             cases[spec.scheme, spec.dtype.torch] = None
     try:
         for scheme, scale_dtype in cases:
-            select_backend(scheme, device, dtype, scale_dtype, allowed)
+            dispatch.select_backend(scheme, device, dtype, scale_dtype, allowed)
     except RequestError as error:
         raise RequestError(
             error.problem,

@@ -15,21 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.topology import Parameter, list_summed_modules
+from quantkit.base.late import LateModule
 from quantkit.distributed.group import ProcessGroup
-from quantkit.distributed.shard import CheckpointShard, Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
 from quantkit.model.decoder import Attention, Decoder, RMSNorm
 from quantkit.model.feed_forward import Experts
 from quantkit.model.linear import embedding_rows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from quantkit.distributed import shard as checkpoint_shard
+else:
+    checkpoint_shard = LateModule("quantkit.distributed.shard")
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,12 +146,12 @@ class TensorParallel:
         # Inference needs no gradients, and its graphs are traced with the plain collective.
         self._sum = sum_outputs if trained else all_reduce
         self._sum_squares = sum_shares if trained else all_reduce
-        self._split: Split | None = None
+        self._split: checkpoint_shard.Split | None = None
         if group.size > 1:
-            self._split = split_model(
+            self._split = checkpoint_shard.split_model(
                 checkpoint.config, schemes(checkpoint), group.rank, group.size
             )
-            self.checkpoint = CheckpointShard(checkpoint, self._split)
+            self.checkpoint = checkpoint_shard.CheckpointShard(checkpoint, self._split)
 
     def embed(self, tokens: Tensor, rows: Tensor | QuantTensor) -> Tensor:
         """Look up embeddings [..., D] of tokens [...] from this process's rows; codes are

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import require_flags
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
-from quantkit.base.strict_json import find_duplicate
 from quantkit.errors import RequestError
 from quantkit.runtime.request import Request, create_promptless_request, stop_strings
 from quantkit.runtime.sampling_params import SamplingOptions
+
+if TYPE_CHECKING:
+    from quantkit.base import strict_json
+else:
+    strict_json = LateModule("quantkit.base.strict_json")
 
 SHARED_OPTIONS = frozenset({"n", "stop", "draft_tokens", *SamplingOptions.__annotations__})
 """The options that have the same name and the same values in OpenAI's API."""
@@ -53,7 +58,7 @@ def _parse_bias(bias: Mapping[Any, Any]) -> dict[Any, Any]:
     """Parse the token ids of biases. Raises `RequestError` for a token that occurs twice."""
     tokens = [_parse_token(key) for key in bias]
     # Spellings such as "7" and "07" differ as keys of JSON, but name one token.
-    duplicate = find_duplicate(tokens)
+    duplicate = strict_json.find_duplicate(tokens)
     if duplicate is not None:
         raise RequestError(
             Message(Option("logit_bias"), " names a token twice"),

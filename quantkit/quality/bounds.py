@@ -17,6 +17,7 @@ from torch import Tensor
 from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.folder import load_checked_tokenizer
+from quantkit.quality.gate_result import WINDOW
 from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors import float_codes
 from quantkit.tensors.activations import InputRounding
@@ -83,9 +84,6 @@ weight loses much more, outliers use up the range, and the effect on the model i
 
 REPEATABLE = 0.005
 """The largest relative change of a figure that is measured again on another machine."""
-
-WINDOW = 256
-"""Tokens in a window, or the model's context where that is shorter."""
 
 RANDOM = "random tokens"
 """The name of windows that are not from a text."""

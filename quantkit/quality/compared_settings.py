@@ -14,8 +14,8 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.text.generation_settings import read_other_settings
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.special_tokens import read_tokenizer_config
+from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import ids_around_text
 
 # Values with which an option changes no probability, so that a file may state them or not.

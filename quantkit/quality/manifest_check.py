@@ -18,12 +18,13 @@ from quantkit.errors import CheckpointError, QualityError, RequestError, Unsuppo
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.formats.manifest import ACTIVATIONS
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import REPEATABLE, build_gate_windows
 from quantkit.quality.figures import manifest_or_empty
-from quantkit.quality.gate import Gate, TextResult
+from quantkit.quality.gate_result import Gate, TextResult
 from quantkit.quality.manifest_files import find_manifest, require_as_written
 from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
@@ -31,11 +32,6 @@ from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.via_transformers.forward import run_by_transformers, why_not_run
-
-ACTIVATIONS = "activations"
-"""The key of the manifest with the types that runtimes round the inputs of linears to, by scheme
-of these.
-"""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:

@@ -8,13 +8,14 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import islice, pairwise, product
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quantkit.base.arguments import as_integer, require_flags
 from quantkit.base.json_values import format_value
+from quantkit.base.late import LateModule
 from quantkit.base.memory import enough_memory, size_text
 from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
@@ -31,10 +32,15 @@ from quantkit.runtime.captured import (
     greedy_step,
     mark_nonfinite,
 )
-from quantkit.runtime.draft_model import DraftModel, require_same_tokens
 from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
+
+# Most engines have no draft model.
+if TYPE_CHECKING:
+    from quantkit.runtime import draft_model
+else:
+    draft_model = LateModule("quantkit.runtime.draft_model")
 
 CacheName: TypeAlias = FloatName | Literal["int8"]
 CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
@@ -149,17 +155,17 @@ class Engine:
             # Without this mark, captured steps would copy the cache.
             for tensor in self._cache.tensors():
                 torch._dynamo.mark_static_address(tensor, guard=False)
-        self.draft: DraftModel | None = None
+        self.draft: draft_model.DraftModel | None = None
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         if draft is not None:
             require_model("draft", draft, Decoder)
-            require_same_tokens(model, draft)
+            draft_model.require_same_tokens(model, draft)
             # Beyond a shorter context of the draft model, it proposes nothing.
             draft_length = min(length, draft.config.max_positions)
             draft_engine = Engine(
                 draft, draft_length, slots=slots, compiled=compiled, draft_tokens=0
             )
-            self.draft = DraftModel(draft_engine, model.config.vocab_size)
+            self.draft = draft_model.DraftModel(draft_engine, model.config.vocab_size)
         # Elsewhere the rows of a step have other roundings than alone, so that proposals could
         # change a text; there they are made only if a draft model asks for them.
         if draft is not None or (not has_padding and _each_row_alone(model)):

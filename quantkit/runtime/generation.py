@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from quantkit.base.late import LateModule
 from quantkit.errors import QuantkitError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.lookup import Lookup
 from quantkit.runtime.request import FinishReason, Logprobs, Request
 from quantkit.runtime.sampling import Sampler, TokenLogprobs, token_logprobs
-from quantkit.tensors.finite import require_finite_logits
+
+if TYPE_CHECKING:
+    from quantkit.tensors import finite
+else:
+    finite = LateModule("quantkit.tensors.finite")
 
 
 class Continuation:
@@ -177,7 +183,7 @@ class Generation(Continuation):
         if start == 0:
             self.logprobs.add([None], [{}])
         if tokens:
-            logits = require_finite_logits(logits[: len(tokens)])
+            logits = finite.require_finite_logits(logits[: len(tokens)])
             token_tensor = torch.tensor(tokens, device=logits.device)
             logprobs = token_logprobs(logits, token_tensor, self.request.logprobs)
             self.logprobs.add(*logprobs.to_lists())

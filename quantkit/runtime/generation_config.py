@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_path
 from quantkit.base.json_values import Settings, read_settings
+from quantkit.base.late import LateModule
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
-from quantkit.text.end_tokens import tokenizer_eos
-from quantkit.text.generation_settings import list_unapplied
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
+from quantkit.text.text_folder import locate_or_extract_text_folder
+
+if TYPE_CHECKING:
+    from quantkit.text import end_tokens as tokenizer_end
+    from quantkit.text import generation_settings
+else:
+    generation_settings = LateModule("quantkit.text.generation_settings")
+    tokenizer_end = LateModule("quantkit.text.end_tokens")
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +106,7 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
             "%s: requests beam search, which is not supported; tokens are drawn one by one",
             settings.path,
         )
-    unapplied = list_unapplied(settings.values)
+    unapplied = generation_settings.list_unapplied(settings.values)
     if unapplied:
         _log.info("%s: quantkit does not apply %s", settings.path, ", ".join(unapplied))
     return options
@@ -195,7 +202,7 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             expected=f"at most {config.vocab_size - 1}",
         )
     tokens = [*config.eos_token_ids, *generation_ends]
-    eos = tokenizer_eos(locate_or_extract_text_folder(folder))
+    eos = tokenizer_end.tokenizer_eos(locate_or_extract_text_folder(folder))
     # The reader of the tokenizer reports one of another model.
     if eos is not None and eos < config.vocab_size:
         tokens.append(eos)

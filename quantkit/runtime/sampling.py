@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.model.device import host_copy
-from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quantkit.runtime.constraint import Constraint, ConstraintFactory
 
 # Below this, float32 leaves nothing but the likeliest tokens.
 _MIN_TEMPERATURE = 1e-6

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quantkit.base.late import LateModule
 from quantkit.errors import RequestError
 from quantkit.model.device import copy_integers
 from quantkit.runtime.captured import PendingTokens
@@ -20,7 +21,11 @@ from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
 from quantkit.runtime.speculative import Speculation
-from quantkit.tensors.finite import nonfinite_logits, require_finite_logits
+
+if TYPE_CHECKING:
+    from quantkit.tensors import finite
+else:
+    finite = LateModule("quantkit.tensors.finite")
 
 READ_LAG = 2
 """Steps that a GPU may be ahead of the tokens that the host reads, so that it always has work.
@@ -392,7 +397,7 @@ class Scheduler:
                     siblings.echoed = generation.logprobs.cut(len(generation.tokens_to_read))
             if not generation.request.max_new_tokens:
                 # No token is drawn whose logits would be checked.
-                require_finite_logits(logits)
+                finite.require_finite_logits(logits)
                 self.end(generation, "length")
                 ended.append(generation)
         return ended
@@ -452,7 +457,7 @@ class Scheduler:
             # Tokens after the end of a sequence are dropped, also if their logits are NaN.
             running = [row for row in rows if row[0].finish_reason is None]
             if any(token < 0 for _, token, _ in running):
-                raise nonfinite_logits(dtype=self.engine.model.dtype)
+                raise finite.nonfinite_logits(dtype=self.engine.model.dtype)
             for generation, token, logprobs in running:
                 updated[generation] = None
                 # An earlier token of the same step may have ended it.

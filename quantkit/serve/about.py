@@ -11,7 +11,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats.detect import WeightKind
 from quantkit.jobs.inspect import inspect
 from quantkit.quality.figures import average_estimates, manifest_or_empty
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.dtypes import FLOATS
 

@@ -4,9 +4,9 @@ attributes is first read, since headers are read without them.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quantkit.base.late import LateModule
 
 if TYPE_CHECKING:
     import torch as torch
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from quantkit.tensors import block_scales as block_scales
     from quantkit.tensors import qtensor as qtensor
 else:
-
-    class _Late(ModuleType):
-        # Python calls this for attributes that the module object lacks: all of the module's.
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self.__name__), name)
-
-    torch = _Late("torch")
-    qtensor = _Late("quantkit.tensors.qtensor")
-    block_scales = _Late("quantkit.tensors.block_scales")
+    torch = LateModule("torch")
+    qtensor = LateModule("quantkit.tensors.qtensor")
+    block_scales = LateModule("quantkit.tensors.block_scales")

@@ -9,10 +9,11 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quantkit.base.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.base.json_values import format_value
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import (
@@ -22,12 +23,16 @@ from quantkit.text.chat_template import (
     ChatTemplates,
     read_named_template,
 )
-from quantkit.text.end_tokens import find_answer_end
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
 from quantkit.text.message_trace import Conversation, require_traces
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.template_process import Budget
+from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer, prompt_start
+
+if TYPE_CHECKING:
+    from quantkit.text import end_tokens
+else:
+    end_tokens = LateModule("quantkit.text.end_tokens")
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _TOOL_ROLES = ("tool", "ipython", "function")
@@ -94,7 +99,7 @@ class TemplateChat:
         """Find the token that the template puts after an answer, if the tokenizer's EOS is
         another one.
         """
-        end = find_answer_end(
+        end = end_tokens.find_answer_end(
             self.source(with_tools=False),
             names=self._names,
             specials=self._tokenizer.special_tokens or {},

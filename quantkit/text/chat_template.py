@@ -16,14 +16,19 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import wrong_type
 from quantkit.base.json_values import format_value, read_json, require_plain_file
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
-from quantkit.text.template_process import Budget, check_template, render
+from quantkit.text.text_folder import locate_or_extract_text_folder
+
+if TYPE_CHECKING:
+    from quantkit.text import template_process
+else:
+    template_process = LateModule("quantkit.text.template_process")
 
 ChatMessage = Mapping[str, Any]
 """``role`` and ``content``, and further fields that a template uses, such as ``tool_calls``."""
@@ -67,7 +72,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens or {})
         self._path = path
-        if problem := check_template(source):
+        if problem := template_process.check_template(source):
             raise CheckpointError(
                 f"is not a valid Jinja chat template: {_short(problem)}", path=path
             )
@@ -79,7 +84,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
-        budget: Budget | None = None,
+        budget: template_process.Budget | None = None,
         **variables: Any,
     ) -> str:
         """Render a conversation as text.
@@ -111,7 +116,7 @@ class ChatTemplate:
             partial = _PartialMessage(chat, field, self.source)
             # The prompt ends within the last message, where no answer begins.
             add_generation_prompt = False
-        budget = budget or Budget()
+        budget = budget or template_process.Budget()
         if tools is None:
             schemas = None
         else:
@@ -157,11 +162,14 @@ class ChatTemplate:
         are then due to others.
         """
         variables = {"tools": None, "add_generation_prompt": True}
-        answer = self._answer(_PROBE, Budget(), variables)
+        answer = self._answer(_PROBE, template_process.Budget(), variables)
         return answer.get("error") != "failure"
 
     def _answer(
-        self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]
+        self,
+        chat: list[dict[str, Any]],
+        budget: template_process.Budget,
+        variables: Mapping[str, Any],
     ) -> dict[str, Any]:
         # In a template, a token that the model does not have is an undefined variable.
         tokens: dict[str, str] = {}
@@ -172,7 +180,7 @@ class ChatTemplate:
         for name in _REQUIRED:
             if name not in self._tokens and name not in variables:
                 unknown.append(name)
-        return render(
+        return template_process.render(
             self.source,
             {"documents": None, **tokens, **variables, "messages": chat},
             tuple(unknown),

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.base.json_values import Settings, read_json, read_settings
-from quantkit.text.sentencepiece_file import read_sentencepiece
+from quantkit.base.late import LateModule
 from quantkit.text.special_tokens import find_bos_eos_ids, special_tokens
-from quantkit.text.template_process import Budget, render
-from quantkit.text.tiktoken_file import is_tiktoken
+
+if TYPE_CHECKING:
+    from quantkit.text import sentencepiece_file, template_process, tiktoken_file
+else:
+    sentencepiece_file = LateModule("quantkit.text.sentencepiece_file")
+    template_process = LateModule("quantkit.text.template_process")
+    tiktoken_file = LateModule("quantkit.text.tiktoken_file")
 
 _ANSWER = "quantkit-answer"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
@@ -53,9 +59,9 @@ def tokenizer_eos(folder: Path) -> int | None:
         return _eos_of_json(folder)
     path = folder / "tokenizer.model"
     # Meta's tiktoken files have their end tokens in the config.
-    if not path.is_file() or is_tiktoken(path):
+    if not path.is_file() or tiktoken_file.is_tiktoken(path):
         return None
-    model = read_sentencepiece(path)
+    model = sentencepiece_file.read_sentencepiece(path)
     pieces: dict[str, int] = {}
     for number, (spelling, _, _) in enumerate(model.pieces):
         pieces[spelling] = number
@@ -113,7 +119,9 @@ def find_answer_end(
         if number in ends and spelling in source:
             return None
     variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
-    answer = render(source, variables, (), Budget(repeatable=True))
+    answer = template_process.render(
+        source, variables, (), template_process.Budget(repeatable=True)
+    )
     # The rendering of a user's conversation reports the error.
     if "error" in answer:
         return None

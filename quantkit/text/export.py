@@ -28,16 +28,11 @@ from quantkit.text.folder_vocabulary import (
     read_folder_vocabulary,
 )
 from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
-from quantkit.text.gguf_tokenizer import (
-    SAMPLING,
-    locate_or_extract_text_folder,
-    run_merges,
-    tokenizer_json,
-    write_folder,
-)
+from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, tokenizer_json
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
+from quantkit.text.text_folder import locate_or_extract_text_folder, write_folder
 from quantkit.text.tokenizer import (
     JsonTokenizer,
     Tokenizer,

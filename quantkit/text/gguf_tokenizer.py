@@ -7,20 +7,16 @@ They tokenize text as the model's own tokenizer does: llama.cpp's keys say nearl
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.base.json_values import Settings, format_value, parse_object, shorten_float32
-from quantkit.errors import CheckpointError, name_as
-from quantkit.files.located import gguf_file, locate_model, read_part_headers
+from quantkit.errors import CheckpointError
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.end_tokens import find_answer_end
-from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
+from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import Pair, merges_by_rank, scores_are_ranks, splits
 from quantkit.text.pipeline import (
     PREPEND_SPACE,
@@ -54,58 +50,6 @@ _RANGES = {
     "min_p": (0, 1),
     "repetition_penalty": (_MIN, _MAX),
 }
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-_folders: dict[tuple[Path, int, int], Path] = {}
-_unstated: dict[Path, GgufUnstated] = {}
-
-
-def locate_or_extract_text_folder(path: str | Path) -> Path:
-    """Find the folder with a model's tokenizer, chat templates and generation settings. For a GGUF
-    file, or a folder whose only tokenizer is in one, it is made from the metadata, and exists
-    until the process ends.
-
-    Raises:
-        CheckpointError: if the file is damaged, or its tokenizer is.
-        UnsupportedError: if its tokenizer cannot be rebuilt exactly.
-    """
-    model = locate_model(path)
-    # A tokenizer in its own file wins over that of a GGUF file next to it.
-    if any((model / name).is_file() for name in _TOKENIZERS):
-        return model
-    file = gguf_file(model)
-    if file is None:
-        return model
-    # A file that was replaced gets another folder.
-    state = file.stat()
-    version = (file.resolve(), state.st_size, state.st_mtime_ns)
-    if version not in _folders or not _folders[version].is_dir():
-        folder = write_folder(read_part_headers(file)[0].metadata, file)
-        _folders[version] = folder
-        # Errors name the file that the user knows.
-        name_as(folder, file)
-    return _folders[version]
-
-
-def write_folder(metadata: Mapping[str, Any], path: Path) -> Path:
-    """Write `build_folder_files` to a temporary folder, which exists at most until the process
-    ends.
-    """
-    files = build_folder_files(metadata, path)
-    unstated = gguf_unstated(metadata, path)
-    folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if unstated is not None:
-        _unstated[folder] = unstated
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def find_unstated(folder: Path) -> GgufUnstated | None:
-    """Look up what the GGUF metadata of a folder from `write_folder` does not state; None for any
-    other folder.
-    """
-    return _unstated.get(folder)
 
 
 def build_folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:

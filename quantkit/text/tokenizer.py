@@ -10,18 +10,14 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.base.arguments import as_string, as_token_rows, require_flags, wrong_type
 from quantkit.base.json_values import Settings, require_plain_file
+from quantkit.base.late import LateModule
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import locate_existing_model
-from quantkit.text import canonical_vocabulary
-from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import convert_library_errors, is_panic, quiet_on_failure
-from quantkit.text.gguf_tokenizer import find_unstated, locate_or_extract_text_folder
-from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
-from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import (
     find_bos_eos_ids,
     fixes_mistral_regex,
@@ -30,15 +26,24 @@ from quantkit.text.special_tokens import (
     special_tokens,
 )
 from quantkit.text.stated_tokens import FLAGS, missing_added_tokens
-from quantkit.text.tiktoken_file import (
-    LLAMA3_PATTERN,
-    is_tiktoken,
-    llama3_specials,
-    read_tiktoken,
-    require_length,
-)
+from quantkit.text.text_folder import find_unstated, locate_or_extract_text_folder
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
-from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
+
+# A plain tokenizer.json is read without these.
+if TYPE_CHECKING:
+    from quantkit.text import (
+        canonical_vocabulary,
+        pipeline,
+        sentencepiece_file,
+        tiktoken_file,
+        unread_tokenizers,
+    )
+else:
+    canonical_vocabulary = LateModule("quantkit.text.canonical_vocabulary")
+    pipeline = LateModule("quantkit.text.pipeline")
+    sentencepiece_file = LateModule("quantkit.text.sentencepiece_file")
+    tiktoken_file = LateModule("quantkit.text.tiktoken_file")
+    unread_tokenizers = LateModule("quantkit.text.unread_tokenizers")
 
 # Texts to find damage with: each uses another part of a tokenizer.
 _TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
@@ -115,7 +120,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def canonical(self) -> CanonicalVocabulary:
+    def canonical(self) -> canonical_vocabulary.CanonicalVocabulary:
         """Describe the vocabulary in a form in which tokenizers of all formats can be compared.
 
         Raises:
@@ -164,7 +169,7 @@ class _LibraryTokenizer(Tokenizer):
         with convert_library_errors(self._path, "cannot decode these tokens"):
             return self._decode([number for number in row if number < self.vocab_size], specials)
 
-    def canonical(self) -> CanonicalVocabulary:
+    def canonical(self) -> canonical_vocabulary.CanonicalVocabulary:
         vocabulary = self._canonical()
         if self._alone:
             unstated = None
@@ -181,7 +186,7 @@ class _LibraryTokenizer(Tokenizer):
     def _decode(self, ids: list[int], specials: bool) -> str: ...
 
     @abstractmethod
-    def _canonical(self) -> CanonicalVocabulary: ...
+    def _canonical(self) -> canonical_vocabulary.CanonicalVocabulary: ...
 
     def _try_out(self) -> None:
         """Find the damage on which a library panics only in use.
@@ -244,7 +249,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             self.vocab_size: int = self._model.get_piece_size()
             indices = range(self.vocab_size)
             for index in indices:
-                require_length(len(self._model.id_to_piece(index)), path)
+                tiktoken_file.require_length(len(self._model.id_to_piece(index)), path)
             # The library's id of a token that the model does not have is -1.
             self.bos_id: int | None = None
             if self._model.bos_id() >= 0:
@@ -287,12 +292,14 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     def _decode(self, ids: list[int], specials: bool) -> str:
         return str(self._model.decode(ids))
 
-    def _canonical(self) -> CanonicalVocabulary:
+    def _canonical(self) -> canonical_vocabulary.CanonicalVocabulary:
         if self._alone:
             added = []
         else:
             added = read_added_tokens(self._path.parent)
-        return canonical_vocabulary.describe_sentencepiece(read_sentencepiece(self._path), added)
+        return canonical_vocabulary.describe_sentencepiece(
+            sentencepiece_file.read_sentencepiece(self._path), added
+        )
 
 
 class TiktokenTokenizer(_LibraryTokenizer):
@@ -306,13 +313,13 @@ class TiktokenTokenizer(_LibraryTokenizer):
         import tiktoken
 
         self._path = path
-        ranks = self._ranks = read_tiktoken(path)
-        specials = self._specials = llama3_specials(len(ranks))
+        ranks = self._ranks = tiktoken_file.read_tiktoken(path)
+        specials = self._specials = tiktoken_file.llama3_specials(len(ranks))
         self.special_tokens: dict[str, int] | None = specials
         with quiet_on_failure(), convert_library_errors(path, "is not a tiktoken vocabulary"):
             encoding = self._encoding = tiktoken.Encoding(
                 name="llama3",
-                pat_str=LLAMA3_PATTERN,
+                pat_str=tiktoken_file.LLAMA3_PATTERN,
                 mergeable_ranks=ranks,
                 special_tokens=specials,
             )
@@ -345,7 +352,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
             skipped = set(self._specials.values())
         return self._encoding.decode([number for number in ids if number not in skipped])
 
-    def _canonical(self) -> CanonicalVocabulary:
+    def _canonical(self) -> canonical_vocabulary.CanonicalVocabulary:
         return canonical_vocabulary.describe_tiktoken(self._ranks, self._specials)
 
 
@@ -370,8 +377,8 @@ class JsonTokenizer(_LibraryTokenizer):
             self._engine.no_padding()
             self._add_stated_tokens()
             if fixes_mistral_regex(path.parent, self._engine.get_vocab_size()):
-                fixed = with_mistral_regex(self._part("pre_tokenizer"))
-                self._engine.pre_tokenizer = pre_tokenizer_of(fixed)
+                fixed = pipeline.with_mistral_regex(self._part("pre_tokenizer"))
+                self._engine.pre_tokenizer = pipeline.pre_tokenizer_of(fixed)
             vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
             if not vocabulary:
                 raise CheckpointError("has no vocabulary", path=path)
@@ -424,7 +431,7 @@ class JsonTokenizer(_LibraryTokenizer):
     def _decode(self, ids: list[int], specials: bool) -> str:
         return str(self._engine.decode(ids, skip_special_tokens=not specials))
 
-    def _canonical(self) -> CanonicalVocabulary:
+    def _canonical(self) -> canonical_vocabulary.CanonicalVocabulary:
         with convert_library_errors(self._path, "is not a tokenizer"):
             raw = json.loads(self._path.read_bytes())
             parts: dict[str, Any] = {}
@@ -500,7 +507,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"
     if not path.is_file():
-        require_no_unread_tokenizer(folder)
+        unread_tokenizers.require_no_unread_tokenizer(folder)
         raise CheckpointError(
             "has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model"
         )
@@ -511,6 +518,6 @@ def load_original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
     """Load the tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as
     for `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged.
     """
-    if is_tiktoken(path):
+    if tiktoken_file.is_tiktoken(path):
         return TiktokenTokenizer(path)
     return SentencePieceTokenizer(path, alone=alone)

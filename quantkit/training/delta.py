@@ -28,7 +28,7 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.formats.container import tensor_bytes
 from quantkit.quality.changed_tensors import REFINED, Change, tensor_hash
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate_result import Gate
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice

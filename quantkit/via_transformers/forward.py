@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quantkit.architectures.families import may_be_known_family
 from quantkit.architectures.names import CANONICAL
-from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
 from quantkit.base.json_values import format_value
+from quantkit.base.late import LateFunction
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -29,21 +29,32 @@ from quantkit.formats.detect import open_checkpoint, open_pair
 from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidden
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.via_transformers import Via
-from quantkit.via_transformers.linears import is_headless, is_known
-from quantkit.via_transformers.own_code import (
-    code_file,
-    make_untrusted_error,
-    needs_code,
-    require_here,
-    takes_code,
-)
 from quantkit.via_transformers.stacks import unstack
 
+# quantkit's own decoder runs without these.
 if TYPE_CHECKING:
+    from quantkit.architectures.text_part import media_tokens
     from quantkit.formats.detect import WeightKind
     from quantkit.passes.passage import Passage
     from quantkit.passes.site import Brought, Site
     from quantkit.via_transformers.lazy_model import LazyModel
+    from quantkit.via_transformers.linears import is_headless, is_known
+    from quantkit.via_transformers.own_code import (
+        code_file,
+        make_untrusted_error,
+        needs_code,
+        require_here,
+        takes_code,
+    )
+else:
+    media_tokens = LateFunction("quantkit.architectures.text_part:media_tokens")
+    is_headless = LateFunction("quantkit.via_transformers.linears:is_headless")
+    is_known = LateFunction("quantkit.via_transformers.linears:is_known")
+    code_file = LateFunction("quantkit.via_transformers.own_code:code_file")
+    make_untrusted_error = LateFunction("quantkit.via_transformers.own_code:make_untrusted_error")
+    needs_code = LateFunction("quantkit.via_transformers.own_code:needs_code")
+    require_here = LateFunction("quantkit.via_transformers.own_code:require_here")
+    takes_code = LateFunction("quantkit.via_transformers.own_code:takes_code")
 
 _HEAD = CANONICAL["head"]
 

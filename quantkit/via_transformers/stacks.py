@@ -13,20 +13,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor, Stack
-from quantkit.architectures.families.opaque import may_be_linear
+from quantkit.base.late import LateFunction, LateModule
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
-from quantkit.formats.lora.conv1d import is_conv1d
-from quantkit.passes.partwise_model import set_parameter
-from quantkit.via_transformers.experts import LINEARS_OF_PARAMETER, Experts, experts_of
-from quantkit.via_transformers.lazy_model import convert_tensors, mapping_of
-from quantkit.via_transformers.linears import model_class, quiet, targets
+
+# Models with a decoder here, and most others, have nothing to present otherwise.
+if TYPE_CHECKING:
+    from quantkit.architectures.families.opaque import may_be_linear
+    from quantkit.formats.lora.conv1d import is_conv1d
+    from quantkit.passes.partwise_model import set_parameter
+    from quantkit.via_transformers import experts as expert_modules
+    from quantkit.via_transformers.experts import Experts, experts_of
+    from quantkit.via_transformers.lazy_model import convert_tensors, mapping_of
+    from quantkit.via_transformers.linears import model_class, quiet, targets
+else:
+    expert_modules = LateModule("quantkit.via_transformers.experts")
+    may_be_linear = LateFunction("quantkit.architectures.families.opaque:may_be_linear")
+    is_conv1d = LateFunction("quantkit.formats.lora.conv1d:is_conv1d")
+    set_parameter = LateFunction("quantkit.passes.partwise_model:set_parameter")
+    experts_of = LateFunction("quantkit.via_transformers.experts:experts_of")
+    convert_tensors = LateFunction("quantkit.via_transformers.lazy_model:convert_tensors")
+    mapping_of = LateFunction("quantkit.via_transformers.lazy_model:mapping_of")
+    model_class = LateFunction("quantkit.via_transformers.linears:model_class")
+    quiet = LateFunction("quantkit.via_transformers.linears:quiet")
+    targets = LateFunction("quantkit.via_transformers.linears:targets")
 
 # A linear of an expert, or a module with one linear for each expert.
 _OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:(\w+)\.)?weight")
@@ -234,7 +250,7 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
 def _list_parameters_with(linear: str) -> list[str]:
     """List the possible names of a parameter of all experts that contains a linear of each."""
     leaves: list[str] = []
-    for leaf, linears in LINEARS_OF_PARAMETER.items():
+    for leaf, linears in expert_modules.LINEARS_OF_PARAMETER.items():
         if linear in linears:
             leaves.append(leaf)
     return leaves

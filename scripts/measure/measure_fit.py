@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import quantkit
-from quantkit.bit_allocation.allocation import CANDIDATES
+from quantkit.bit_allocation.size_target import CANDIDATES
 from quantkit.tensors.recipe import Override, Recipe
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 import quantkit.errors
 from quantkit import Override, QuantScheme, Recipe
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared.processes import PEERS, Worker, WorkerEndedError
@@ -133,7 +133,7 @@ def measure(name: str, folder: Path, judge: Judge) -> dict[str, Any]:
     result: dict[str, Any] = {"source": judge.judge(source), "folders": {}}
     if result["source"]["outcome"] != "loads":
         return result
-    for form in _FORMATS if name in families() and families()[name].runs else _FORMATS[:1]:
+    for form in _FORMATS if name in FAMILIES and FAMILIES[name].runs else _FORMATS[:1]:
         for kind, recipe in recipes(folder / f"{_FORMATS[0]}-plain"):
             result["folders"][f"{form} {kind}"] = judge_folder(
                 source, folder / f"{form}-{kind}", form, recipe, judge

@@ -194,7 +194,7 @@ def tokenize(out: Path) -> None:
 
 def compare(out: Path) -> None:
     from quantkit.base.json_values import read_json
-    from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
+    from quantkit.text.text_folder import locate_or_extract_text_folder
     from quantkit.text.tokenizer import load_tokenizer
 
     lines = json.loads((out / TEXTS).read_text())

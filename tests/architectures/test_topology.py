@@ -17,7 +17,7 @@ from topology_cases import CASES, ENDS
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.families import config_from_hf, families
+from quantkit.architectures.families import FAMILIES, config_from_hf
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import (
     ExpertBank,
@@ -36,9 +36,7 @@ def _saved(case: str, folder: Path) -> tuple[ModelConfig, dict[str, tuple[int, .
     """The config of a tiny model of transformers, and the shapes of the tensors that it saves."""
     kind, changes = CASES[case]
     oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder)
-    config = families()[kind].read(
-        Settings(json.loads((folder / "config.json").read_text()), folder)
-    )
+    config = FAMILIES[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
     with safe_open(folder / "model.safetensors", "pt") as file:
         return config, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -134,7 +132,7 @@ def test_windows_and_positions_are_reported_layer_by_layer(tmp_path: Path) -> No
     assert gpt.windows == (128, None, 128)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, family in families().items() if not family.runs])
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if not family.runs])
 def test_families_that_do_not_run_are_refused_by_name(kind: str) -> None:
     with raises(UnsupportedError, "llama", "qwen3", path=Path("config.json"), found=kind):
         config_from_hf({"model_type": kind}, "config.json")
@@ -190,7 +188,7 @@ def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(
     theirs = transformers.AutoConfig.for_model(**raw)
     ropes = theirs.rope_parameters
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"]
-    ours = families()[kind].read(Settings(raw, "config.json"))
+    ours = FAMILIES[kind].read(Settings(raw, "config.json"))
     first = "full_attention" if "full_attention" in kinds else "sliding_attention"
     assert ours.rope.theta == ropes.get(first, ropes)["rope_theta"]
     assert (

@@ -18,12 +18,13 @@ from partial import contents, interrupted
 from topology_cases import CASES, ENDS
 
 import quantkit
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.topology import group_fused_linears
 from quantkit.base.json_values import Settings
-from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
+from quantkit.bit_allocation.allocation import picture, units
 from quantkit.bit_allocation.knapsack import ItemChoice, choose
 from quantkit.bit_allocation.losses import estimate_losses, row_errors
+from quantkit.bit_allocation.size_target import CANDIDATES
 from quantkit.calibration.fisher import FisherPasses
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
@@ -39,7 +40,7 @@ GPTQ: dict[str, Any] = {
     "length": 64,
     "source_check": False,
 }
-FAMILIES = ("llama-biases", "gemma2", "phi3", "qwen2-moe", "gpt-oss")
+ALLOCATED = ("llama-biases", "gemma2", "phi3", "qwen2-moe", "gpt-oss")
 G32, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
 
 
@@ -97,7 +98,7 @@ def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
     return open_checkpoint(oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder))
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", ALLOCATED)
 def test_gradients_are_those_of_the_whole_model(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,13 +161,11 @@ def test_predicted_errors_are_close_to_those_of_gptq() -> None:
     assert some.loss(gradients, G32) == pytest.approx(found.loss(gradients, G32), rel=0.15)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, "deepseek-v3"])
+@pytest.mark.parametrize("case", [*ALLOCATED, "deepseek-v3"])
 def test_what_runtimes_fuse_is_one_unit(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     folder = oracle.save(oracle.make(kind, **{**ENDS, **changes}), tmp_path)
-    config = families()[kind].read(
-        Settings(json.loads((folder / "config.json").read_text()), folder)
-    )
+    config = FAMILIES[kind].read(Settings(json.loads((folder / "config.json").read_text()), folder))
     owner = {module: unit for unit in units(config) for module in unit.modules}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -281,7 +280,7 @@ def test_a_resumed_run_keeps_its_choice(
         job, demo_model, tmp_path / "out"
     )  # whose choice is the same, or the bytes would differ
     monkeypatch.setattr(
-        "quantkit.bit_allocation.fit.estimate_losses",
+        "quantkit.bit_allocation.losses.estimate_losses",
         lambda *_, **__: pytest.fail("estimated anew"),
     )
     quantkit.quantize(demo_model, tmp_path / "out", target_bits=4.5, resume=True, **GPTQ)

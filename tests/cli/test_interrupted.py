@@ -22,7 +22,7 @@ from partial import contents, interrupted, partial
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import BeingWrittenError, CheckpointError, InterruptedRunError, ResumeError
-from quantkit.formats.output.journal import WRITER
+from quantkit.formats.output.destination import WRITER
 from quantkit.jobs.convert import convert
 
 pytestmark = pytest.mark.processes

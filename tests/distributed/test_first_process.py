@@ -16,7 +16,7 @@ from partial import contents, interrupted, partial, rewrite_last
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import ResumeError
-from quantkit.formats.output.journal import WRITER
+from quantkit.formats.output.destination import WRITER
 
 pytestmark = pytest.mark.processes
 

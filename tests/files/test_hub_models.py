@@ -18,7 +18,8 @@ from fake_hub import COMMIT, hub
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
-from quantkit.files.hub import HubModel, parse_hub_name, read_origin, select_download_files
+from quantkit.files.hub import select_download_files
+from quantkit.files.hub_names import HubModel, parse_hub_name, read_origin
 from quantkit.files.source import SourceFile
 
 pytestmark = pytest.mark.processes

@@ -13,11 +13,11 @@ import torch
 from partial import contents
 
 import quantkit
+from quantkit.bit_allocation.fit import Fit
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.output.writer import Writer
-from quantkit.jobs.quantize import size_fit
 from quantkit.jobs.quantize.existing import parse_allocation
 from quantkit.quality.position_divergence import position_windows
 from quantkit.tensors.scheme import QuantScheme
@@ -111,7 +111,7 @@ def test_an_interrupted_run_keeps_its_choice_and_gets_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         _quantize(hybrid, dst, target_bits=BITS)
     monkeypatch.undo()
-    monkeypatch.setattr(size_fit.Fit, "choose_allocation", refuse_choice)
+    monkeypatch.setattr(Fit, "choose_allocation", refuse_choice)
     _quantize(hybrid, dst, target_bits=BITS, resume=True)
     assert contents(dst) == contents(fitted.path)
 

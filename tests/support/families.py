@@ -10,7 +10,7 @@ import oracle
 import pytest
 from topology_cases import CASES, ENDS
 
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.registry import HF
 
@@ -27,7 +27,7 @@ def let_run(monkeypatch: pytest.MonkeyPatch, kind: str, **changes: Any) -> None:
     """Have folders of a family read though its models are not run yet, or with another layout on
     disk.
     """
-    monkeypatch.setitem(families(), kind, replace(families()[kind], runs=True, **changes))
+    monkeypatch.setitem(FAMILIES, kind, replace(FAMILIES[kind], runs=True, **changes))
 
 
 def opened(folder: Path) -> HFCheckpoint:

@@ -12,7 +12,7 @@ from families import let_run, make
 from safetensors.torch import load_file, save_file
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.families.family import Family
 from quantkit.base.json_values import Settings
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -73,7 +73,7 @@ def same(one: object, other: object) -> bool:
 
 def turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | None) -> None:
     """Have Qwen3's folders read as if their rotary rows lay otherwise."""
-    plain = families()["qwen3"].read
+    plain = FAMILIES["qwen3"].read
 
     def read(self: Family, settings: Settings) -> ModelConfig:
         known = {k: v for k, v in settings.values.items() if k != "partial_rotary_factor"}

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from quantkit.data.files import DEMO_MODEL
-from quantkit.formats.containers.hf import export_json
+from quantkit.text.export import export_json
 
 SIDE, PATCH = 32, 8  # of an image, in pixels; `tiny_image_text` makes models for it
 _PER_SIDE = SIDE // PATCH

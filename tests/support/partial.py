@@ -13,8 +13,8 @@ import pytest
 
 from quantkit.calibration.effort import GRADIENTS
 from quantkit.calibration.importance import IMPORTANCE
-from quantkit.formats.output.destination import OwnFolder
-from quantkit.formats.output.journal import NAME, Journal
+from quantkit.formats.output.destination import JOURNAL, OwnFolder
+from quantkit.formats.output.journal import Journal
 
 LONGEST = 300
 STOPPED_TRAINING = """
@@ -72,10 +72,10 @@ def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.
 
 def rewrite_last(folder: Path, change: Change) -> None:
     """Change what the journal says last, and seal it as quantkit does."""
-    lines = (folder / NAME).read_bytes().splitlines(keepends=True)
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
     entry = json.loads(lines[-1])
     del entry["check"]
-    (folder / NAME).write_bytes(b"".join(lines[:-1]))
+    (folder / JOURNAL).write_bytes(b"".join(lines[:-1]))
     changed = change(entry)
     held = OwnFolder(folder)
     journal = Journal(held)

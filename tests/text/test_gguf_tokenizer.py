@@ -28,9 +28,10 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json, tokenizer_metadata
-from quantkit.text.gguf_tokenizer import build_folder_files, locate_or_extract_text_folder
+from quantkit.text.gguf_tokenizer import build_folder_files
 from quantkit.text.pipeline import NAMES, patterns_by_name, patterns_of, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.tokenizer import SentencePieceTokenizer, load_tokenizer
 

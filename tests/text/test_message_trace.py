@@ -12,7 +12,7 @@ from case_names import case
 from paths import DATA
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.text import chat_template
+from quantkit.text import template_process
 from quantkit.text.chat import Llama2Chat, Llama3Chat, TemplateChat
 from quantkit.text.chat_template import ChatTemplate
 from quantkit.text.template_process import Budget
@@ -437,13 +437,13 @@ def test_metas_formats_have_no_developer_and_no_calls(kind: Any) -> None:
 @pytest.mark.parametrize("tools", [None, [WEATHER]])
 def test_a_long_conversation_is_rendered_twice(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    render = chat_template.render
+    render = template_process.render
 
     def counted(source: str, variables: Any, *others: Any) -> dict[str, Any]:
         lengths.append(len(str(variables["messages"])))
         return render(source, variables, *others)
 
-    monkeypatch.setattr(chat_template, "render", counted)
+    monkeypatch.setattr(template_process, "render", counted)
     messages = [
         message
         for turn in range(200)
@@ -457,7 +457,7 @@ def test_a_long_conversation_is_rendered_twice(tools: Any, monkeypatch: pytest.M
 def test_the_check_shares_the_time_of_a_prompt_and_not_its_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    render = chat_template.render
+    render = template_process.render
 
     def slow(
         source: str, variables: Any, unknown: tuple[str, ...], budget: Budget
@@ -465,7 +465,7 @@ def test_the_check_shares_the_time_of_a_prompt_and_not_its_length(
         budget.seconds -= 1
         return render(source, variables, unknown, budget)
 
-    monkeypatch.setattr(chat_template, "render", slow)
+    monkeypatch.setattr(template_process, "render", slow)
     budget = Budget(seconds=10, length=100)
     template_chat(KNOWN_ROLES).text([user("Hi")], budget=budget)
     assert budget.length == 100 - len("<user>Hi")

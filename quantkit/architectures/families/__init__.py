@@ -1,12 +1,7 @@
-"""The families that quantkit supports, found automatically, and config.json: reading, writing,
-ignored settings.
-"""
+"""The families that quantkit supports, and config.json: reading, writing, ignored settings."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +9,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.base.json_values import Settings, format_value
+from quantkit.base.late import LateTable
 from quantkit.base.messages import Message, Option
 from quantkit.errors import UnsupportedError
 
@@ -26,16 +22,32 @@ _NEW = "rope_parameters"
 _OLD = "rope_scaling"
 
 
-@functools.cache
-def families() -> dict[str, Family]:
-    """Find every family by its ``model_type``."""
-    by_type: dict[str, Family] = {}
-    for module_info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{module_info.name}")
-        # Modules without families are helpers, such as `keys`.
-        for family in getattr(module, "FAMILIES", ()):
-            by_type[family.model_type] = family
-    return by_type
+FAMILIES: LateTable[Family] = LateTable(
+    {
+        "gemma": f"{__name__}.gemma:GEMMA",
+        "gemma2": f"{__name__}.gemma:GEMMA2",
+        "gemma3_text": f"{__name__}.gemma:GEMMA3",
+        "llama": f"{__name__}.llama:LLAMA",
+        "mistral": f"{__name__}.llama:MISTRAL",
+        "ministral3": f"{__name__}.llama:MINISTRAL3",
+        "mixtral": f"{__name__}.llama:MIXTRAL",
+        "granite": f"{__name__}.llama:GRANITE",
+        "smollm3": f"{__name__}.llama:SMOLLM3",
+        "phi3": f"{__name__}.llama:PHI3",
+        "glm": f"{__name__}.llama:GLM",
+        "glm4": f"{__name__}.llama:GLM4",
+        "olmo2": f"{__name__}.llama:OLMO2",
+        "olmo3": f"{__name__}.llama:OLMO3",
+        "olmoe": f"{__name__}.llama:OLMOE",
+        "gpt_oss": f"{__name__}.mixtures:GPT_OSS",
+        "deepseek_v3": f"{__name__}.mixtures:DEEPSEEK_V3",
+        "qwen2": f"{__name__}.qwen:QWEN2",
+        "qwen2_moe": f"{__name__}.qwen:QWEN2_MOE",
+        "qwen3": f"{__name__}.qwen:QWEN3",
+        "qwen3_moe": f"{__name__}.qwen:QWEN3_MOE",
+    }
+)
+"""By ``model_type``. To add a family, add a row here."""
 
 
 def may_be_known_family(raw: Mapping[str, Any]) -> bool:
@@ -45,7 +57,7 @@ def may_be_known_family(raw: Mapping[str, Any]) -> bool:
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         return True
-    family = families().get(kind)
+    family = FAMILIES.get(kind)
     return family is not None and family.runs
 
 
@@ -60,9 +72,9 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
     # `dim` is Meta's name for the hidden size.
     hint = "this looks like Meta's params.json" if "dim" in raw else None
     kind = settings.string("model_type", hint=hint)
-    family = families().get(kind)
+    family = FAMILIES.get(kind)
     if family is None or not family.runs:
-        supported = sorted(name for name, candidate in families().items() if candidate.runs)
+        supported = sorted(name for name, candidate in FAMILIES.items() if candidate.runs)
         raise UnsupportedError(
             "architecture is not supported",
             path=settings.path,
@@ -82,7 +94,7 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write the keys of a Hugging Face ``config.json`` that say all of `config`."""
-    family = families()[config.architecture]
+    family = FAMILIES[config.architecture]
     ends = config.eos_token_ids
     # The usual forms: null for none, a number for one, a list for several.
     end_value: int | list[int] | None = list(ends)
@@ -121,7 +133,7 @@ def list_ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
     """
     new = _object(raw, _NEW)
     old = _object(raw, _OLD)
-    family = families().get(str(raw.get("model_type")))
+    family = FAMILIES.get(str(raw.get("model_type")))
     by_layer = family is not None and "windowed_theta" in family.options
     if by_layer or not {FULL, SLIDING}.isdisjoint(new):
         return list(_list_ignored_by_layer(raw, new, old))

@@ -51,7 +51,7 @@ def _read_gemma(settings: Settings) -> dict[str, Any]:
     }
 
 
-_GEMMA = Family(
+GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     (Keys(_read_gemma, lambda config: {"hidden_activation": _ACTIVATION}), keys.ATTENTION_BIAS),
@@ -114,7 +114,7 @@ def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:
     return {"hidden_activation": _ACTIVATION, **caps}
 
 
-_GEMMA2 = Family(
+GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     (
@@ -169,7 +169,7 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-_GEMMA3 = Family(
+GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     (
@@ -194,5 +194,3 @@ _GEMMA3 = Family(
         refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
     ),
 )
-
-FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3)

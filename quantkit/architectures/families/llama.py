@@ -36,7 +36,7 @@ _LLAMA_GGUF = GgufArchitecture(
     normalized=True,
     dense_too=True,
 )
-_LLAMA = Family(
+LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     (keys.ATTENTION_BIAS, keys.MLP_BIAS),
@@ -59,7 +59,7 @@ def _mistral_windows(settings: Settings) -> dict[str, Any]:
     return values
 
 
-_MISTRAL = Family(
+MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     (Keys(_mistral_windows, _EVERY_WINDOW.write),),
@@ -81,7 +81,7 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_MINISTRAL3 = Family(
+MINISTRAL3 = Family(
     "ministral3",
     "Ministral3ForCausalLM",
     (keys.one_window(None),),
@@ -92,7 +92,7 @@ _MINISTRAL3 = Family(
 # Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own
 # tensors on disk.
 _MOE = BLOCK + "block_sparse_moe."
-_MIXTRAL = Family(
+MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     (keys.one_window(None), keys.experts("num_local_experts")),
@@ -149,7 +149,7 @@ def _declare_multipliers() -> list[Keys]:
     return declared
 
 
-_GRANITE = Family(
+GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     (
@@ -221,7 +221,7 @@ _ROTARY = Keys(
 _SMOLLM_WINDOWS = keys.make_switched_window_keys(
     _smollm_windows, lambda config: {"layer_types": keys.write_layer_types(config)}
 )
-_SMOLLM3 = Family(
+SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     (keys.ATTENTION_BIAS, keys.MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
@@ -280,7 +280,7 @@ def _write_phi(config: ModelConfig) -> dict[str, Any]:
     return {_CONTEXT: rope.original_context, "rope_scaling": scaling}
 
 
-_PHI3 = Family(
+PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     (keys.one_window(None), Keys(write=_write_phi)),
@@ -304,7 +304,7 @@ _PARTIAL = Keys(
         "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
     }
 )
-_GLM = Family(
+GLM = Family(
     "glm",
     "GlmForCausalLM",
     (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
@@ -313,11 +313,11 @@ _GLM = Family(
     fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]},
     interleaved_rotary=True,
 )
-_GLM4 = replace(
-    _GLM,
+GLM4 = replace(
+    GLM,
     model_type="glm4",
     class_name="Glm4ForCausalLM",
-    options={**_GLM.options, "norms": "both"},
+    options={**GLM.options, "norms": "both"},
     names={
         "attention.output_norm": BLOCK + "post_self_attn_layernorm",
         "mlp.output_norm": BLOCK + "post_mlp_layernorm",
@@ -326,7 +326,7 @@ _GLM4 = replace(
 
 # OLMo 2 (2501.00656): norms after attention and feed-forward, and of queries and keys over all
 # heads.
-_OLMO2 = Family(
+OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
     (keys.ATTENTION_BIAS,),
@@ -373,13 +373,13 @@ def _olmo_windows(settings: Settings) -> dict[str, Any]:
     return values
 
 
-_OLMO3 = replace(
-    _OLMO2,
+OLMO3 = replace(
+    OLMO2,
     model_type="olmo3",
     class_name="Olmo3ForCausalLM",
-    keys=(*_OLMO2.keys, keys.LAYER_ROPES, Keys(_olmo_windows, _OLMO_WINDOWS.write)),
+    keys=(*OLMO2.keys, keys.LAYER_ROPES, Keys(_olmo_windows, _OLMO_WINDOWS.write)),
     options={
-        **_OLMO2.options,
+        **OLMO2.options,
         "default_theta": _OLMO_THETA,
         "windowed_theta": ("rope_theta", _OLMO_THETA),
     },
@@ -388,7 +388,7 @@ _OLMO3 = replace(
 
 # OLMoE (2409.02060): many small experts, norms over all queries and all keys of a token, clipped
 # projections.
-_OLMOE = Family(
+OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
     (
@@ -407,19 +407,4 @@ _OLMOE = Family(
             "fewer KV heads than heads": lambda config: config.num_kv_heads != config.num_heads
         },
     ),
-)
-
-FAMILIES = (
-    _LLAMA,
-    _MISTRAL,
-    _MINISTRAL3,
-    _MIXTRAL,
-    _GRANITE,
-    _SMOLLM3,
-    _PHI3,
-    _GLM,
-    _GLM4,
-    _OLMO2,
-    _OLMO3,
-    _OLMOE,
 )

@@ -35,7 +35,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_GPT_OSS = Family(
+GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     (
@@ -99,11 +99,9 @@ def _read(settings: Settings) -> dict[str, Any]:
     }
 
 
-_DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     (flag("attention_bias", "output_bias"), Keys(_read)),
     runs=False,
 )
-
-FAMILIES = (_GPT_OSS, _DEEPSEEK_V3)

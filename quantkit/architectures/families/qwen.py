@@ -48,7 +48,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 _WINDOWS = keys.make_switched_window_keys(_read_windows, _write)
-_QWEN2 = Family(
+QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     (_WINDOWS,),
@@ -81,7 +81,7 @@ _MOE_WINDOWS = keys.make_switched_window_keys(
     _moe_windows,
     lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.write_layer_types(config)},
 )
-_QWEN2_MOE = Family(
+QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     (
@@ -111,7 +111,7 @@ _QWEN2_MOE = Family(
 )
 
 # Qwen3, dense (2505.09388): norms of each head's queries and keys, an independent head size.
-_QWEN3 = Family(
+QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     (keys.ATTENTION_BIAS, _WINDOWS),
@@ -128,7 +128,7 @@ def _read_uniform_windows(settings: Settings) -> list[int | None]:
     return [window] * keys.layer_count(settings)
 
 
-_QWEN3_MOE = Family(
+QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     (
@@ -140,5 +140,3 @@ _QWEN3_MOE = Family(
     options={"qk_norm": "head"},
     gguf=GgufArchitecture("qwen3moe", keys=EXPERT_KEYS, normalized=True),
 )
-
-FAMILIES = (_QWEN2, _QWEN2_MOE, _QWEN3, _QWEN3_MOE)

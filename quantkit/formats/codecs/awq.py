@@ -9,7 +9,6 @@ are; all 8 are those of a symmetric scheme. Source: the package autoawq, WQLinea
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,14 +32,9 @@ from quantkit.formats.codecs.gptq import (
     find_quantized_modules,
     iter_packed_modules,
 )
-from quantkit.formats.codecs.gptq_linear import (
-    packs_outputs,
-    read_outputs,
-    require_tensors,
-    scales_dtype,
-)
-from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
-from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, count_words
+from quantkit.formats.codecs.gptq_linear import read_outputs, require_tensors, scales_dtype
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims
+from quantkit.formats.codecs.layouts import AWQ, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
@@ -59,28 +53,6 @@ _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
 # The group sizes that gptqmodel reads.
 _READ_SIZES = {None, 16, 32, 64, 128}
-
-
-def _shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    packed = count_words(rows, bits)
-    groups = math.ceil(columns / (group_size or columns))
-    return {QWEIGHT: [(columns, packed)], QZEROS: [(groups, packed)], SCALES: [(groups, rows)]}
-
-
-AWQ = Layout(
-    "codes of AWQ",
-    QWEIGHT,
-    (SCALES,),
-    ((QZEROS,),),
-    packed_outputs=QWEIGHT,
-    zeros=QZEROS,
-    floats=(SCALES,),
-    integers=(QWEIGHT, QZEROS, G_IDX),
-    shapes=_shapes,
-    is_evident=packs_outputs,
-)
 
 
 @dataclass(frozen=True)
@@ -178,8 +150,6 @@ class Awq(QuantMethod):
     """
 
     name = "awq"
-    layouts = (AWQ,)
-    settings_file = "quant_config.json"
     schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
     scale_dtype = DType.FLOAT16
     runtimes = ("vllm", "transformers", "mlx")

@@ -26,41 +26,20 @@ from quantkit.files.tensor_file import (
     contiguous_strides,
 )
 from quantkit.formats.codecs.codec import DAMAGED_FILE, make_unread_settings_error
-from quantkit.formats.codecs.layout import Layout
+from quantkit.formats.codecs.layouts import (
+    ABSMAX,
+    CODE_MAP,
+    FORMAT,
+    NESTED_ABSMAX,
+    NESTED_MAP,
+    SCB,
+    STATES,
+)
 from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
-METHOD = "bitsandbytes"
-_STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
-_ABSMAX = ".absmax"
-_MAP = ".quant_map"
-_NESTED_ABSMAX = ".nested_absmax"
-_NESTED_MAP = ".nested_quant_map"
-# The largest magnitude of each row of a weight in int8.
-_SCB = "SCB"
-_FORMAT = "weight_format"
-FOUR_BITS = Layout(
-    "4-bit codes of bitsandbytes",
-    "weight",
-    ("weight" + _ABSMAX,),
-    (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())),
-    code_types=(DType.UINT8,),
-    bits=4,
-    optional_suffixes=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
-    prefixes=("weight.quant_state.",),
-)
-EIGHT_BITS = Layout(
-    "int8 of bitsandbytes",
-    "weight",
-    (_SCB,),
-    code_types=(DType.INT8,),
-    bits=8,
-    optional_suffixes=(_FORMAT,),
-    unpacked=True,
-    is_evident=lambda tensors: _SCB in tensors,
-)
 # Bounds of a plausible state: the sizes in a damaged one must not decide how much memory is used.
 _STATE_BYTES = 1 << 16
 _MAX_BLOCK = 1 << 20
@@ -137,27 +116,27 @@ class FourBitWeight(DequantizedTensor):
         self._name = weight.name
         self._homes = homes
         self.source = homes[weight.name].source
-        state = self._state(stored[weight.name + _STATES[kind]])
+        state = self._state(stored[weight.name + STATES[kind]])
         tensor = StoredTensor(weight.name, dtype, self._shape(state))
         self._block = self._read_even_size(state, "blocksize")
         self._nested_block = 0
         self._offset = 0.0
         blocks = -(-math.prod(tensor.shape) // self._block)
-        absmax = stored.get(weight.name + _ABSMAX)
+        absmax = stored.get(weight.name + ABSMAX)
         # For each tensor next to the codes: its types, and how many elements it must have.
-        expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
+        expected = {ABSMAX: (FLOATS, blocks), CODE_MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
             self._nested_block = self._read_even_size(state, "nested_blocksize")
             self._offset = self._read_nested_offset(state)
-            expected[_ABSMAX] = ((DType.UINT8,), blocks)
-            expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
-            expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
+            expected[ABSMAX] = ((DType.UINT8,), blocks)
+            expected[NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
+            expected[NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
         self._codes = self._bytes(weight, (math.prod(tensor.shape) + 1) // 2)
         factors: list[StoredTensor] = []
         for suffix, (dtypes, count) in expected.items():
             factors.append(self._require_tensor(stored, suffix, dtypes, count))
-        super().__init__(tensor, (weight, *factors, stored[weight.name + _STATES[kind]]), homes)
-        map_bytes = homes[weight.name + _MAP].read_bytes(weight.name + _MAP)
+        super().__init__(tensor, (weight, *factors, stored[weight.name + STATES[kind]]), homes)
+        map_bytes = homes[weight.name + CODE_MAP].read_bytes(weight.name + CODE_MAP)
         values = struct.unpack(f"<{len(_VALUES[kind])}f", map_bytes)
         # bitsandbytes ignores the map: with other values in it, the weight would depend on the
         # program that reads it.
@@ -179,7 +158,7 @@ class FourBitWeight(DequantizedTensor):
         if part is not None and part.axis == 1:
             first_column, end_column = part.ranges[0]
         absmax = self._absmax()
-        values = self._part(_MAP)
+        values = self._part(CODE_MAP)
         out = self.tensor.dtype.empty((rows.size, end_column - first_column))
         filled = 0
         for first, last in rows.ranges:
@@ -212,12 +191,12 @@ class FourBitWeight(DequantizedTensor):
         return scaled[offset:][: (stop - start) * columns].view(-1, columns)
 
     def _absmax(self) -> torch.Tensor:
-        absmax = self._part(_ABSMAX)
+        absmax = self._part(ABSMAX)
         if not self._nested_block:
             return absmax.float()
         blocks = torch.div(torch.arange(len(absmax)), self._nested_block, rounding_mode="floor")
-        factors = self._part(_NESTED_MAP)[absmax.int()]
-        return factors * self._part(_NESTED_ABSMAX)[blocks] + self._offset
+        factors = self._part(NESTED_MAP)[absmax.int()]
+        return factors * self._part(NESTED_ABSMAX)[blocks] + self._offset
 
     def _part(self, suffix: str) -> torch.Tensor:
         return self._homes[self._name + suffix].read(self._name + suffix).flatten()
@@ -348,7 +327,7 @@ class EightBitWeight(DequantizedTensor):
             raise UnsupportedError(
                 f"tensor '{weight.name}' is stored in a layout for one kind of GPU",
                 path=self.path,
-                found=f"{_FORMAT} {list(layout)}",
+                found=f"{FORMAT} {list(layout)}",
                 expected="0, row by row",
                 hint="save it with a current bitsandbytes",
             )
@@ -377,19 +356,19 @@ def find_weight(
             scales.
     """
     tensor = stored[name]
-    kinds = [kind for kind, suffix in _STATES.items() if name + suffix in stored]
+    kinds = [kind for kind, suffix in STATES.items() if name + suffix in stored]
     if len(kinds) == 1:
         return FourBitWeight(kinds[0], tensor, stored, homes, dtype)
     module, _, leaf = name.rpartition(".")
-    scale = stored.get(f"{module}.{_SCB}")
+    scale = stored.get(f"{module}.{SCB}")
     if leaf == "weight" and tensor.dtype == DType.INT8 and scale is not None:
-        return EightBitWeight(tensor, scale, stored.get(f"{module}.{_FORMAT}"), homes, dtype)
+        return EightBitWeight(tensor, scale, stored.get(f"{module}.{FORMAT}"), homes, dtype)
     if leaf == "weight" and tensor.dtype in (DType.INT8, DType.UINT8):
         raise CheckpointError(
             f"tensor '{name}' lacks its quantization state",
             path=homes[name].path,
             found=f"{tensor.dtype} {list(tensor.shape)}",
-            expected=f"one of {METHOD}'s states, or {_SCB}",
+            expected=f"one of bitsandbytes' states, or {SCB}",
             hint=DAMAGED_FILE,
         )
     return None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 from quantkit.base.json_values import Settings
 from quantkit.errors import NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.layout import Claims, Layout
+from quantkit.formats.codecs.layout import Claims
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
@@ -293,18 +293,13 @@ class QuantMethod(CodeFormat):
 
     Attributes:
         name: ``quant_method`` in config.json.
-        layouts: in which the weights of modules may lie.
         keys: of config.json under which its settings are written.
-        settings_file: a file that may hold the settings if config.json does not; empty if there is
-            none.
         joins_experts: whether all experts of a layer are one module for each role.
         read_as_floats: whether all its weights are read as floats, see `dequantized`.
         runtimes: those of vLLM, transformers and mlx-lm that load it.
     """
 
-    layouts: tuple[Layout, ...] = ()
     keys: tuple[str, ...] = ("quantization_config",)
-    settings_file = ""
     joins_experts = False
     read_as_floats = False
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import GroupedCodec, Reason, Weight
-from quantkit.formats.codecs.compressed_weights import FP4, GLOBAL_SCALE, PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.layout import Layout, Shape
+from quantkit.formats.codecs.layouts import FLOAT8, FP4, GLOBAL_SCALE, PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.raw_module import RawModule
-from quantkit.formats.codecs.small_floats import EXPONENT_BIAS, FLOAT8
+from quantkit.formats.codecs.small_floats import EXPONENT_BIAS
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import FP8, FP8_BLOCK, TILE, Codes, QuantScheme, Scales

@@ -27,17 +27,9 @@ from quantkit.formats.codecs.codec import (
     make_unread_settings_error,
 )
 from quantkit.formats.codecs.compressed_floats import SmallFloats
-from quantkit.formats.codecs.compressed_weights import (
-    FP4,
-    INT8,
-    PACKED_CODES,
-    SCALE,
-    SHAPE,
-    IntQuantized,
-    PackQuantized,
-)
-from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
-from quantkit.formats.codecs.small_floats import FLOAT8
+from quantkit.formats.codecs.compressed_weights import IntQuantized, PackQuantized
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, block_size
+from quantkit.formats.codecs.layouts import FLOAT8, FP4, INT8, PACKED_CODES, SCALE, SHAPE
 from quantkit.formats.codecs.targets import NO_MATCH, Targets, name_in_layers, spellings
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
@@ -96,7 +88,6 @@ class CompressedTensors(QuantMethod):
     """
 
     name = "compressed-tensors"
-    layouts: tuple[Layout, ...] = (FP4, PACKED_CODES, INT8, FLOAT8)
     schemes = tuple(SCHEMES.values())
     scales = frozenset({Scales.FLOATS, *_SMALL_FLOAT_SCALES})
     codes = frozenset(Codes)
@@ -311,7 +302,6 @@ class Int8Activations(CompressedTensors):
     """
 
     name = _INT
-    layouts = ()
     schemes = (_INT8,)
     scales = frozenset({Scales.FLOATS})
     codes = frozenset({Codes.INTEGERS})

@@ -13,14 +13,23 @@ Source: the compressed-tensors package's compressors.
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, Weight
-from quantkit.formats.codecs.layout import Layout, Shape, Shapes, count_words
+from quantkit.formats.codecs.layout import Layout, count_words
+from quantkit.formats.codecs.layouts import (
+    GROUPS,
+    INT8,
+    PACKED,
+    PACKED_CODES,
+    PLAIN,
+    SCALE,
+    SHAPE,
+    ZERO_POINT,
+)
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -28,82 +37,8 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-PACKED = "weight_packed"
-SHAPE = "weight_shape"
-GLOBAL_SCALE = "weight_global_scale"
-PLAIN = "weight"
-SCALE = "weight_scale"
-_ZERO = "weight_zero_point"
-_GROUPS = "weight_g_idx"
 # The types that the group of each column may have, and their letters in `struct`.
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
-
-
-def _compute_packed_shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    groups = math.ceil(columns / (group_size or columns))
-    # One scale for a whole weight is a vector or a scalar.
-    one_scale: list[Shape] = [(1,), ()] if group_size is None else []
-    return {
-        PACKED: [(rows, count_words(columns, bits))],
-        SCALE: [(rows, groups), *one_scale],
-        SHAPE: [(2,)],
-        # Zero points are packed along the outputs; before version 0.9 they were bytes.
-        _ZERO: [(count_words(rows, bits), groups), (rows, groups), *one_scale],
-        _GROUPS: [(columns,)],
-    }
-
-
-def _plain_shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    groups = math.ceil(columns / (group_size or columns))
-    scales: list[Shape] = [(rows, groups)]
-    if group_size is None:
-        scales += [(1,), (), (rows,)]
-    return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
-
-
-def _fp4_shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    groups = math.ceil(columns / (group_size or columns))
-    return {PACKED: [(rows, columns // 2)], SCALE: [(rows, groups)], GLOBAL_SCALE: [(1,), ()]}
-
-
-PACKED_CODES = Layout(
-    "packed integers of compressed-tensors",
-    PACKED,
-    (SCALE,),
-    ((SHAPE,),),
-    if_asymmetric=(_ZERO,),
-    zeros=_ZERO,
-    floats=(SCALE,),
-    integers=(PACKED, SHAPE, _ZERO, _GROUPS),
-    shapes=_compute_packed_shapes,
-)
-FP4 = Layout(
-    "packed small floats of compressed-tensors",
-    PACKED,
-    (SCALE,),
-    code_types=(DType.UINT8,),
-    bits=4,
-    optional_suffixes=(GLOBAL_SCALE, "input_global_scale"),
-    shapes=_fp4_shapes,
-)
-INT8 = Layout(
-    "int8",
-    PLAIN,
-    (SCALE, "weight_scale_inv"),
-    code_types=(DType.INT8,),
-    bits=8,
-    floats=(SCALE,),
-    integers=(_ZERO, _GROUPS),
-    shapes=_plain_shapes,
-    unpacked=True,
-    excluded="SCB",
-)
 
 
 @dataclass(frozen=True)
@@ -143,8 +78,8 @@ class CompressedLinear(GroupedCodec):
                 f"group size of '{raw.name}' does not divide its row", scheme
             )
         # Some writers add zero points of 0 to symmetric codes; these change nothing.
-        zero = raw.find(_ZERO)
-        if scheme.symmetric and zero is not None and any(raw.read_bytes(_ZERO)):
+        zero = raw.find(ZERO_POINT)
+        if scheme.symmetric and zero is not None and any(raw.read_bytes(ZERO_POINT)):
             raise raw.make_damage_error(
                 f"the config calls '{raw.name}' symmetric, but it has zero points",
                 f"{zero.dtype} {list(zero.shape)}",
@@ -164,7 +99,7 @@ class CompressedLinear(GroupedCodec):
         if self.layout is PACKED_CODES:
             dtypes[SHAPE] = DType.INT64
         if not self.scheme.symmetric:
-            dtypes[_ZERO] = self.code_type
+            dtypes[ZERO_POINT] = self.code_type
         return self.layout.list_stored_tensors(
             spec, self.scheme.bits, self.scheme.group_size, dtypes
         )
@@ -184,7 +119,7 @@ class CompressedLinear(GroupedCodec):
                 # Scales may have any float type.
                 tensor = StoredTensor(tensor.name, on_disk.dtype, shapes[0])
                 forms = [(on_disk.dtype, shape) for shape in shapes]
-            elif tensor.name.endswith(_ZERO):
+            elif tensor.name.endswith(ZERO_POINT):
                 for shape in shapes:
                     forms.append((DType.INT8, shape))
             # A tensor in no form that is read is listed in the form that is written: the caller
@@ -193,9 +128,9 @@ class CompressedLinear(GroupedCodec):
                 parts.append(on_disk)
             else:
                 parts.append(tensor)
-        optional = [raw.find(_GROUPS)]
+        optional = [raw.find(GROUPS)]
         if self.scheme.symmetric:
-            optional.append(raw.find(_ZERO))
+            optional.append(raw.find(ZERO_POINT))
         for part in optional:
             if part is not None:
                 parts.append(part)
@@ -209,7 +144,7 @@ class CompressedLinear(GroupedCodec):
         stop = columns[1]
         scale = self.whole_rows(raw.read(SCALE), spec, rows)
         zero = None
-        if not self.scheme.symmetric and raw.find(_ZERO) is not None:
+        if not self.scheme.symmetric and raw.find(ZERO_POINT) is not None:
             zero = self.zero_points(raw, spec, rows)
         if spec.scheme is None:
             return self._by_index(raw, spec, codes, scale, zero, start)
@@ -231,7 +166,7 @@ class CompressedLinear(GroupedCodec):
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
     ) -> torch.Tensor:
         """Read zero points [R, G] in bytes."""
-        return self.whole_rows(self.to_unsigned(raw, raw.read(_ZERO)), spec, rows)
+        return self.whole_rows(self.to_unsigned(raw, raw.read(ZERO_POINT)), spec, rows)
 
     def whole_rows(
         self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None
@@ -265,11 +200,11 @@ class CompressedLinear(GroupedCodec):
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
         """Check whether groups are of adjacent columns, by a tensor if there is one."""
-        index = raw.find(_GROUPS)
+        index = raw.find(GROUPS)
         groups = self.scheme.groups(columns)
         if index is None and self.by_index:
             raise raw.make_damage_error(
-                f"the config says that '{raw.name}' has a group for each column, but '{_GROUPS}' is"
+                f"the config says that '{raw.name}' has a group for each column, but '{GROUPS}' is"
                 " missing",
                 hint=DAMAGED_FILE,
             )
@@ -278,13 +213,13 @@ class CompressedLinear(GroupedCodec):
         column_groups: tuple[int, ...] = ()
         if index.dtype in _INDEX and index.shape == (columns,):
             letter = _INDEX[index.dtype]
-            column_groups = struct.unpack(f"<{columns}{letter}", raw.read_bytes(_GROUPS))
+            column_groups = struct.unpack(f"<{columns}{letter}", raw.read_bytes(GROUPS))
         # Writers that do not reorder columns may create the tensor with -1 and never fill it.
         if column_groups == (-1,) * columns:
             return True
         if not column_groups or min(column_groups) < 0 or max(column_groups) >= groups:
             raise raw.make_damage_error(
-                f"tensor '{raw.name}.{_GROUPS}' does not say the group of each column",
+                f"tensor '{raw.name}.{GROUPS}' does not say the group of each column",
                 f"{index.dtype} {list(index.shape)}",
                 f"[{columns}], each below {groups}",
             )
@@ -301,7 +236,7 @@ class CompressedLinear(GroupedCodec):
         start: int,
     ) -> torch.Tensor:
         """Dequantize columns from `start` on, each with the scale and zero point of its group."""
-        index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
+        index = raw.read(GROUPS)[start : start + codes.shape[1]].long()
         out = spec.dtype.empty(codes.shape)
         # A few rows at a time in float32 bound the memory; each weight is rounded once.
         for first, last in qtensor.row_chunks(*codes.shape):
@@ -342,7 +277,7 @@ class PackQuantized(CompressedLinear):
     def zero_points(
         self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None
     ) -> torch.Tensor:
-        stored = raw.read(_ZERO)
+        stored = raw.read(ZERO_POINT)
         if DType.of(stored.dtype) == DType.INT8:
             return self.whole_rows(self.to_unsigned(raw, stored), spec, rows)
         # The words pack the outputs, which `unpack_int32` expects along the last axis.

@@ -3,69 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from quantkit.base.json_values import Settings
+from quantkit.base.late import LateModule
 from quantkit.errors import UnreadLayoutError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs import bitsandbytes, small_floats
-from quantkit.formats.codecs.codec import QuantMethod, Runtime
-from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
-from quantkit.formats.codecs.small_floats import (
-    FLOAT8,
-    MXFP4,
-    DequantizedTensor,
-    Float8Weight,
-    Mxfp4Weight,
+from quantkit.formats.codecs import small_floats
+from quantkit.formats.codecs.float_methods import (
+    BITSANDBYTES,
+    NAMES,
+    iter_weight_groups,
+    read_method,
 )
-from quantkit.formats.codecs.targets import is_head, select_unskipped
+from quantkit.formats.codecs.layout import block_size
+from quantkit.formats.codecs.layouts import BLOCKS, EXPONENTS, FLOAT8_TYPES
+from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight, Mxfp4Weight
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
-MODEL_OPTIMIZER = "modelopt"
-"""NVIDIA's method, of which only FP8 with a scale for each weight is read."""
+# One of the methods whose weights are read as floats.
+if TYPE_CHECKING:
+    from quantkit.formats.codecs import bitsandbytes
+else:
+    bitsandbytes = LateModule("quantkit.formats.codecs.bitsandbytes")
 
-
-class SmallFloats(QuantMethod):
-    """A method all of whose quantized weights are read as floats."""
-
-    read_as_floats = True
-
-    def __init__(
-        self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = ""
-    ) -> None:
-        self.name = name
-        self.layouts = layouts
-        self.runtimes = runtimes
-        self.settings_file = settings_file
-
-    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        if self.name not in _STATED_FOR_ALL:
-            return Claims()
-        block = block_size(settings, "weight_block_size")
-        claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
-        claims: dict[str, Claim] = {}
-        for module in select_unskipped(modules, settings):
-            if not is_head(module):
-                claims[module] = claim
-        return Claims(claims, certain=True)
-
-
-METHODS = (
-    SmallFloats(
-        bitsandbytes.METHOD, (bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS), "transformers"
-    ),
-    SmallFloats("fbgemm_fp8", (FLOAT8,), "vllm", "transformers"),
-    SmallFloats("fp8", (FLOAT8,), "vllm", "transformers"),
-    SmallFloats(MODEL_OPTIMIZER, (FLOAT8,), "vllm", "mlx", settings_file="hf_quant_config.json"),
-    SmallFloats("mxfp4", (MXFP4,), "vllm", "transformers", "mlx"),
-)
-"""The methods whose weights are all read as floats."""
-_NAMES = frozenset(method.name for method in METHODS)
-# Settings that apply to all linears except the head.
-_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")
 # Some formats of this method are read as floats too.
 _ALSO = "compressed-tensors"
 _OF_ACTIVATIONS = (
@@ -103,7 +67,7 @@ def replace_quantized_tensors(
         method = read_method(settings)
     tensors = dict(stored)
     new_homes = dict[str, TensorFile](homes)
-    if settings is None or not (method in _NAMES or method == _ALSO):
+    if settings is None or not (method in NAMES or method == _ALSO):
         return tensors, new_homes, []
     _require_known_scales(stored, homes)
     block = _find_block_size(settings)
@@ -111,7 +75,7 @@ def replace_quantized_tensors(
     kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
         weight: DequantizedTensor | None
-        if method == bitsandbytes.METHOD:
+        if method == BITSANDBYTES:
             weight = bitsandbytes.find_weight(name, stored, homes, dtype)
         else:
             weight = _weight(
@@ -148,13 +112,11 @@ def replace_quantized_tensors(
     # Keep the order on disk. A weight in MXFP4 takes the place of its codes, which have another
     # name.
     order = {name: place for place, name in enumerate(stored)}
-    ordered = sorted(
-        tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0))
-    )
+    ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + BLOCKS, 0)))
     notes: list[str] = []
     for kind, count in kinds.items():
         notes.append(f"{count} weights in {kind} are read as {dtype}, by their own scales")
-    if method in _NAMES and not kinds:
+    if method in NAMES and not kinds:
         notes.append(f"the config names {method}, but no weight is quantized")
     if _rounds_activations(settings):
         notes.append("the config also quantizes activations; quantkit does not")
@@ -174,7 +136,7 @@ def replace_quantized_tensors(
 def _find_block_size(settings: Settings) -> tuple[int, int] | None:
     """Read the first block size in the settings of a folder; all of them are checked."""
     block = block_size(settings, "weight_block_size")
-    for _, weights in _groups(settings.values):
+    for _, weights in iter_weight_groups(settings.values):
         group_settings = Settings(weights, settings.path, settings.name)
         group_block = block_size(group_settings, "block_structure")
         block = block or group_block
@@ -190,7 +152,7 @@ def _require_known_scales(
     ``M.weight``. Source: transformers' `Fp8Dequantize`, and its names of deepseek_v4.
     """
     for name, tensor in stored.items():
-        if not name.endswith(".weight") or tensor.dtype not in (DType.INT8, *small_floats.TYPES):
+        if not name.endswith(".weight") or tensor.dtype not in (DType.INT8, *FLOAT8_TYPES):
             continue
         scale = stored.get(f"{name.removesuffix('.weight')}.scale")
         if scale is None:
@@ -264,54 +226,24 @@ def _weight(
     Args:
         by_columns: whether stacked matrices are transposed [E, I, O], with a scale for each output.
     """
-    if tensor.dtype in small_floats.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
+    if tensor.dtype in FLOAT8_TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
         for suffix in small_floats.SUFFIXES:
             scale = stored.get(name + suffix)
             if scale is not None:
                 # Only stacked experts are transposed; other weights have a scale for each row.
                 by_columns = by_columns and len(tensor.shape) > 2
                 return Float8Weight(tensor, scale, homes, block, dtype, by_columns=by_columns)
-    if tensor.dtype == DType.UINT8 and name.endswith(small_floats.BLOCKS):
-        scale = stored.get(name.removesuffix(small_floats.BLOCKS) + small_floats.EXPONENTS)
+    if tensor.dtype == DType.UINT8 and name.endswith(BLOCKS):
+        scale = stored.get(name.removesuffix(BLOCKS) + EXPONENTS)
         if scale is not None and scale.dtype == DType.UINT8:
             return Mxfp4Weight(tensor, scale, homes, dtype)
     return None
 
 
-def read_method(settings: Settings) -> str | None:
-    """Read the method of quantization that settings state; None if they do not."""
-    if settings.has("quant_method"):
-        return settings.string("quant_method")
-    # Early settings of bitsandbytes do not name it.
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if settings.flag(key, False):
-            return bitsandbytes.METHOD
-    return None
-
-
-def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the groups of compressed-tensors that quantize weights, and what they say of these."""
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict):
-        return
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            yield group, weights
-
-
 def _rounds_activations(settings: Settings) -> bool:
     """Return whether integer weights are multiplied by quantized activations."""
-    for group, weights in _groups(settings.values):
+    for group, weights in iter_weight_groups(settings.values):
         has_activations = group.get("input_activations") or group.get("output_activations")
         if has_activations and weights.get("type", "int") == "int":
             return True
     return False
-
-
-def uses_small_floats(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings of a quantization say that weights are in small floats."""
-    for _, weights in _groups(settings):
-        if weights.get("type") == "float":
-            return True
-    return settings.get("quant_method") in _NAMES

@@ -29,17 +29,10 @@ from quantkit.formats.codecs.codec import (
     Schemes,
     make_unread_settings_error,
 )
-from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
-from quantkit.formats.codecs.gptq_zeros import (
-    G_IDX,
-    QWEIGHT,
-    QZEROS,
-    SCALES,
-    WRITER,
-    Stated,
-    Version,
-)
+from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
+from quantkit.formats.codecs.gptq_zeros import WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
+from quantkit.formats.codecs.layouts import G_IDX, GPTQ, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.targets import (
     BY_PATTERN,
     Targets,
@@ -81,8 +74,6 @@ class Gptq(QuantMethod):
     """
 
     name = "gptq"
-    layouts = (GPTQ,)
-    settings_file = "quantize_config.json"
     schemes = tuple(SCHEMES.values())
     scale_dtype = DType.FLOAT16
     runtimes = ("vllm", "transformers", "mlx")
@@ -194,7 +185,7 @@ class Gptq(QuantMethod):
         return {"modules_in_block_to_quantize": [list(names)]}
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {self.settings_file: json.dumps(settings, indent=2).encode() + b"\n"}
+        return {"quantize_config.json": json.dumps(settings, indent=2).encode() + b"\n"}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> GptqLinear | Reason:
         if embedding:

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, Reason, Weight, exact_scale
 from quantkit.formats.codecs.gptq_zeros import (
-    G_IDX,
-    QWEIGHT,
-    QZEROS,
-    SCALES,
     Packed,
     Version,
     make_word_of_ones,
     unpack_zero_points,
 )
-from quantkit.formats.codecs.layout import Layout, Shape, Shapes, count_words
+from quantkit.formats.codecs.layouts import G_IDX, GPTQ, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -35,32 +31,6 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 SUFFIXES = (QWEIGHT, QZEROS, SCALES)
-
-
-def _shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    groups = math.ceil(columns / (group_size or columns))
-    return {
-        QWEIGHT: [(count_words(columns, bits), rows)],
-        QZEROS: [(groups, count_words(rows, bits))],
-        SCALES: [(groups, rows)],
-        G_IDX: [(columns,)],
-    }
-
-
-GPTQ = Layout(
-    "codes of GPTQ",
-    QWEIGHT,
-    (SCALES,),
-    ((QZEROS,),),
-    packed_outputs=QZEROS,
-    zeros=QZEROS,
-    floats=(SCALES,),
-    integers=(QWEIGHT, QZEROS, G_IDX),
-    shapes=_shapes,
-    is_evident=lambda tensors: not packs_outputs(tensors),
-)
 
 
 @dataclass(frozen=True)
@@ -283,15 +253,6 @@ def read_outputs(
         indices.append(torch.arange(start, stop) + (words_before - first) * per_word)
         words_before += last - first
     return outputs[:, torch.cat(indices)].t().contiguous()
-
-
-def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Return whether codes are packed along the outputs, as in AWQ: they have the width of their
-    zero points.
-    """
-    codes = tensors[QWEIGHT]
-    zeros = tensors.get(QZEROS)
-    return zeros is not None and codes.shape[-1:] == zeros.shape[-1:]
 
 
 def require_tensors(raw: RawModule, expected: TensorSpec) -> None:

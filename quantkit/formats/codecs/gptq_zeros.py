@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.layouts import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 
-QWEIGHT = "qweight"
-QZEROS = "qzeros"
-SCALES = "scales"
-G_IDX = "g_idx"
 WRITER = "quantkit"
 # How many modules are sampled, evenly spread over the folder.
 _MODULES = 12

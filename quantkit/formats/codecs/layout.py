@@ -16,7 +16,7 @@ from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from quantkit.formats.codecs.raw_module import RawModule
+    pass
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, list[Shape]]
@@ -62,8 +62,6 @@ class Layout:
         floats, integers: the suffixes of tensors that must hold floats, or integers.
         shapes: the shapes of the tensors of a weight.
         unpacked: whether codes are stored one by one, in the shape of the weight.
-        problem: why the tensors of a weight [O, I] do not fit together, by their headers; None if
-            they do.
         is_evident: whether tensors with such codes are in this layout, if the config does not say
             so.
     """
@@ -85,7 +83,6 @@ class Layout:
     integers: tuple[str, ...] = ()
     shapes: Callable[[int, int, int, int | None, Shape | None], Shapes] = lambda *sizes: {}
     unpacked: bool = False
-    problem: Callable[[RawModule, Shape], str | None] = lambda raw, shape: None
     is_evident: Callable[[Mapping[str, StoredTensor]], bool] = lambda tensors: True
 
     @functools.cached_property

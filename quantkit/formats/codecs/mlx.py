@@ -35,11 +35,9 @@ from quantkit.formats.codecs.layout import (
     MAX_COLUMNS,
     Claim,
     Claims,
-    Layout,
-    Shape,
-    Shapes,
     count_words,
 )
+from quantkit.formats.codecs.layouts import BIASES, MLX, PLAIN, SCALES
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -47,10 +45,7 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CODES = "weight"
-_SCALES = "scales"
-_BIASES = "biases"
-_LEAVES = (_CODES, _SCALES, _BIASES)
+_LEAVES = (PLAIN, SCALES, BIASES)
 _AFFINE = "affine"
 # Scales that are checked at a time.
 _CHUNK = 1 << 17
@@ -69,27 +64,6 @@ _EXACT_OFFSETS = {
 """The types through which scales go so that float32 has each offset: 24 bits hold 11 of a scale
 times 8 of a zero point.
 """
-
-
-def _shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    groups = math.ceil(columns / (group_size or columns))
-    return {
-        _CODES: [(rows, count_words(columns, bits))],
-        _SCALES: [(rows, groups)],
-        _BIASES: [(rows, groups)],
-    }
-
-
-MLX = Layout(
-    "codes of MLX",
-    _CODES,
-    (_SCALES,),
-    code_types=(DType.UINT32,),
-    floats=(_SCALES, _BIASES),
-    shapes=_shapes,
-)
 
 
 @dataclass(frozen=True)
@@ -113,10 +87,10 @@ class Affine(GroupedCodec):
         bits, group_size = self._layout(raw, expected.shape)
         scheme = None
         if bits in _READ_BITS:
-            scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size)
+            scheme = scheme_of(raw, SCALES, BIASES, bits, group_size)
             if scheme is None and self.minima:
                 scheme = QuantScheme(bits, group_size, False, Scales.BLOCKS)
-        scales = raw.find(_SCALES)
+        scales = raw.find(SCALES)
         if scheme is not None and scales is not None:
             return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
         if bits in _READ_BITS:
@@ -127,16 +101,16 @@ class Affine(GroupedCodec):
 
     def list_stored_tensors(self, spec: TensorSpec) -> list[StoredTensor]:
         assert spec.scheme is not None, "floats have no codec"
-        module = spec.name.removesuffix(_CODES)
+        module = spec.name.removesuffix(PLAIN)
         *rows, columns = spec.shape
         group_size = _choose_group_size(spec.scheme, columns)
         if isinstance(group_size, Reason):
             raise group_size.error(spec.name, Mlx.name)
         groups = (*rows, columns // group_size)
         return [
-            StoredTensor(module + _CODES, DType.UINT32, (*rows, columns * spec.scheme.bits // 32)),
-            StoredTensor(module + _SCALES, spec.dtype, groups),
-            StoredTensor(module + _BIASES, spec.dtype, groups),
+            StoredTensor(module + PLAIN, DType.UINT32, (*rows, columns * spec.scheme.bits // 32)),
+            StoredTensor(module + SCALES, spec.dtype, groups),
+            StoredTensor(module + BIASES, spec.dtype, groups),
         ]
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
@@ -166,15 +140,15 @@ class Affine(GroupedCodec):
         part = self.columns_slice(
             rows, first * bits // 32, count_words(last, bits), count_words(count, bits)
         )
-        packed = raw.read(_CODES, part)
+        packed = raw.read(PLAIN, part)
         groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
-        scale = raw.read(_SCALES, groups).flatten(0, -2)
+        scale = raw.read(SCALES, groups).flatten(0, -2)
         codes = _unpack_codes(packed.flatten(0, -2), bits, last - first)
         if scheme is None:
-            floats = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
+            floats = affine(codes, scale, raw.read(BIASES, groups).flatten(0, -2), spec.dtype)
             return floats.view(*packed.shape[:-1], -1)
         if scheme.scales is Scales.BLOCKS:
-            minimum = raw.read(_BIASES, groups).flatten(0, -2).neg()
+            minimum = raw.read(BIASES, groups).flatten(0, -2).neg()
             return qtensor.QuantTensor(codes, scale, None, scheme, minimum)
         # A scheme per row, or with longer groups, is stored in groups with equal scales.
         if scheme.group_size is None:
@@ -183,7 +157,7 @@ class Affine(GroupedCodec):
             repeats = scheme.group_size // size
         zero = None
         if not scheme.symmetric:
-            zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
+            zero = zero_points(scale, raw.read(BIASES, groups).flatten(0, -2), bits)
             if zero is None:
                 raise raw.make_damage_error(
                     f"the offsets of '{raw.name}' have changed since it was opened"
@@ -277,7 +251,6 @@ class Mlx(QuantMethod):
     """
 
     name = "mlx"
-    layouts = (MLX,)
     keys: tuple[str, ...] = ("quantization", "quantization_config")
     joins_experts = True
     runtimes = ("mlx",)
@@ -316,7 +289,7 @@ class Mlx(QuantMethod):
         result: dict[str, Affine] = {}
         for module in modules:
             value = settings.values.get(module)
-            quantized = f"{module}.{_SCALES}" in stored
+            quantized = f"{module}.{SCALES}" in stored
             if isinstance(value, dict):
                 codec = _read_module_codec(settings.inside(module))
             elif value is None or isinstance(value, bool):
@@ -327,14 +300,14 @@ class Mlx(QuantMethod):
                 raise CheckpointError(
                     f"{settings.name} says that '{module}' is {'' if value else 'not '}quantized",
                     path=settings.path,
-                    found=f"a tensor '{module}.{_SCALES}'" if quantized else "no scales",
+                    found=f"a tensor '{module}.{SCALES}'" if quantized else "no scales",
                 )
             if quantized:
                 result[module] = codec
         # Codes of modules that the architecture does not have would be left unread.
         for name in stored:
             module, _, leaf = name.rpartition(".")
-            if leaf == _SCALES and module not in result and f"{module}.{_BIASES}" in stored:
+            if leaf == SCALES and module not in result and f"{module}.{BIASES}" in stored:
                 problem = (
                     f"'{module}' is quantized by MLX, but is not a module of a supported"
                     " architecture"
@@ -351,9 +324,9 @@ class Mlx(QuantMethod):
         result: dict[str, tuple[int, ...]] = {}
         for name, codes in stored.items():
             module, _, leaf = name.rpartition(".")
-            has_scales = f"{module}.{_SCALES}" in stored and f"{module}.{_BIASES}" in stored
+            has_scales = f"{module}.{SCALES}" in stored and f"{module}.{BIASES}" in stored
             is_matrix = codes.dtype == DType.UINT32 and len(codes.shape) == 2
-            if leaf != _CODES or not has_scales or not is_matrix:
+            if leaf != PLAIN or not has_scales or not is_matrix:
                 continue
             if isinstance(settings.values.get(module), Mapping):
                 module_settings = settings.inside(module)

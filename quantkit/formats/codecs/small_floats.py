@@ -20,16 +20,13 @@ from pathlib import Path
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.layout import Layout, Shape, Shapes
+from quantkit.formats.codecs.layouts import BLOCKS
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
-TYPES = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
-BLOCKS = "_blocks"
-EXPONENTS = "_scales"
 # The positive values of e2m1, MXFP4's codes.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_BIAS = 127
@@ -37,31 +34,6 @@ EXPONENT_BIAS = 127
 _BYTES = 16
 # The groups of MXFP4 that are dequantized at a time.
 _SCALES_AT_ONCE = 1 << 14
-
-
-def _shapes(
-    rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None
-) -> Shapes:
-    scales: list[Shape]
-    if block is not None:
-        scales = [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
-    else:
-        scales = [(rows, 1), (rows,)]
-        if group_size is None:
-            scales += [(1,), ()]
-    return {"weight": [(rows, columns)], "weight_scale_inv": scales, "weight_scale": scales}
-
-
-FLOAT8 = Layout(
-    "FP8",
-    "weight",
-    ("weight_scale", "weight_scale_inv"),
-    code_types=TYPES,
-    bits=8,
-    shapes=_shapes,
-    unpacked=True,
-)
-MXFP4 = Layout("MXFP4", BLOCKS, (EXPONENTS,), bits=4, joint="")
 
 
 class DequantizedTensor(TensorFile):

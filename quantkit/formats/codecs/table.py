@@ -5,65 +5,82 @@ tensors on disk.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
+from quantkit.base.late import LateTable, import_attribute
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
-from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.gptq import AutoRound, Gptq
+from quantkit.formats.codecs.float_methods import BITSANDBYTES, MODEL_OPTIMIZER
+from quantkit.formats.codecs.float_methods import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.layout import Description, Layout
-from quantkit.formats.codecs.mlx import Mlx
-from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
-from quantkit.formats.codecs.torchao import TorchAo
+from quantkit.formats.codecs.layouts import (
+    AWQ,
+    EIGHT_BITS,
+    FLOAT8,
+    FLOAT8_TYPES,
+    FOUR_BITS,
+    FP4,
+    GPTQ,
+    INT8,
+    MLX,
+    MXFP4,
+    PACKED_CODES,
+    TORCHAO,
+)
 from quantkit.tensors.dtypes import DType
 
-NATIVE = CompressedTensors()
-"""The method that is written where none is requested."""
+
+class _LateMethods(LateTable[QuantMethod]):
+    """The methods by name; the codecs of each are imported when it is first looked up."""
+
+    def load(self, place: str) -> QuantMethod:
+        method_class: type[QuantMethod] = import_attribute(f"{__package__}.{place}")
+        return method_class()
 
 
-def _index_by_name(*methods: QuantMethod) -> dict[str, QuantMethod]:
-    result: dict[str, QuantMethod] = {}
-    for method in methods:
-        result[method.name] = method
-    return result
-
-
-METHODS = _index_by_name(
-    NATIVE,
-    Int8Activations(),
-    Gptq(),
-    Awq(),
-    Mlx(),
-    TorchAo(),
-    AutoRound(),
-    *READ_AS_FLOATS,
+METHODS = _LateMethods(
+    {
+        "compressed-tensors": "compressed_tensors:CompressedTensors",
+        "int-quantized": "compressed_tensors:Int8Activations",
+        "gptq": "gptq:Gptq",
+        "awq": "awq:Awq",
+        "mlx": "mlx:Mlx",
+        "torchao": "torchao:TorchAo",
+        "auto-round": "gptq:AutoRound",
+    }
 )
 """By ``quant_method`` in config.json."""
+METHODS.update((method.name, method) for method in READ_AS_FLOATS)
 
+NATIVE = METHODS["compressed-tensors"]
+"""The method that is written where none is requested."""
 
-def _index_settings_files(methods: Iterable[QuantMethod]) -> dict[str, str]:
-    result: dict[str, str] = {}
-    for method in methods:
-        if method.settings_file:
-            result[method.settings_file] = method.name
-    return result
+LAYOUTS_BY_METHOD: dict[str, tuple[Layout, ...]] = {
+    "compressed-tensors": (FP4, PACKED_CODES, INT8, FLOAT8),
+    "gptq": (GPTQ,),
+    "awq": (AWQ,),
+    "mlx": (MLX,),
+    "torchao": (TORCHAO,),
+    BITSANDBYTES: (FOUR_BITS, EIGHT_BITS),
+    "fbgemm_fp8": (FLOAT8,),
+    "fp8": (FLOAT8,),
+    MODEL_OPTIMIZER: (FLOAT8,),
+    "mxfp4": (MXFP4,),
+}
+"""The layouts in which each method stores the weights of modules, by name of the method; several
+methods share layouts.
+"""
 
-
-SETTINGS_FILES = _index_settings_files(METHODS.values())
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": MODEL_OPTIMIZER,
+}
 """The files that hold settings if config.json does not, and the method that they mean unless
 they name one.
 """
 
 _WEIGHT = "weight"
-
-
-def _collect_layouts(methods: Iterable[QuantMethod]) -> tuple[Layout, ...]:
-    # Several methods share layouts; each occurs once, in the order of the methods.
-    layouts: dict[Layout, None] = {}
-    for method in methods:
-        layouts |= dict.fromkeys(method.layouts)
-    return tuple(layouts)
 
 
 def _collect_suffixes(layouts: Iterable[Layout]) -> set[str]:
@@ -88,7 +105,8 @@ def _collect_code_types(layouts: Iterable[Layout]) -> set[DType]:
     return dtypes
 
 
-LAYOUTS = _collect_layouts(METHODS.values())
+# Each layout once, in the order of the methods.
+LAYOUTS = tuple(dict.fromkeys(chain.from_iterable(LAYOUTS_BY_METHOD.values())))
 _SUFFIXES = _collect_suffixes(LAYOUTS)
 _MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
 # Suffixes that follow the name of a module without a dot.
@@ -133,10 +151,12 @@ def describe_modules(
             tensors.setdefault(module, {})[suffix] = tensor
         elif suffix == _WEIGHT and tensor.dtype in _CODE_TYPES and len(tensor.shape) > 1:
             tensors.setdefault(module, {})
-        elif tensor.dtype in FLOAT8 and len(tensor.shape) > 2:
+        elif tensor.dtype in FLOAT8_TYPES and len(tensor.shape) > 2:
             # The experts of a layer in one tensor, which has the name of the module.
             tensors.setdefault(name, {})[_WEIGHT] = tensor
-    method_layouts = () if method is None else method.layouts
+    method_layouts: tuple[Layout, ...] = ()
+    if method is not None:
+        method_layouts = LAYOUTS_BY_METHOD.get(method.name, ())
     # Layouts of the folder's method come first, and codes with a name of their own before those
     # that are named like floats.
     candidates = sorted(
@@ -177,9 +197,9 @@ def describe_tensor_methods(name: str) -> str | None:
     """
     _, suffix = _split(name)
     methods: list[str] = []
-    for method in METHODS.values():
-        if any(suffix in layout.suffixes for layout in method.layouts):
-            methods.append(method.name)
+    for method, layouts in LAYOUTS_BY_METHOD.items():
+        if any(suffix in layout.suffixes for layout in layouts):
+            methods.append(method)
     if suffix and suffix not in _AMBIGUOUS and methods:
         return " or ".join(methods)
     return _NOT_READ.get(name.rpartition(".")[2])

@@ -21,7 +21,8 @@ from quantkit.base.json_values import Settings, format_value, parse_object
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import FLOAT_MODEL, GroupedCodec, QuantMethod, Reader, Weight
-from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Shape
+from quantkit.formats.codecs.layouts import TORCHAO_CODES, TORCHAO_SCALE
 from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -30,8 +31,6 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_CODES = "_weight_qdata"
-_SCALE = "_weight_scale"
 _ZERO = "_weight_zero_point"
 _OF_ACTIVATIONS = (
     "_weight_act_pre_scale",
@@ -41,28 +40,6 @@ _OF_ACTIVATIONS = (
 _INT8 = "Int8Tensor"
 _INTX = "IntxUnpackedToInt8Tensor"
 _INT4 = "Int4Tensor"
-
-
-def _problem(raw: RawModule, shape: Shape) -> str | None:
-    try:
-        _Weight.of(raw, shape)
-    except UnsupportedError:
-        # A class of tensors that others may read.
-        return None
-    except CheckpointError as error:
-        return f"{error.problem}: found {error.found}, expected {error.expected}"
-    return None
-
-
-TORCHAO = Layout(
-    "torchao",
-    _CODES,
-    (_SCALE, "_weight_scale_and_zero"),
-    prefixes=("_weight_",),
-    floats=(_SCALE,),
-    integers=(_CODES,),
-    problem=_problem,
-)
 
 
 class Plain(GroupedCodec):
@@ -82,7 +59,7 @@ class Plain(GroupedCodec):
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         tensors: list[StoredTensor] = []
-        for leaf in (_CODES, _SCALE, _ZERO):
+        for leaf in (TORCHAO_CODES, TORCHAO_SCALE, _ZERO):
             tensor = raw.find(leaf)
             if tensor is not None:
                 tensors.append(tensor)
@@ -102,7 +79,7 @@ class Plain(GroupedCodec):
         first, last = columns
         codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
-        scale = weight.groups(_SCALE, rows)[:, groups]
+        scale = weight.groups(TORCHAO_SCALE, rows)[:, groups]
         zero = weight.groups(_ZERO, rows)[:, groups]
         if spec.scheme is None:
             return affine(codes, scale, zero, spec.dtype, weight.middle)
@@ -145,9 +122,9 @@ class _Weight:
             CheckpointError: if the header has no description, or the tensors contradict it.
         """
         name = f"{raw.name}.weight"
-        text = raw.metadata(_CODES, name)
+        text = raw.metadata(TORCHAO_CODES, name)
         if text is None:
-            problem = f"the header does not describe '{raw.name}.{_CODES}'"
+            problem = f"the header does not describe '{raw.name}.{TORCHAO_CODES}'"
             raise raw.make_damage_error(problem, expected=f"torchao's metadata under '{name}'")
         described = Settings(parse_object(text, raw.path), raw.path, name)
         kind = described.string("_type")
@@ -173,8 +150,8 @@ class _Weight:
         if len(block) == 2 and all(length.is_integer() for length in block):
             block_rows = int(block[0])
             size = int(block[1])
-        codes = raw.find(_CODES)
-        scale = raw.find(_SCALE)
+        codes = raw.find(TORCHAO_CODES)
+        scale = raw.find(TORCHAO_SCALE)
         zero = raw.find(_ZERO)
         of_int4 = kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4
         bits = 4 if kind == _INT4 or of_int4 else 8
@@ -227,7 +204,9 @@ class _Weight:
     def scheme(self) -> QuantScheme | None:
         """Find the scheme of its codes; None if offsets are not multiples of scales."""
         if self.kind == _INT4:
-            return scheme_of(self.raw, _SCALE, _ZERO, self.bits, self.group_size, self.middle)
+            return scheme_of(
+                self.raw, TORCHAO_SCALE, _ZERO, self.bits, self.group_size, self.middle
+            )
         zero = self.groups(_ZERO, None)
         symmetric = not zero.any()
         if not symmetric:
@@ -242,13 +221,14 @@ class _Weight:
             if part is not None and part.axis == 1:
                 byte_ranges = tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges)
                 part = TensorSlice(1, byte_ranges)
-            data = self.raw.read(_CODES, part).view(torch.uint8)
+            data = self.raw.read(TORCHAO_CODES, part).view(torch.uint8)
             return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
         # Addition modulo 256 turns two's complement into unsigned codes.
-        codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle
+        codes = self.raw.read(TORCHAO_CODES, part).view(torch.uint8) + self.middle
         if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
             raise self.raw.make_damage_error(
-                f"tensor '{self.raw.name}.{_CODES}' contains values outside the range of int4"
+                f"tensor '{self.raw.name}.{TORCHAO_CODES}' contains values outside the range of"
+                " int4"
             )
         return codes
 
@@ -286,14 +266,13 @@ class TorchAo(QuantMethod):
     """``quant_method: torchao``: the weights that are stored as its tensors."""
 
     name = "torchao"
-    layouts = (TORCHAO,)
 
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, Plain]:
         codecs: dict[str, Plain] = {}
         for module in modules:
-            if f"{module}.{_CODES}" in stored:
+            if f"{module}.{TORCHAO_CODES}" in stored:
                 codecs[module] = Plain()
         return codecs
 
@@ -301,3 +280,17 @@ class TorchAo(QuantMethod):
         self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Reader] = ()
     ) -> str:
         return "transformers with torchao"
+
+
+def find_problem(raw: RawModule, shape: Shape) -> str | None:
+    """Explain why the tensors of a weight [O, I] do not fit together, by their headers; None if
+    they do.
+    """
+    try:
+        _Weight.of(raw, shape)
+    except UnsupportedError:
+        # A class of tensors that others may read.
+        return None
+    except CheckpointError as error:
+        return f"{error.problem}: found {error.found}, expected {error.expected}"
+    return None

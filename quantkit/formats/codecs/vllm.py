@@ -12,34 +12,40 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import ROUTERS, is_table, possible_linears
 from quantkit.architectures.names import expert_bank, is_embedding
 from quantkit.base.json_values import Settings, collect_values
+from quantkit.base.late import LateModule
 from quantkit.base.patterns import MatchTime, Pattern
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     group_claim,
     read_config_groups,
 )
-from quantkit.formats.codecs.compressed_weights import PLAIN
-from quantkit.formats.codecs.gptq import Gptq, Overrides, base_claim
-from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
+from quantkit.formats.codecs.layouts import AWQ, GPTQ, PLAIN
 from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
 from quantkit.formats.codecs.vllm_settings import iter_refused_settings
+
+if TYPE_CHECKING:
+    from quantkit.formats.codecs import gptq
+else:
+    gptq = LateModule("quantkit.formats.codecs.gptq")
 
 Shape = tuple[int, ...]
 # vLLM pads the vocabulary to a multiple of this. It adds rows, but the outputs of GPTQ and AWQ are
 # columns.
 _HEAD_ROWS = 64
+# Methods by name: their codecs are not imported for folders of other methods.
+_GPTQ = "gptq"
+_AWQ = "awq"
 _UNREAD = {
     "bloom": ("query_key_value", "quantized, but vLLM's BLOOM reorders its rows when it loads it"),
     "gpt_oss": (
@@ -149,7 +155,7 @@ class Linears:
             return
         # Settings of GPTQ and AWQ need not name what is stored as floats. In others, no reader but
         # vLLM quantizes routers: whatever the settings state, they mean floats.
-        only_coded = isinstance(self.method, Gptq | Awq)
+        only_coded = self.method.name in (_GPTQ, _AWQ)
         claims: dict[str, Claim] = {}
         all_claims = self.method.claims(self.settings, self.shapes, self.coded).modules
         for part, claim in all_claims.items():
@@ -281,7 +287,7 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
         part_claim = part_claims[0]
         is_uniform = all(claim == part_claim for claim in part_claims)
         # In GPTQ, patterns say how modules are quantized, not whether; see `_GptqLookup`.
-        is_float_in_gptq = isinstance(linears.method, Gptq) and vllm_claim in (None, _SPLIT)
+        is_float_in_gptq = linears.method.name == _GPTQ and vllm_claim in (None, _SPLIT)
         can_be_named = not module.is_float and not is_float_in_gptq
         if is_uniform and vllm_claim != part_claim and can_be_named:
             unnamed_modules.setdefault(part_claim, []).append(module.name)
@@ -294,7 +300,7 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
                 expert_pattern = pattern.replace("experts$", r"experts\..*")
                 targets.append(f"re:{expert_pattern}")
             _add_to_groups(settings, linears.settings, claim, targets)
-        elif isinstance(linears.method, Gptq):
+        elif linears.method.name == _GPTQ:
             sign = "-"
             values = {}
             if claim is not None:
@@ -429,8 +435,8 @@ class _GptqLookup:
 
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
-        self._base = base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
-        self._overrides = Overrides(settings, self._base)
+        self._base = gptq.base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
+        self._overrides = gptq.Overrides(settings, self._base)
         self._coded = {linears.names.map_setting(module) for module in linears.coded}
         self._listed: list[str] = []
         # The list may be nested.
@@ -469,7 +475,7 @@ class _AwqLookup:
         if not floats:
             floats = [module for module in linears.shapes if module not in linears.coded]
         self._floats = [linears.names.map_setting(name) for name in floats]
-        self._base = base_claim(settings, AWQ, not settings.values.get("zero_point", True))
+        self._base = gptq.base_claim(settings, AWQ, not settings.values.get("zero_point", True))
         self._head = bool(settings.values.get("lm_head"))
 
     def find(self, module: VllmModule) -> _Found:
@@ -491,9 +497,9 @@ class _AwqLookup:
 def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLookup | None:
     if isinstance(linears.method, CompressedTensors):
         return _CompressedTensorsLookup(linears)
-    if isinstance(linears.method, Gptq):
+    if linears.method.name == _GPTQ:
         return _GptqLookup(linears)
-    if isinstance(linears.method, Awq):
+    if linears.method.name == _AWQ:
         return _AwqLookup(linears)
     return None
 

@@ -6,17 +6,13 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
-from quantkit.architectures.families.opaque import (
-    list_copied_modules,
-    list_ignored_extra_layers,
-    with_dtype,
-)
 from quantkit.architectures.topology import Parameter, parameters
+from quantkit.base.late import LateModule
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import (
@@ -24,18 +20,27 @@ from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     Int8Activations,
 )
-from quantkit.formats.codecs.vllm import Linears, VllmProblem, name_for_vllm, vllm_problems
 from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
-from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.containers.hf_files import index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import find_copyable_files, json_bytes, side_names, with_templates
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
-from quantkit.text.export import export_json
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
+from quantkit.text.text_folder import locate_or_extract_text_folder
+
+# Only outputs need these.
+if TYPE_CHECKING:
+    from quantkit.architectures.families import opaque
+    from quantkit.formats.codecs import vllm
+    from quantkit.formats.containers import hf_encoder
+    from quantkit.text import export
+else:
+    vllm = LateModule("quantkit.formats.codecs.vllm")
+    hf_encoder = LateModule("quantkit.formats.containers.hf_encoder")
+    export = LateModule("quantkit.text.export")
+    opaque = LateModule("quantkit.architectures.families.opaque")
 
 
 class HuggingFace(Container):
@@ -45,14 +50,17 @@ class HuggingFace(Container):
     title = "Hugging Face"
     config_file = "config.json"
     weights: Mapping[str, str] = {"safetensors": "safetensors", "bin": "pytorch_model*.bin"}
-    native: QuantMethod
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """`methods` are those that are read, by ``quant_method``; `native` is written by
         default.
         """
         self.methods = methods
-        self.native = native
+        self._native = native
+
+    @property
+    def native(self) -> QuantMethod:
+        return self._native
 
     def find_weight_kinds(self, path: Path) -> list[str]:
         if path.is_dir():
@@ -111,10 +119,12 @@ class HuggingFace(Container):
         joins = bool(quantized) and (method or self.native).joins_experts
         return parameters_as_written(config, quantized, joins_experts=joins)
 
-    def encoder(self, output: Output) -> SafetensorsEncoder:
+    def encoder(self, output: Output) -> hf_encoder.SafetensorsEncoder:
         scales = () if output.kv_cache is None else output.kv_cache.read_tensors()
         method = output.method or self.native
-        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, scales)
+        return hf_encoder.SafetensorsEncoder(
+            output.planned, output.config, output.shard_bytes, method, scales
+        )
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source = output.source
@@ -147,12 +157,12 @@ class HuggingFace(Container):
 
     def vllm_problems(
         self, source: Checkpoint, schemes: Mapping[str, QuantScheme], method: QuantMethod | None
-    ) -> list[VllmProblem]:
+    ) -> list[vllm.VllmProblem]:
         """List what vLLM could not load of a folder with these schemes, given by canonical names
         of modules.
         """
         raw = _build_config(source, source.config)
-        return vllm_problems(_settings(schemes, source.config, method or self.native, raw))
+        return vllm.vllm_problems(_settings(schemes, source.config, method or self.native, raw))
 
     def list_carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         names = side_names(source)
@@ -175,7 +185,7 @@ def _build_config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     # The config of an unknown architecture is copied, and only its float type can be translated.
     if config.dtype == source.config.dtype:
         return dict(source.extra_config)
-    return with_dtype(source.extra_config, config.dtype)
+    return opaque.with_dtype(source.extra_config, config.dtype)
 
 
 def _settings(
@@ -183,14 +193,14 @@ def _settings(
     config: ModelConfig,
     method: QuantMethod,
     raw: Mapping[str, Any],
-) -> Linears:
+) -> vllm.Linears:
     """Write the settings of a folder with these schemes, for vLLM too, and combine them with the
     linears that they describe.
     """
     schemes_on_disk, all_shapes = _collect_disk_schemes(schemes, config, method)
     ignored_extra: list[str] = []
     if isinstance(method, CompressedTensors):
-        ignored_extra = list_ignored_extra_layers(config.tensors or (), raw)
+        ignored_extra = opaque.list_ignored_extra_layers(config.tensors or (), raw)
     # Experts of ignored layers would keep those of the model from sharing a target.
     ignored_modules = set(ignored_extra)
     shapes = {}
@@ -205,10 +215,10 @@ def _settings(
     # Some linears of such models, such as those that carry a state, are floats.
     if config.tensors is not None:
         settings |= method.list_quantized(schemes_on_disk)
-    name_for_vllm(settings, Linears.of(method, settings, shapes, schemes_on_disk, raw))
+    vllm.name_for_vllm(settings, vllm.Linears.of(method, settings, shapes, schemes_on_disk, raw))
     if ignored_extra:
         settings["ignore"] += ignored_extra
-    return Linears.of(method, settings, shapes, schemes_on_disk, raw)
+    return vllm.Linears.of(method, settings, shapes, schemes_on_disk, raw)
 
 
 def _collect_disk_schemes(
@@ -235,7 +245,7 @@ def _collect_disk_schemes(
     for module, scheme in list(module_schemes.items()):
         if module in aliases:
             module_schemes[aliases[module]] = scheme
-    module_schemes |= dict.fromkeys((*(config.unstored or ()), *list_copied_modules(config)))
+    module_schemes |= dict.fromkeys((*(config.unstored or ()), *opaque.list_copied_modules(config)))
     # Readers may have a module for each linear of experts that are one tensor here.
     if config.tensors is not None:
         for tensor in all_tensors:
@@ -262,7 +272,7 @@ def _export_tokenizer(folder: Path) -> dict[str, bytes]:
     if not path.is_file() or (folder / "tokenizer.json").is_file():
         return {}
     with tempfile.TemporaryDirectory() as scratch:
-        exported = export_json(path, Path(scratch))
+        exported = export.export_json(path, Path(scratch))
     if exported is not None:
         return exported
     return {

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.disk import (
@@ -20,17 +20,10 @@ from quantkit.architectures.disk import (
     match_stored_tensors,
 )
 from quantkit.architectures.families import config_from_hf, config_to_hf, list_ignored_rope_settings
-from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_embedding
-from quantkit.architectures.text_part import (
-    TextNames,
-    is_tied,
-    media_tokens,
-    text_family,
-    text_settings,
-)
 from quantkit.architectures.topology import parameters
 from quantkit.base.json_values import Settings, format_value, read_settings
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
@@ -42,22 +35,11 @@ from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     is_read_by_quantkit_only,
 )
-from quantkit.formats.codecs.compressed_weights import SCALE
-from quantkit.formats.codecs.dequantized import (
-    narrow_float64,
-    replace_quantized_tensors,
-    uses_small_floats,
-)
-from quantkit.formats.codecs.mlx import Affine, Mlx
+from quantkit.formats.codecs.dequantized import narrow_float64, replace_quantized_tensors
+from quantkit.formats.codecs.float_methods import uses_small_floats
+from quantkit.formats.codecs.layouts import SCALE
 from quantkit.formats.codecs.raw_module import RawModule
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
-from quantkit.formats.codecs.vllm import (
-    Linears,
-    VllmProblem,
-    describe_problems,
-    find_linear_shapes,
-    vllm_problems,
-)
 from quantkit.formats.containers.hf_files import read_headers
 from quantkit.formats.containers.hf_parts import Decodes, decode_place, read_floats, share
 from quantkit.formats.containers.hf_settings import (
@@ -74,6 +56,17 @@ from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+
+# Only other methods, and models without a family, need these.
+if TYPE_CHECKING:
+    from quantkit.architectures import text_part as text_parts
+    from quantkit.architectures.families import opaque
+    from quantkit.formats.codecs import mlx, vllm
+else:
+    mlx = LateModule("quantkit.formats.codecs.mlx")
+    vllm = LateModule("quantkit.formats.codecs.vllm")
+    opaque = LateModule("quantkit.architectures.families.opaque")
+    text_parts = LateModule("quantkit.architectures.text_part")
 
 
 class HFCheckpoint:
@@ -110,7 +103,7 @@ class HFCheckpoint:
         settings = read_settings(self._config_path)
         raw = find_settings(settings, None if tensors_only else path)
         self._stated_config: Mapping[str, Any] = raw
-        self._text: TextNames | None = None
+        self._text: text_parts.TextNames | None = None
         # Of a model that is known by its tensors only.
         self._coded_modules: frozenset[str] = frozenset()
         self._settings = [SourceFile(self._config_path)]
@@ -123,11 +116,11 @@ class HFCheckpoint:
             self._read_headers(kind, derived=True)
             self._take_tensors(raw, settings, methods)
         else:
-            if text_part and text_family(raw) is not None:
+            if text_part and text_parts.text_family(raw) is not None:
                 raw = self._take_text_part(raw, kind)
             self.config = config_from_hf(raw, self._config_path)
             if self._text is not None:
-                self.config = replace(self.config, media_tokens=media_tokens(settings))
+                self.config = replace(self.config, media_tokens=text_parts.media_tokens(settings))
             for ignored_rope_setting in list_ignored_rope_settings(raw):
                 self.notes.append(f"{self._config_path}: {ignored_rope_setting}")
             written_keys = set(config_to_hf(self.config)) | NOT_CARRIED
@@ -208,25 +201,30 @@ class HFCheckpoint:
     def _take_text_part(self, raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         """Leave out all tensors of other parts, and extract the config.json of the text part."""
         self._read_headers(kind)
-        self._text = text = TextNames.of(self._stored, self.path)
+        self._text = text = text_parts.TextNames.of(self._stored, self.path)
         other_names = [name for name in self._stored if text.plain(name) is None]
         for name in other_names:
             del self._stored[name]
             del self._files[name]
         note = f"only the text part of {format_value(raw['model_type'])} is run, without images"
         self.notes.append(Message(f"{self.path}: ", note))
-        return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
+        return {
+            **text_parts.text_settings(raw, self._config_path),
+            "tie_word_embeddings": text_parts.is_tied(raw, text),
+        }
 
     def with_codes(self) -> HFCheckpoint:
         """Copy this checkpoint to one that reads all codes of compressed-tensors and of MLX as
         such; see `Container.with_codes`.
         """
+        if self._method is None:
+            return self
         if isinstance(self._method, CompressedTensors):
             codecs: dict[str, ReadCodec] = dict(self.small_floats())
-        elif isinstance(self._method, Mlx):
+        elif isinstance(self._method, mlx.Mlx):
             codecs = {}
             for name, affine_codec in self._codecs.items():
-                if isinstance(affine_codec, Affine):
+                if isinstance(affine_codec, mlx.Affine):
                     codecs[name] = replace(affine_codec, minima=True)
         else:
             return self
@@ -359,7 +357,7 @@ class HFCheckpoint:
             if self.config.runnable:
                 return "quantkit, transformers, vLLM"
             return "what runs this architecture"
-        problem = describe_problems(coded._vllm_problems())
+        problem = vllm.describe_problems(coded._vllm_problems())
         problem_note = "" if problem is None else f"; {problem}"
         if not self.config.runnable:
             return f"what runs this architecture and {self._method.name}{problem_note}"
@@ -382,7 +380,7 @@ class HFCheckpoint:
         programs = f"quantkit, {other_readers}" if other_readers else "quantkit"
         return f"{programs}{separator}{method_note}{problem_note}"
 
-    def _vllm_problems(self) -> list[VllmProblem]:
+    def _vllm_problems(self) -> list[vllm.VllmProblem]:
         """List what vLLM does not load of the linears."""
         assert self._method is not None
         coded = {}
@@ -390,9 +388,9 @@ class HFCheckpoint:
             if codec.scheme is not None:
                 coded[name.removesuffix(".weight")] = self._disk_specs[name].shape
         config = self._stated_config
-        shapes = find_linear_shapes(self._stored, coded, str(config.get("model_type")))
-        linears = Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
-        return vllm_problems(linears)
+        shapes = vllm.find_linear_shapes(self._stored, coded, str(config.get("model_type")))
+        linears = vllm.Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config)
+        return vllm.vllm_problems(linears)
 
     @property
     def _floats_as(self) -> DType:
@@ -449,7 +447,7 @@ class HFCheckpoint:
         stored_layouts: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._stored.items():
             stored_layouts[name] = (tensor.shape, tensor.dtype)
-        self.config = opaque_config(raw, stored_layouts)
+        self.config = opaque.opaque_config(raw, stored_layouts)
         settings = self._read_quantization_settings(raw)
         # In other folders such names mean anything.
         if settings is not None and states_scheme(settings):
@@ -473,7 +471,7 @@ class HFCheckpoint:
                 layouts[name] = (tensor.shape, tensor.dtype)
             elif leaf in code_leaves:
                 layouts[f"{module}.weight"] = (shapes[module], self.config.dtype)
-        self.config = replace(opaque_config(raw, layouts), dtype=self.config.dtype)
+        self.config = replace(opaque.opaque_config(raw, layouts), dtype=self.config.dtype)
         # Only codes are copied with the settings that describe them.
         if shapes:
             self.extra_config = original_config

@@ -8,13 +8,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.names import is_derived_buffer
 from quantkit.base.json_values import read_json
+from quantkit.base.late import LateModule
 from quantkit.errors import CheckpointError
-from quantkit.files import pth_io, safetensors_io
+from quantkit.files import safetensors_io
 from quantkit.files.source import SourceFile, make_damaged_file_error
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
+
+if TYPE_CHECKING:
+    from quantkit.files import pth_io
+else:
+    pth_io = LateModule("quantkit.files.pth_io")
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 

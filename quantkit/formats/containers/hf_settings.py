@@ -12,9 +12,9 @@ from quantkit.base.json_values import Settings, format_value, read_json
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
-from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, read_method
+from quantkit.formats.codecs.float_methods import MODEL_OPTIMIZER, read_method
 from quantkit.formats.codecs.layout import Layout
-from quantkit.formats.codecs.table import SETTINGS_FILES
+from quantkit.formats.codecs.table import LAYOUTS_BY_METHOD, SETTINGS_FILES
 from quantkit.formats.kv_cache import states_scheme
 
 SETTINGS = "quantization_config"
@@ -107,7 +107,7 @@ def read_weight_layout(
         return {}, ()
     name, settings = methods[name].resolve(settings)
     method = methods[name]
-    return method.read_weight_shapes(settings, stored, files), method.layouts
+    return method.read_weight_shapes(settings, stored, files), LAYOUTS_BY_METHOD.get(name, ())
 
 
 def _make_algorithm_error(algorithm: object, path: str) -> UnsupportedError:

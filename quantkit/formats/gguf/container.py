@@ -5,73 +5,31 @@ Canonical tensors are read as codes if a type holds them exactly, else as floats
 
 from __future__ import annotations
 
-import copy
-import math
-import re
-import struct
-from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, Place
-from quantkit.architectures.topology import Parameter, parameters
-from quantkit.base.json_values import Settings, format_value
-from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.gguf_types import FILE_TYPES, GgmlType, GgufTensor
-from quantkit.files.located import gguf_file, read_part_headers
-from quantkit.files.source import SourceFile
-from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
-from quantkit.formats.authorship import gguf_authorship
-from quantkit.formats.checkpoint import Checkpoint, require_tensors
-from quantkit.formats.codecs.codec import QuantMethod, Weight
-from quantkit.formats.codecs.ggml import (
-    BLOCK_TYPES,
-    CODED_TYPES,
-    EXACT,
-    FLOATS,
-    NOT_READ,
-    SMALL_FLOATS,
-    GgmlBlocks,
-)
+from quantkit.architectures.topology import Parameter
+from quantkit.base.late import LateModule
+from quantkit.files.located import gguf_file
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
 from quantkit.formats.folder import LICENSES, SIDE_FILES, find_copyable_files
-from quantkit.formats.gguf.config import (
-    MODEL_TYPE,
-    build_config,
-    build_metadata,
-    describe_llama_cpp_differences,
-)
-from quantkit.formats.gguf.names import (
-    ROPE_TENSORS,
-    get_norm_offset,
-    gguf_tensors,
-    has_merged_qkv,
-    keeps_float32,
-)
-from quantkit.formats.gguf.rope import compute_rope_factors
-from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
-from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.spec import TensorSpec
-from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
-from quantkit.text.export import tokenizer_metadata
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
-from quantkit.text.gguf_vocabulary import ENDS, TOKENS
+from quantkit.text.text_folder import locate_or_extract_text_folder
 
-_TEXTS = "texts"
-_PHI3 = "(phi)-?3"
-_PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
-_EMBEDDING = "token_embd.weight"
-_HEAD = "output.weight"
-_QUANTIZATION_VERSION = 2
-_EXACT_NOTE = "read as float32, which is exact"
-_MAX_FACTORS = 2**16
-# The type of a model without float matrices.
-_DEFAULT = DType.BFLOAT16
+# Files are recognized without these.
+if TYPE_CHECKING:
+    from quantkit.formats.codecs import ggml
+    from quantkit.formats.gguf import checkpoint as gguf_checkpoint
+    from quantkit.formats.gguf import output as gguf_output
+else:
+    ggml = LateModule("quantkit.formats.codecs.ggml")
+    gguf_checkpoint = LateModule("quantkit.formats.gguf.checkpoint")
+    gguf_output = LateModule("quantkit.formats.gguf.output")
 
 
 class Gguf(Container):
@@ -83,9 +41,12 @@ class Gguf(Container):
     title = "GGUF"
     config_file = "model.gguf"
     weights: Mapping[str, str] = {"gguf": "*.gguf"}
-    native = GgmlBlocks()
     derived = True
     unsplit_by_default = True
+
+    @property
+    def native(self) -> CodeFormat:
+        return ggml.GgmlBlocks()
 
     def find_weight_kinds(self, path: Path) -> list[str]:
         if gguf_file(path) is None:
@@ -94,59 +55,23 @@ class Gguf(Container):
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
-    ) -> GgufCheckpoint:
+    ) -> gguf_checkpoint.GgufCheckpoint:
         file = gguf_file(path)
         assert file is not None, path
-        return GgufCheckpoint(file, floats_as)
+        return gguf_checkpoint.GgufCheckpoint(file, floats_as)
 
     def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-        if isinstance(checkpoint, GgufCheckpoint):
+        if isinstance(checkpoint, gguf_checkpoint.GgufCheckpoint):
             return checkpoint.with_codes()
         return checkpoint
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
     ) -> list[Parameter]:
-        by_name: dict[str, Parameter] = {}
-        for parameter in parameters(config):
-            by_name[parameter.name] = parameter
-        # Each once: a tied embedding may be written as the head too.
-        ordered: dict[str, Parameter] = {}
-        for tensor in gguf_tensors(config):
-            for name in tensor.parts:
-                ordered[name] = by_name[name]
-        return list(ordered.values())
+        return gguf_output.list_parameters(config)
 
     def encoder(self, output: Output) -> Encoder:
-        """Make the encoder, see `Container.encoder`; raise an `UnsupportedError` also if llama.cpp
-        would run the model differently, and a `CheckpointError` if the source's tokenizer is
-        damaged.
-        """
-        from quantkit.formats.gguf.encoder import GgufEncoder
-
-        config = output.config
-        if output.tokenizer is None:
-            problem = "the source has no tokenizer, and llama.cpp does not load a model without one"
-            hint = "put the tokenizer's files into the folder of the weights"
-            raise UnsupportedError(problem, path=output.source.path, hint=hint)
-        texts, _ = _text_metadata(output)
-        name = adapt_model_name(output.name, config.architecture, texts[TOKENS])
-        metadata = build_metadata(config) | {"general.type": "model", "general.name": name}
-        metadata |= gguf_authorship(output.source.path, output.authorship) | texts
-        eos_ids = dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])])
-        if eos_ids:
-            metadata[ENDS] = list(eos_ids)
-        # The fallback of short rows may be the type of most numbers.
-        if output.mix is not None:
-            metadata["general.file_type"] = output.mix.file_type
-        return GgufEncoder(
-            output.planned,
-            config,
-            metadata,
-            compute_rope_factors(config),
-            output.shard_bytes,
-            output.stem,
-        )
+        return gguf_output.make_encoder(output)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         if output.alone:
@@ -161,295 +86,4 @@ class Gguf(Container):
         return (*in_metadata, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
-        _, text_notes = _text_metadata(output)
-        notes = list(text_notes)
-        for config_note in describe_llama_cpp_differences(output.config):
-            notes.append(f"{output.source.path}: {config_note}")
-        return notes
-
-
-def adapt_model_name(name: str, architecture: str, tokens: Collection[str]) -> str:
-    """Change a model's name so that llama.cpp tokenizes like its tokenizer: by the name it
-    recognizes Phi-3, whose special tokens remove the spaces after them.
-    """
-    has_phi3_tokens = {*tokens} >= _PHI3_TOKENS
-    if not has_phi3_tokens:
-        # A space keeps the name readable, and llama.cpp does not recognize it.
-        return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
-    if architecture == "phi3" and re.search(_PHI3, name, re.IGNORECASE) is None:
-        return f"{name} (Phi-3)"
-    return name
-
-
-def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
-    """Build the metadata of the tokenizer and the chat templates, and notes on them, once for an
-    output.
-    """
-    if _TEXTS not in output.cache:
-        output.cache[_TEXTS] = tokenizer_metadata(
-            output.source.path, output.config.vocab_size, output.templates
-        )
-    text_metadata: tuple[dict[str, Any], list[str]] = output.cache[_TEXTS]
-    return text_metadata
-
-
-class GgufCheckpoint:
-    """A model in GGUF, read lazily.
-
-    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers
-    stay float32. Integers that are no codes here are read as floats: an embedding or a head as
-    float32 if that is exact, others in the model's type.
-    """
-
-    format = "gguf"
-    kv_cache: KvCache | None = None
-
-    def __init__(self, path: Path, floats_as: DType | None = None) -> None:
-        """Open a file, with its other parts if there are several; headers only.
-
-        Args:
-            floats_as: see `Container.open`.
-
-        Raises:
-            CheckpointError: if a file is missing, damaged or contradicts itself.
-            UnsupportedError: for unknown architectures and types of tensors.
-        """
-        self._headers = read_part_headers(path)
-        self._codes = BLOCK_TYPES
-        self.path = self._headers[0].path
-        self.notes: list[str] = []
-        self._stored: dict[str, GgufTensor] = {}
-        # By tensor.
-        self._files: dict[str, TensorFile] = {}
-        for header in self._headers:
-            views = {name: view_of(stored) for name, stored in header.tensors.items()}
-            file = TensorFile(header.source, views)
-            self._stored.update(header.tensors)
-            self._files.update(dict.fromkeys(header.tensors, file))
-        metadata = self._headers[0].metadata
-        self._require_types(metadata)
-        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        factors = {}
-        for name in ROPE_TENSORS:
-            if name in self._stored:
-                factors[name] = self._factors(name)
-        config = build_config(
-            metadata, shapes, factors, self.path, tied=self._is_tied(), dtype=_DEFAULT.value
-        )
-        # null if it is unknown: without the key, transformers uses its own default.
-        pad_token_id = None
-        padding_ids = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
-        if padding_ids and padding_ids[0] < config.vocab_size:
-            pad_token_id = padding_ids[0]
-        self.extra_config: Mapping[str, Any] = {"pad_token_id": pad_token_id}
-        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(self._stored))
-        self._disk: dict[str, DiskTensor] = {}
-        for tensor in tensors:
-            self._disk[tensor.name] = tensor
-        # The types of matrices decide the model's; which tensors are matrices follows from the
-        # config.
-        self.config = config.with_dtype(self._dtype().value)
-        self._floats_as = floats_as or DType(self.config.dtype)
-        self._check()
-        self._places: dict[str, tuple[DiskTensor, Place]] = {}
-        for tensor in self._disk.values():
-            # A tied head is a copy of the embedding and has the same canonical name.
-            if tensor.name == _HEAD and self.config.tied_embeddings:
-                continue
-            for place in tensor.places:
-                self._places[place.name] = (tensor, place)
-        self._order = [parameter.name for parameter in parameters(self.config)]
-        # Else quantkit wrote it, with these notes.
-        if MODEL_TYPE not in metadata:
-            for config_note in describe_llama_cpp_differences(self.config):
-                self.notes.append(f"{self.path}: {config_note}")
-        for name in (_EMBEDDING, _HEAD):
-            if name in self._disk and self._exact_floats(self._disk[name]):
-                self.notes.append(
-                    f"{self.path}: {name} is {self._stored[name].type}, {_EXACT_NOTE}"
-                )
-
-    def with_codes(self) -> GgufCheckpoint:
-        """Copy this checkpoint to one that reads all codes as such; see `Container.with_codes`."""
-        coded = copy.copy(self)
-        coded._codes = CODED_TYPES
-        # Tensors with codes are not read as floats.
-        coded.notes = [note for note in self.notes if not note.endswith(_EXACT_NOTE)]
-        return coded
-
-    @property
-    def method(self) -> str | None:
-        if any(self._spec(tensor).scheme for tensor in self._disk.values()):
-            return self.format
-        return None
-
-    @property
-    def layout(self) -> str:
-        name = self._file_type_name() or self._prevalent_type()
-        if len(self._headers) > 1:
-            parts = f", {len(self._headers)} files"
-        else:
-            parts = ""
-        return f"{self.format} ({name}{parts})"
-
-    def _file_type_name(self) -> str | None:
-        """Look up llama.cpp's name of the file, such as Q4_K_M; None if the file states none that
-        its tensors allow.
-        """
-        name = None
-        file_type = self._headers[0].metadata.get("general.file_type")
-        if isinstance(file_type, int):
-            name = FILE_TYPES.get(file_type)
-        claims_floats = name in {kind.value for kind in FLOATS}
-        has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
-        if claims_floats == has_only_floats:
-            return name
-        return None
-
-    def _prevalent_type(self) -> str:
-        # Ties go to the first of all types, not to the first tensor's.
-        kinds = Counter(dict.fromkeys(GgmlType, 0))
-        for tensor in self._stored.values():
-            kinds[tensor.type] += tensor.nbytes
-        return kinds.most_common(1)[0][0].value
-
-    def names(self) -> list[str]:
-        return list(self._order)
-
-    def info(self, name: str) -> TensorSpec:
-        tensor, place = self._places[name]
-        spec = self._spec(tensor)
-        return TensorSpec(
-            name=name,
-            shape=place.shape,
-            dtype=spec.dtype,
-            scheme=spec.scheme,
-            stored_as=spec.stored_as,
-        )
-
-    def files(self) -> list[SourceFile]:
-        return [header.source for header in self._headers]
-
-    def count_stored_bytes(self, name: str) -> int:
-        tensor, place = self._places[name]
-        return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
-
-    def readers(self) -> str:
-        return "quantkit, llama.cpp"
-
-    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
-        """Load one tensor, or a part of it."""
-        tensor, place = self._places[name]
-        kind = self._stored[tensor.name].type
-        spec = self._spec(tensor)
-        file = self._files[tensor.name]
-        view = self._view(tensor)
-        offset = get_norm_offset(self.config, tensor)
-        return read_canonical_tensor(file, view, kind, spec, tensor, place, offset, part)
-
-    def _spec(self, tensor: DiskTensor) -> TensorSpec:
-        kind = self._stored[tensor.name].type
-        if kind in FLOATS:
-            return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
-        keeps_codes = tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
-        if keeps_codes and kind in self._codes:
-            # GGUF's scales are float16.
-            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
-        if self._exact_floats(tensor):
-            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
-        stored_as = None if kind in SMALL_FLOATS else kind.value
-        return TensorSpec(
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=self._floats_as,
-            scheme=None,
-            stored_as=stored_as,
-        )
-
-    def _exact_floats(self, tensor: DiskTensor) -> bool:
-        """Return whether a tensor is the embedding or the head in integers that are no codes, and
-        float32 is exact.
-        """
-        kind = self._stored[tensor.name].type
-        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
-
-    def _view(self, tensor: DiskTensor) -> View:
-        """Locate a tensor, in the expected shape; of blocks, their bytes."""
-        view = self._files[tensor.name].view(tensor.name)
-        # Files may have leading sizes of 1; the last size is that of the bytes of blocks.
-        shape = (*tensor.shape[:-1], view.shape[-1])
-        return replace(view, shape=shape, stride=contiguous_strides(shape))
-
-    def _require_types(self, metadata: Mapping[str, Any]) -> None:
-        version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
-        for name, tensor in self._stored.items():
-            is_quantized = tensor.type not in FLOATS
-            if tensor.type in NOT_READ or (is_quantized and len(tensor.shape) == 1):
-                problem = f"tensor '{name}' has an unsupported type"
-                raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
-            if is_quantized and version != _QUANTIZATION_VERSION:
-                raise UnsupportedError(
-                    "has unknown quantization rules",
-                    path=self.path,
-                    found=f"general.quantization_version {format_value(version)}",
-                    expected=_QUANTIZATION_VERSION,
-                )
-
-    def _factors(self, name: str) -> tuple[float, ...]:
-        tensor = self._stored[name]
-        is_list = len(tensor.shape) == 1 and tensor.shape[0] <= _MAX_FACTORS
-        if tensor.type is not GgmlType.F32 or not is_list:
-            raise CheckpointError(
-                f"tensor '{name}' is not a list of factors",
-                path=self._files[name].path,
-                found=f"{tensor.type} {list(tensor.shape)}",
-            )
-        # Read here, because the config depends on the values, without torch.
-        return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
-
-    def _is_tied(self) -> bool:
-        """Check whether the head is absent or a copy of the embedding, as some architectures
-        store it.
-        """
-        if _HEAD not in self._stored or _EMBEDDING not in self._stored:
-            return True
-        if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
-            return False
-        return same_tensor(self._files[_HEAD], _HEAD, self._files[_EMBEDDING], _EMBEDDING)
-
-    def _dtype(self) -> DType:
-        sizes: Counter[DType] = Counter()
-        for tensor in self._disk.values():
-            stored = self._stored.get(tensor.name)
-            if stored is not None and stored.type in FLOATS and not keeps_float32(tensor):
-                sizes[FLOATS[stored.type]] += stored.nbytes
-        if sizes:
-            return sizes.most_common(1)[0][0]
-        return _DEFAULT
-
-    def _check(self) -> None:
-        expected = {name: tensor.shape for name, tensor in self._disk.items()}
-        is_tied = self.config.tied_embeddings
-        specs = {}
-        for name, tensor in self._stored.items():
-            # These became a part of the config.
-            if name in ROPE_TENSORS:
-                continue
-            # A head that equals the embedding is allowed in any architecture.
-            if name == _HEAD and is_tied and name not in expected:
-                continue
-            # Blocks count as floats here: `_require_types` checked them.
-            dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
-            specs[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
-        if is_tied and _HEAD not in specs:
-            expected.pop(_HEAD, None)
-        require_tensors(specs, expected, self.path)
-
-
-def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return a tensor's shape, without leading sizes of 1 that are not expected."""
-    # ggml's tensors have four sizes, and leading sizes of 1 say nothing.
-    padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
-    if shape is not None and padded == (1,) * (4 - len(shape)) + shape:
-        return shape
-    return tensor.shape
+        return gguf_output.list_notes(output)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, build_disk_tensors
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
 from quantkit.architectures.names import GGUF_NAMES
 from quantkit.architectures.topology import Parameter
@@ -38,7 +38,7 @@ def sharing_families() -> dict[str, list[Family]]:
     llama.cpp's files.
     """
     families_by_architecture: dict[str, list[Family]] = {}
-    for family in families().values():
+    for family in FAMILIES.values():
         if family.gguf is not None:
             families_by_architecture.setdefault(family.gguf.name, []).append(family)
     return families_by_architecture
@@ -50,7 +50,7 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
     Raises:
         UnsupportedError: if GGUF has no such model, or quantkit does not write it.
     """
-    family = families().get(config.architecture)
+    family = FAMILIES.get(config.architecture)
     if family is None or family.gguf is None or config.tensors is not None:
         model_types: list[str] = []
         for sharing in sharing_families().values():

@@ -20,6 +20,9 @@ from quantkit.errors import DestinationError, NoSpaceError, ResumeError
 from quantkit.files.gguf_types import GGUF_SUFFIX, STEM, parse_part_stem
 
 MANIFEST = "quantkit.json"
+JOURNAL = ".quantkit-journal.jsonl"
+WRITER = ".quantkit-writer"
+"""The file with the process and the machine that locked the journal last."""
 SPACE_MARGIN = 16 << 20
 """Bytes of the disk that an output leaves free."""
 # Python has no names for AT_FDCWD and RENAME_NOREPLACE, which `renameat2` takes.

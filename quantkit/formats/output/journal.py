@@ -18,15 +18,14 @@ from typing import Any, BinaryIO
 
 from quantkit.errors import BeingWrittenError, QuantkitError
 from quantkit.formats.output.destination import (
+    JOURNAL,
+    WRITER,
     OwnFolder,
     build_not_ours_error,
     destination_error,
     destination_errors,
 )
 
-NAME = ".quantkit-journal.jsonl"
-WRITER = ".quantkit-writer"
-"""The file with the process and the machine that locked the journal last."""
 # A damaged file must not fill the memory with one line or name.
 _MAX_LINE = 1 << 26
 _MAX_NAME = 300
@@ -51,8 +50,8 @@ class Journal:
             ResumeError: if a line is damaged.
             DestinationError: if it cannot be opened or locked.
         """
-        self._path = folder.path / NAME
-        self._file = folder.open(NAME)
+        self._path = folder.path / JOURNAL
+        self._file = folder.open(JOURNAL)
         self._check = ""
         self.entries: list[dict[str, Any]] = []
         try:
@@ -115,7 +114,7 @@ def read_fingerprint(folder: Path) -> dict[str, Any]:
     if there are none.
     """
     try:
-        with (folder / NAME).open("rb") as file:
+        with (folder / JOURNAL).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
         check = entry.pop("check")
         fingerprint = entry["fingerprint"]
@@ -135,8 +134,8 @@ def describe_writer(folder: OwnFolder) -> str | None:
         DestinationError: if the system cannot say.
     """
     # Closing the file releases the lock.
-    with folder.open(NAME, create=False) as file:
-        if _try_lock(file, folder.path / NAME):
+    with folder.open(JOURNAL, create=False) as file:
+        if _try_lock(file, folder.path / JOURNAL):
             return None
         return _who_writes(folder)
 

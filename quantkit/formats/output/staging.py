@@ -12,8 +12,9 @@ import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.errors import (
     CheckpointError,
@@ -23,10 +24,12 @@ from quantkit.errors import (
     ResumeError,
 )
 from quantkit.files.gguf_types import GGUF_SUFFIX, parse_part_stem
-from quantkit.files.hub import PREFIX as HUB_PREFIX
+from quantkit.files.hub_names import PREFIX as HUB_PREFIX
 from quantkit.files.located import PARTIAL
 from quantkit.formats.output.destination import (
+    JOURNAL,
     SPACE_MARGIN,
+    WRITER,
     OwnFolder,
     build_not_ours_error,
     build_occupied_error,
@@ -37,15 +40,13 @@ from quantkit.formats.output.destination import (
     require_space,
     sync_folder,
 )
-from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.journal import (
-    WRITER,
-    Journal,
-    build_in_use_error,
-    describe_writer,
-    read_fingerprint,
-)
-from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
+
+# Commands that only read models ask whether a folder is finished.
+if TYPE_CHECKING:
+    from quantkit.formats.output import journal, placed_files
+else:
+    placed_files = LateModule("quantkit.formats.output.placed_files")
+    journal = LateModule("quantkit.formats.output.journal")
 
 SCRATCH = ".activations"
 """The first part of the names of folders that only the run that made them uses."""
@@ -100,18 +101,18 @@ class Staging:
         if files is None:
             self._placed = None
         else:
-            self._placed = PlacedFiles(dst.parent, files)
+            self._placed = placed_files.PlacedFiles(dst.parent, files)
         require_output_absent(dst, files, self.path)
         require_room_to_build(self.path, resume=resume)
         with contextlib.ExitStack() as cleanup:
             self.folder = self._open_folder(needed_bytes, spare_bytes)
             cleanup.callback(self.folder.close)
-            self._journal = Journal(self.folder)
+            self._journal = journal.Journal(self.folder)
             cleanup.callback(self._journal.close)
             self._sweep()
             # The journal has the fingerprint as JSON reads it, with lists in place of tuples.
             entries = self._begin_or_check_journal(json.loads(json.dumps(fingerprint)))
-            self.entries = [entry for entry in entries if ENTRY not in entry]
+            self.entries = [entry for entry in entries if placed_files.ENTRY not in entry]
             self.folder.add_folders(folders)
             if self._placed is not None:
                 # Files of the interrupted run are moved back first, as they would count as present.
@@ -300,7 +301,7 @@ def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path)
     """
     require_absent(dst)
     if files is not None and not partial.is_dir():
-        PlacedFiles(dst.parent, files).require_absent()
+        placed_files.PlacedFiles(dst.parent, files).require_absent()
 
 
 def require_room_to_build(partial: Path, *, resume: bool) -> None:
@@ -321,9 +322,9 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         if names:
             if JOURNAL not in names:
                 raise build_occupied_error(partial)
-            problem = describe_writer(folder)
+            problem = journal.describe_writer(folder)
             if problem:
-                raise build_in_use_error(problem)
+                raise journal.build_in_use_error(problem)
     if not resume:
         hint = Message("add ", Option("resume", value=True), " to continue it, or remove it")
         raise InterruptedRunError("contains an interrupted run", path=partial, hint=hint)
@@ -331,7 +332,7 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
 
 def read_interrupted_fingerprint(dst: Path) -> dict[str, Any]:
     """Read the inputs and options of the interrupted run of an output; empty if there is none."""
-    return read_fingerprint(name_partial_folder(dst))
+    return journal.read_fingerprint(name_partial_folder(dst))
 
 
 def require_finished(model: Path, manifest: str) -> None:
@@ -353,10 +354,10 @@ def require_finished(model: Path, manifest: str) -> None:
     # It may be another user's folder.
     ignored_errors = contextlib.suppress(DestinationError, ResumeError)
     with ignored_errors, contextlib.closing(OwnFolder(folder)) as unfinished_folder:
-        writer = describe_writer(unfinished_folder)
+        writer = journal.describe_writer(unfinished_folder)
     if writer:
         raise CheckpointError(writer, hint="it is not a complete model yet; wait until it is done")
-    job = read_fingerprint(folder).get("job")
+    job = journal.read_fingerprint(folder).get("job")
     job_words = f" of {job}" if job in _JOBS else ""
     problem = f"is the partial output of an unfinished run{job_words}, not a model"
     hint = Message("add ", Option("resume", value=True, job=""), " to the command that began it")

@@ -8,10 +8,11 @@ from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.container import StoredCheckpoint
-from quantkit.formats.lora.adapter import Adapter, Requested, parse_adapters
+from quantkit.formats.lora.adapter import Adapter
 from quantkit.formats.lora.adapter_config import note_folder_adapter
 from quantkit.formats.lora.changes import note_other_base
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
+from quantkit.formats.lora.requested import Requested, parse_adapters
 from quantkit.jobs.output.labels import file_name, find_base_model, find_model_name
 from quantkit.tensors.dtypes import DType
 from quantkit.text.chat_template import ChatTemplates

@@ -24,7 +24,8 @@ from quantkit.jobs.output.result import ConvertResult
 from quantkit.jobs.output.writer import Writer, model_summary, open_writer
 from quantkit.quality.changed_tensors import REFINED, rehash_changes
 from quantkit.quality.figures import manifest_or_empty, read_record
-from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import describe_unquantized_tensors
 from quantkit.tensors.finite import cast_finite, require_finite_codes

@@ -18,7 +18,7 @@ from quantkit.base.option_fields import (
     require_valid,
 )
 from quantkit.formats.detect import WeightKind
-from quantkit.formats.lora.adapter import Requested, spell_adapters
+from quantkit.formats.lora.requested import Requested, spell_adapters
 from quantkit.formats.target_names import TargetName
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 

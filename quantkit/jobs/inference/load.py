@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 
 from quantkit.base.arguments import as_integer, as_path, as_string, require_flags, require_instance
+from quantkit.base.late import LateModule
 from quantkit.base.progress import Progress, skip_repeated_reports
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -22,14 +23,18 @@ from quantkit.model.device import to_torch_dtype
 from quantkit.model.load import load_model
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
-from quantkit.text.compare import sample_difference
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
-from quantkit.via_transformers.forward import open_to_run
 from quantkit.xla import require_packages
 
+# Drafts and models without a decoder need these.
 if TYPE_CHECKING:
     from quantkit.runtime.by_transformers import TransformersModel
+    from quantkit.text import compare
+    from quantkit.via_transformers import forward as transformers_forward
     from quantkit.xla.engine import XlaModel
+else:
+    compare = LateModule("quantkit.text.compare")
+    transformers_forward = LateModule("quantkit.via_transformers.forward")
 
 
 class Placement(TypedDict, total=False):
@@ -150,7 +155,7 @@ def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Place
     """
     draft, draft_tokenizer = load(path, **placement)
     # Drafts are token ids, which must mean the same to both models.
-    difference = sample_difference(tokenizer, draft_tokenizer)
+    difference = compare.sample_difference(tokenizer, draft_tokenizer)
     if difference is not None:
         raise RequestError(
             "the draft model has a different vocabulary",
@@ -230,7 +235,7 @@ def load_by_transformers(
     from quantkit.runtime.by_transformers import TransformersModel
 
     require_flags(trust_remote_code=trust_remote_code)
-    checkpoint = open_to_run(
+    checkpoint = transformers_forward.open_to_run(
         as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code
     )
     tokenizer = load_checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)

@@ -7,25 +7,29 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quantkit.base.late import LateModule
 from quantkit.base.option_fields import IfExists
 from quantkit.base.progress import Progress
 from quantkit.errors import CheckpointError, DestinationError
-from quantkit.files.hub import read_origin
+from quantkit.files.hub_names import read_origin
 from quantkit.formats import manifest
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, with_codes
-from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
-from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.destination import JOURNAL, destination_errors, is_there, manifest_path
 from quantkit.formats.output.staging import (
     find_changed_keys,
     name_partial_folder,
     require_room_to_build,
 )
 from quantkit.jobs.output.writer import NOT_CHECKED, Work, content_hash, start_source_hashes
-from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack_as
+
+if TYPE_CHECKING:
+    from quantkit.quality import manifest_files
+else:
+    manifest_files = LateModule("quantkit.quality.manifest_files")
 
 _MEASURED = (
     "source_check",
@@ -98,7 +102,7 @@ class Existing:
         manifest.
         """
         with _convert_output_errors(dst):
-            existing_manifest, edited = require_as_written(dst, progress=progress)
+            existing_manifest, edited = manifest_files.require_as_written(dst, progress=progress)
         result = cls(dst, existing_manifest)
         if edited:
             edited_files = [f"file {name}" for name in edited]

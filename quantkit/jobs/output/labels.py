@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.base.json_values import read_json
 from quantkit.files.gguf_types import GGUF_SUFFIX
-from quantkit.files.hub import read_origin
+from quantkit.files.hub_names import read_origin
 from quantkit.formats.authorship import HUB_NAME, read_model_name
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.quality.figures import manifest_or_empty

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.base.memory import size_text
-from quantkit.bit_allocation.allocation import Allocation
 from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.quality.figures import Estimate, average_estimates
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.positions import PositionCertificate
-from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly
+
+if TYPE_CHECKING:
+    from quantkit.bit_allocation.allocation import Allocation
+    from quantkit.quality.transcoded import Exact
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.folder import is_private_license, load_checked_tokenizer, side_names
 from quantkit.formats.registry import CONTAINERS
-from quantkit.text.gguf_tokenizer import locate_or_extract_text_folder
+from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer
 
 _CONFIG = "config.json"

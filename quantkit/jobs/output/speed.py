@@ -8,16 +8,17 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.calibration.documents import is_self
+from quantkit.base.late import LateFunction
+from quantkit.calibration.data import is_self
 from quantkit.calibration.effort import every_group, inner_width
 from quantkit.calibration.estimate import block_flops, forward_flops
 from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
 from quantkit.calibration.packaged import estimate_tried_tokens
-from quantkit.calibration.self_text import count_rows_together
 from quantkit.calibration.settings import GptqSettings
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
@@ -26,6 +27,11 @@ from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.calibration.self_text import count_rows_together
+else:
+    count_rows_together = LateFunction("quantkit.calibration.self_text:count_rows_together")
 
 _FEWEST_RUNS = 3
 _MEASURED_SECONDS = 0.1

@@ -15,7 +15,7 @@ from quantkit.formats.codecs.table import NATIVE as native
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.kv_scales import attention_name
-from quantkit.formats.registry import GGUF, HF, Target, target, targets
+from quantkit.formats.registry import GGUF, HF, Target, find_target, target, targets
 from quantkit.via_transformers.forward import passage_of
 
 NATIVE = native.name
@@ -93,7 +93,7 @@ def choose_default_target(source: StoredCheckpoint, *, dequantize: bool) -> Targ
     """
     if dequantize or not (schemes(source) or list_uncarried_weights(source)):
         return target(HF.name)
-    source_target = targets().get(source.method or "")
+    source_target = find_target(source.method or "")
     if source_target is not None and source_target.method is not None:
         return source_target
     return target(NATIVE)
@@ -129,6 +129,8 @@ def choose_quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[
         if name and names.count(name) > 1:
             raise RequestError(Message(Option("to"), " names a format twice"), found=name)
     chosen = [choose_quantized_target(name, dst) for name in names]
+    if len(chosen) == 1:
+        return chosen
     # A fixed order: the same formats give the same output, however they are listed.
     order = list(targets())
     return sorted(chosen, key=lambda candidate: order.index(candidate.name))

@@ -30,7 +30,7 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
-from quantkit.files.hub import read_origin
+from quantkit.files.hub_names import read_origin
 from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
@@ -38,8 +38,12 @@ from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_finished_or_not, with_codes
 from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
 from quantkit.formats.folders_encoder import in_folder, select_folder
-from quantkit.formats.output.destination import MANIFEST, build_not_ours_error, list_placed_files
-from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.destination import (
+    JOURNAL,
+    MANIFEST,
+    build_not_ours_error,
+    list_placed_files,
+)
 from quantkit.formats.output.journal import SafePoint
 from quantkit.formats.output.sink import Sink
 from quantkit.formats.output.staging import Staging, note_partial_output

@@ -14,8 +14,8 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files import safetensors_io
 from quantkit.files.gguf_io import read_header
 from quantkit.files.gguf_types import GGUF_SUFFIX
-from quantkit.files.hub import PREFIX
 from quantkit.files.hub_answers import is_file_name
+from quantkit.files.hub_names import PREFIX
 from quantkit.files.links import require_inside
 from quantkit.files.located import PARTIAL, gguf_models, locate_existing_model, read_part_headers
 from quantkit.files.source import SourceFile, open_weights

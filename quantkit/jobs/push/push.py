@@ -13,8 +13,8 @@ from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent, skip_repeated_reports
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.files.hub import PREFIX, REVISION
 from quantkit.files.hub_answers import COMMIT
+from quantkit.files.hub_names import PREFIX, REVISION
 from quantkit.files.hub_upload import (
     Repository,
     commit_files,

@@ -17,21 +17,19 @@ from typing import TYPE_CHECKING, Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import describe_unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.base.late import LateFunction, LateModule
 from quantkit.base.memory import size_text
 from quantkit.base.option_fields import command_words
-from quantkit.bit_allocation.allocation import PICTURE, picture
-from quantkit.calibration.data import Calibration
-from quantkit.calibration.documents import SELF, TextSource, is_self
+from quantkit.calibration.data import SELF, Calibration, is_self
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.calibration.settings import GptqSettings
-from quantkit.files.hub import PREFIX, read_origin
+from quantkit.files.hub_names import PREFIX, read_origin
 from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod, Reader
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, is_read_by_quantkit_only
-from quantkit.formats.codecs.known_models import knows_model
 from quantkit.formats.codecs.vllm import describe_problems
-from quantkit.formats.lora.adapter import parse_adapters, spell_adapters
+from quantkit.formats.lora.requested import parse_adapters, spell_adapters
 from quantkit.jobs.output.labels import (
     file_name,
     find_base_model,
@@ -47,18 +45,29 @@ from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.jobs.quantize.weights_only import describe_kept_recurrent
-from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound, with_inputs
+from quantkit.quality.bounds import RANDOM, scheme_bound, with_inputs
 from quantkit.quality.figures import significant
-from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
+from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK
+from quantkit.quality.gate_result import WINDOW, Gate
 from quantkit.quality.positions import PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
-from quantkit.via_transformers.linears import auto_class
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+    from quantkit.bit_allocation import allocation as bit_allocations
+    from quantkit.calibration.documents import TextSource
+    from quantkit.formats.codecs.known_models import knows_model
+    from quantkit.via_transformers import linears
+else:
+    linears = LateModule("quantkit.via_transformers.linears")
+    bit_allocations = LateModule("quantkit.bit_allocation.allocation")
+    knows_model = LateFunction("quantkit.formats.codecs.known_models:knows_model")
+
+# The file with the picture of schemes chosen for a size, next to the card.
+_PICTURE = "bit-allocation.svg"
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
 _CAUSAL = "AutoModelForCausalLM"
@@ -114,7 +123,7 @@ def model_card_files(
         allocation=allocation,
         embedding=scheme_map.embedding,
         size=size_text(measured.weight_bytes),
-        picture=PICTURE,
+        picture=_PICTURE,
         bits_per_weight=measured.bits_per_weight,
         significant=significant,
         small_floats=_SMALL_FLOATS,
@@ -133,7 +142,7 @@ def model_card_files(
     )
     files = {CARD: text.encode()}
     if allocation is not None:
-        files[PICTURE] = picture(allocation).encode()
+        files[_PICTURE] = bit_allocations.picture(allocation).encode()
     return files
 
 
@@ -391,7 +400,7 @@ def _readers(
     if config.run_by is None:
         model_class = _CAUSAL
     else:
-        model_class = auto_class(source.extra_config)
+        model_class = linears.auto_class(source.extra_config)
     return {
         "vllm_problem": problem,
         "symmetric": symmetric,

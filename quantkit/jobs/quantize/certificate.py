@@ -8,11 +8,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.arguments import as_integer, as_path
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress
 from quantkit.data.files import gate_texts
@@ -23,11 +25,15 @@ from quantkit.jobs.output.labels import file_name
 from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.quality.bounds import scheme_bound, with_inputs
 from quantkit.quality.measures import tokens_per_head_pass
-from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import TOKENS, PositionCertificate, select_caches
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, prompt_start
+
+if TYPE_CHECKING:
+    from quantkit.quality import position_divergence
+else:
+    position_divergence = LateModule("quantkit.quality.position_divergence")
 
 _MIN_TOKENS = 2
 # Characters per token at most, over a long text: enough of it is tokenized, and no more.
@@ -62,7 +68,9 @@ class CertifiedText:
         """
         bound = with_inputs(scheme_bound(schemes), inputs.values()).kl
         run = RoundedInputs(result, inputs)
-        (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
+        (caches,) = position_divergence.divergence_by_position(
+            source, [run], self.windows, progress=progress
+        )
         rounded_caches = {}
         # The manifest records rounded values, and the certificate equals the one read back from it.
         for cache, buckets in caches.items():
@@ -148,7 +156,9 @@ def prepare_certified_text(
     name, digest, raw = _text(text_path)
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
     context = source.config.max_positions
-    windows, notes = position_windows(name, ids, prompt_start(tokenizer), length, context)
+    windows, notes = position_divergence.position_windows(
+        name, ids, prompt_start(tokenizer), length, context
+    )
     if notes and text is None and windows.shape[1] < context:
         notes[0] += Message("; ", Option("certify_text"), " sets a longer one")
     return CertifiedText(name=name, sha256=digest, requested=length, windows=windows, notes=notes)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.names import EMBEDDING
-from quantkit.bit_allocation.fit import Fit
-from quantkit.bit_allocation.losses import choice_bytes
+from quantkit.base.late import LateFunction, LateModule
 from quantkit.calibration import estimate as costs
-from quantkit.calibration.documents import is_self
+from quantkit.calibration.data import is_self
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.packaged import PREFIX
-from quantkit.calibration.self_text import estimate_writing_bytes
 from quantkit.formats.output.staging import (
     name_partial_folder,
 )
@@ -33,6 +32,14 @@ from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.kept_states import count_kept_bytes
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.bit_allocation import losses
+    from quantkit.bit_allocation.fit import Fit
+    from quantkit.calibration.self_text import estimate_writing_bytes
+else:
+    estimate_writing_bytes = LateFunction("quantkit.calibration.self_text:estimate_writing_bytes")
+    losses = LateModule("quantkit.bit_allocation.losses")
 
 # Factor on the memory of the choice of schemes: the allocator keeps freed memory between the states
 # that stay, as measured.
@@ -123,7 +130,7 @@ def estimate_quantization(
         if backward:
             phases["the gradients"] = process_bytes() + backward
         if fit is not None:
-            needed = choice_bytes(config, shape, settings.memory_bytes)
+            needed = losses.choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = process_bytes() + int(_HEAP * needed)
         # The model tries the beginning of each sample of the included text, and drops those that it
         # cannot predict.

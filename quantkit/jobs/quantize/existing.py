@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from quantkit.base.progress import Progress
-from quantkit.bit_allocation.allocation import SizeTarget
+from quantkit.bit_allocation.size_target import SizeTarget
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.container import weight_size
@@ -21,7 +21,7 @@ from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, parse_allocation
 from quantkit.jobs.quantize.verification import collect_result, describe_work, open_result
 from quantkit.jobs.quantize.work import settle_schemes_and_samples, work_of
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly
 

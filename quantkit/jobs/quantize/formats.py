@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.topology import Parameter
-from quantkit.bit_allocation.allocation import Allocation
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
@@ -30,6 +30,9 @@ from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from quantkit.bit_allocation.allocation import Allocation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.architectures.disk import describe_unread_experts
-from quantkit.architectures.families import families
+from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.names import EMBEDDING
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
@@ -110,7 +110,7 @@ def _require_read(source: Checkpoint, target: Target) -> None:
     decoder here.
     """
     if target.method is None:
-        if source.config.architecture in families():
+        if source.config.architecture in FAMILIES:
             raise UnsupportedError(
                 f"{target.name} is only written of models that quantkit runs itself",
                 path=source.path,

@@ -15,7 +15,8 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.base.arguments import as_path
 from quantkit.base.progress import Progress, silent
-from quantkit.calibration.documents import TextSource, is_self
+from quantkit.calibration.data import is_self
+from quantkit.calibration.documents import TextSource
 from quantkit.calibration.importance import importance_of, sum_squared_inputs
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.gguf_types import GGUF_SUFFIX

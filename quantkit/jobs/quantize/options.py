@@ -25,6 +25,7 @@ from quantkit.base.option_fields import (
     option,
     require_valid,
 )
+from quantkit.bit_allocation.size_target import SizeTarget, size_target
 from quantkit.calibration.effort import (
     ACTIVATION_MEMORY,
     EFFORTS,
@@ -37,7 +38,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.authorship import HUB_NAME, LICENSE
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
-from quantkit.formats.lora.adapter import Requested, spell_adapters
+from quantkit.formats.lora.requested import Requested, spell_adapters
 from quantkit.formats.registry import GGUF
 from quantkit.formats.target_names import TargetName
 from quantkit.jobs.output.target import NATIVE, choose_quantized_targets
@@ -50,7 +51,6 @@ from quantkit.via_transformers import VIAS, Via, require_no_code
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.bit_allocation.allocation import SizeTarget
     from quantkit.formats.detect import WeightKind
     from quantkit.formats.registry import Target
     from quantkit.tensors.recipe import Recipe
@@ -443,9 +443,6 @@ class QuantizeOptions:
     @cached_property
     def size(self) -> SizeTarget | None:
         """Return the size that the schemes are chosen for; None if a scheme was given."""
-        # This module imports torch, which the other checks of options need not wait for.
-        from quantkit.bit_allocation.allocation import size_target
-
         return size_target(self.target_bits, self.max_size, self.scheme)
 
     @property

@@ -6,22 +6,21 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.base.arguments import as_path, as_strings
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.base.option_fields import command_words
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.authorship import read_authorship
 from quantkit.formats.checkpoint import list_uncarried_weights, require_calibratable, schemes
 from quantkit.formats.container import Output, StoredCheckpoint, describe_format
-from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import select_templates
 from quantkit.formats.kv_scales import build_fp8_cache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import Target
-from quantkit.jobs.convert.adapters import describe_adapters, merge_adapters
 from quantkit.jobs.output.labels import model_name
 from quantkit.jobs.output.source_folder import (
     check_side_files,
@@ -54,9 +53,18 @@ from quantkit.tensors.mix import find_mix
 from quantkit.tensors.recipe import Recipe
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
-from quantkit.via_transformers.linears import with_linears
-from quantkit.via_transformers.own_code import find_code_file
 from quantkit.via_transformers.stacks import unstack
+
+# Adapters, quantized sources and models without a decoder need these.
+if TYPE_CHECKING:
+    from quantkit.formats import dequantized_checkpoint
+    from quantkit.jobs.convert import adapters
+    from quantkit.via_transformers import linears, own_code
+else:
+    dequantized_checkpoint = LateModule("quantkit.formats.dequantized_checkpoint")
+    adapters = LateModule("quantkit.jobs.convert.adapters")
+    linears = LateModule("quantkit.via_transformers.linears")
+    own_code = LateModule("quantkit.via_transformers.own_code")
 
 
 def prepare(options: QuantizeOptions) -> Plan:
@@ -82,14 +90,19 @@ def prepare(options: QuantizeOptions) -> Plan:
     linears_by: str | None = None
     # First, because adapters may name linears as transformers does.
     if not source.config.runnable:
-        source.config, linears_by, linear_notes = with_linears(
+        source.config, linears_by, linear_notes = linears.with_linears(
             source.config, source.extra_config, source.path
         )
         notes += linear_notes
-    source = merge_adapters(
-        source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
-    )
-    recorded = describe_adapters(source)
+    recorded: dict[str, object] = {}
+    if options.lora:
+        source = adapters.merge_adapters(
+            source,
+            options.lora,
+            dequantize=options.dequantize,
+            allow_nonfinite=options.allow_nonfinite,
+        )
+        recorded = adapters.describe_adapters(source)
     if linears_by is not None:
         recorded |= {"tensors_only": True, "linears_by": linears_by}
     source, float_notes = _as_floats(source, options)
@@ -311,7 +324,7 @@ def _open_source(options: QuantizeOptions) -> StoredCheckpoint:
     source = open_to_run(path, weights, options.via, trust_remote_code=options.trust_remote_code)
     # A user who trusts the code expects that it runs: another result would mislead.
     if options.trust_remote_code and source.config.runnable:
-        file = find_code_file(source.path)
+        file = own_code.find_code_file(source.path)
         if file is not None:
             raise RequestError(
                 "the folder's code is not used, because quantkit runs this model itself",
@@ -364,4 +377,4 @@ def _as_floats(
         f"{source.path}: the source is already quantized ({source_format}); its weights are read as"
         f" {source.config.dtype}, and rounded again"
     )
-    return DequantizedCheckpoint(source), [note]
+    return dequantized_checkpoint.DequantizedCheckpoint(source), [note]

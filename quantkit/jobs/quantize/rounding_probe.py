@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from quantkit.base.progress import Progress, in_phase
-from quantkit.bit_allocation.allocation import CANDIDATES
+from quantkit.bit_allocation.size_target import CANDIDATES
 from quantkit.calibration.settings import GptqSettings
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint

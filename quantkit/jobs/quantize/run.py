@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
+from quantkit.base.late import LateModule
 from quantkit.base.progress import Progress, without_phase
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import ProcessGroup
@@ -19,7 +21,6 @@ from quantkit.jobs.output.existing import may_accept_existing
 from quantkit.jobs.output.result import QuantizeResult, join_results
 from quantkit.jobs.output.writer import Writer, open_writer
 from quantkit.jobs.quantize.estimate import estimate_quantization
-from quantkit.jobs.quantize.existing import read_existing_result
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.plan import Plan
 from quantkit.jobs.quantize.prepare import prepare
@@ -29,6 +30,11 @@ from quantkit.jobs.quantize.verification import verify_output
 from quantkit.jobs.quantize.work import Samples, quantizer_of, settle_schemes_and_samples, work_of
 from quantkit.quality.kept_states import KeptStates
 from quantkit.tensors.qtensor import ROUNDED
+
+if TYPE_CHECKING:
+    from quantkit.jobs.quantize import existing
+else:
+    existing = LateModule("quantkit.jobs.quantize.existing")
 
 
 def run_quantization(
@@ -51,7 +57,7 @@ def run_quantization(
         finished = group.receive_from_rank0()
     if finished:
         if group.is_rank0:
-            return read_existing_result(plan, options.size, group, began, progress)
+            return existing.read_existing_result(plan, options.size, group, began, progress)
         existing_result: QuantizeResult = group.receive_from_rank0()
         return existing_result
     fit = set_up_size_fit(formats.first, options.size)

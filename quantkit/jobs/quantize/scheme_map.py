@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
@@ -21,16 +22,21 @@ from quantkit.architectures.topology import (
 )
 from quantkit.base.arguments import as_strings
 from quantkit.base.json_values import format_value
+from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
-from quantkit.bit_allocation.allocation import CANDIDATES
+from quantkit.bit_allocation.size_target import CANDIDATES
 from quantkit.errors import QualityError, RequestError
 from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.registry import Target
-from quantkit.jobs.quantize.gguf_mix import MixRules
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.tensors.mix import find_mix
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Scales
+
+if TYPE_CHECKING:
+    from quantkit.jobs.quantize import gguf_mix
+else:
+    gguf_mix = LateModule("quantkit.jobs.quantize.gguf_mix")
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = (
@@ -94,7 +100,7 @@ def apply_gguf_mix(options: QuantizeOptions, recipe: Recipe, config: ModelConfig
     mix = find_mix(options.scheme)
     if mix is None:
         return recipe
-    mix_recipe = MixRules(mix, config).recipe()
+    mix_recipe = gguf_mix.MixRules(mix, config).recipe()
     return Recipe(mix_recipe.default, (*mix_recipe.overrides, *recipe.overrides))
 
 

@@ -45,7 +45,8 @@ from quantkit.jobs.refine.refine import Changes, describe_changes, put_trained
 from quantkit.jobs.refine.rewritten import mark_trained, put_all, require_written
 from quantkit.jobs.refine.training import training_of
 from quantkit.quality.figures import manifest_or_empty
-from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.quality.gate_result import Gate
 from quantkit.training.trained import TrainedCheckpoint
 from quantkit.training.training import State
 

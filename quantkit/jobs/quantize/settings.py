@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.messages import Message, Option
-from quantkit.calibration.documents import is_self
+from quantkit.calibration.data import is_self
 from quantkit.calibration.effort import every_group
 from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError

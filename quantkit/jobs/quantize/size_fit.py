@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.topology import linear_columns
+from quantkit.base.late import LateModule
 from quantkit.base.progress import Progress
-from quantkit.bit_allocation.allocation import Allocation, SizeTarget, units
-from quantkit.bit_allocation.fit import Fit
+from quantkit.bit_allocation.size_target import SizeTarget
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.settings import GptqSettings
 from quantkit.distributed.group import ProcessGroup
@@ -17,8 +17,14 @@ from quantkit.jobs.output.writer import option_key
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.tensors.scheme import QuantScheme
 
+# A requested scheme leaves nothing to choose.
 if TYPE_CHECKING:
+    from quantkit.bit_allocation import allocation as bit_allocations
+    from quantkit.bit_allocation import fit as fits
     from quantkit.passes.passage import Survey
+else:
+    bit_allocations = LateModule("quantkit.bit_allocation.allocation")
+    fits = LateModule("quantkit.bit_allocation.fit")
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted
@@ -26,7 +32,7 @@ run.
 """
 
 
-def set_up_size_fit(plan: FormatPlan, size: SizeTarget | None) -> Fit | None:
+def set_up_size_fit(plan: FormatPlan, size: SizeTarget | None) -> fits.Fit | None:
     """Set up the choice of schemes for a size; None if the schemes were given.
 
     Raises:
@@ -37,7 +43,7 @@ def set_up_size_fit(plan: FormatPlan, size: SizeTarget | None) -> Fit | None:
         return None
     codes = plan.target.codes
     assert codes is not None
-    return Fit(
+    return fits.Fit(
         source=plan.source,
         target=size,
         codes=codes,
@@ -50,7 +56,7 @@ def set_up_size_fit(plan: FormatPlan, size: SizeTarget | None) -> Fit | None:
 
 def choose_schemes(
     dst: Path,
-    fit: Fit,
+    fit: fits.Fit,
     settings: GptqSettings,
     drawn: Calibration,
     *,
@@ -58,7 +64,7 @@ def choose_schemes(
     survey: Survey | None,
     group: ProcessGroup,
     progress: Progress,
-) -> Allocation:
+) -> bit_allocations.Allocation:
     """Choose the schemes on samples; a run that resumes keeps the choice of the interrupted one.
 
     Args:
@@ -66,7 +72,7 @@ def choose_schemes(
 
     Raises `QuantkitError` as `quantize` does.
     """
-    earlier_choice: Allocation | None = None
+    earlier_choice: bit_allocations.Allocation | None = None
     if resume:
         earlier_choice = _read_interrupted_choice(dst, fit.target, drawn)
     # Only rank 0 writes, so that only its machine is sure to have the interrupted output.
@@ -84,12 +90,12 @@ def choose_schemes(
     return allocation
 
 
-def parse_allocation(record: Any, size: SizeTarget) -> Allocation | None:
+def parse_allocation(record: Any, size: SizeTarget) -> bit_allocations.Allocation | None:
     """Parse a choice of schemes in a journal or a manifest; None if it is for another size, or has
     another form.
     """
     try:
-        allocation = Allocation.from_json(record)
+        allocation = bit_allocations.Allocation.from_json(record)
     except (AttributeError, LookupError, TypeError):
         return None
     if allocation.target == size:
@@ -97,7 +103,9 @@ def parse_allocation(record: Any, size: SizeTarget) -> Allocation | None:
     return None
 
 
-def _read_interrupted_choice(dst: Path, size: SizeTarget, drawn: Calibration) -> Allocation | None:
+def _read_interrupted_choice(
+    dst: Path, size: SizeTarget, drawn: Calibration
+) -> bit_allocations.Allocation | None:
     """Read the choice of an interrupted run for the same size and samples; the writer compares all
     other options.
     """
@@ -114,7 +122,7 @@ def _list_settled(plan: FormatPlan) -> dict[str, QuantScheme | None]:
     config = plan.source.config
     schemes = plan.scheme_map.schemes
     free: set[str] = set()
-    for unit in units(config, raw=plan.source.extra_config):
+    for unit in bit_allocations.units(config, raw=plan.source.extra_config):
         free.update(unit.modules)
     settled: dict[str, QuantScheme | None] = {}
     for module, scheme in schemes.items():

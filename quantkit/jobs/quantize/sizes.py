@@ -5,8 +5,8 @@ make them smaller.
 from __future__ import annotations
 
 from quantkit.architectures.names import EMBEDDING
-from quantkit.bit_allocation.fit import count_stored_bytes
 from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.container import count_stored_bytes
 from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.tensors.scheme import EMBEDDING_SCHEME

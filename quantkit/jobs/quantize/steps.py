@@ -7,13 +7,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from quantkit.bit_allocation.fit import Fit
-from quantkit.bit_allocation.losses import CHOICE, choice_flops, count_trial_weights, sample_counts
+from quantkit.base.late import LateModule
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
-from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.settings import DRAWING, GptqSettings
 from quantkit.jobs.output.sizes import WeightSizes
 from quantkit.jobs.output.speed import Speed, estimate_draw
@@ -25,6 +24,14 @@ from quantkit.quality.positions import select_caches
 from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from quantkit.bit_allocation import losses
+    from quantkit.bit_allocation.fit import Fit
+    from quantkit.calibration import importance
+else:
+    losses = LateModule("quantkit.bit_allocation.losses")
+    importance = LateModule("quantkit.calibration.importance")
 
 # The time of samples and of the solver, in units of the time of their matrix products.
 _OVERHEAD = 1.3
@@ -102,7 +109,9 @@ def _steps(
             tokens = effort.gradient_samples(config, shape) * settings.length
             steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
     if plan.solver.is_weighted(config, scheme_map):
-        steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
+        steps[importance.IMPORTANCE] = speed.forward(
+            math.prod(importance.importance_tokens(source))
+        )
     # GPTQ measures keys and values on its own samples; rounding needs a pass of its own for them.
     if settings is None and plan.solver.kv_cache is not None:
         tokens = math.prod(scale_tokens(source))
@@ -165,13 +174,13 @@ def _estimate_steps_before_check(
     if drawing:
         steps[DRAWING] = drawing
     if fit is not None:
-        _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
-        pass_seconds = speed.products(choice_flops(config, shape, settings.memory_bytes))
+        _, for_gradients = losses.sample_counts(config, shape, settings.memory_bytes)
+        pass_seconds = speed.products(losses.choice_flops(config, shape, settings.memory_bytes))
         head_seconds = speed.head_gradients(for_gradients * settings.length)
-        trial_weights = count_trial_weights(fit.units, fit.options)
+        trial_weights = losses.count_trial_weights(fit.units, fit.options)
         rounding_seconds = speed.rounding(trial_weights, searched=True)
         choice_seconds = _SECONDS_OF_CHOICE * speed.linears
-        steps[CHOICE] = (
+        steps[losses.CHOICE] = (
             _OVERHEAD * (pass_seconds + head_seconds) + rounding_seconds + choice_seconds
         )
     return steps

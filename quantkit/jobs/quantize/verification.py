@@ -24,7 +24,8 @@ from quantkit.jobs.quantize.measured import Measured
 from quantkit.jobs.quantize.plan import Checks, Plan
 from quantkit.jobs.quantize.sizes import weight_sizes
 from quantkit.jobs.quantize.steps import phase_of
-from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.measures import Hidden
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, describe_unquantized_tensors, weights_only

@@ -11,8 +11,7 @@ from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import HEADS, ROUTERS, is_extra_layer, is_table
 from quantkit.base.progress import Progress
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
-from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.inspect import count_text
+from quantkit.formats.checkpoint import Checkpoint, count_text
 from quantkit.quality.bounds import ROUNDING_BOUNDS
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme

@@ -13,35 +13,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.base.late import LateModule
 from quantkit.base.progress import Progress, in_phase
-from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.cache_scales import scale_tokens
-from quantkit.calibration.data import Calibration
-from quantkit.calibration.documents import is_self
-from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
+from quantkit.calibration.data import Calibration, is_self
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.manifest import ACTIVATIONS
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
 from quantkit.jobs.quantize.formats import FormatPlan, Formats
-from quantkit.jobs.quantize.imatrix import importance_from
 from quantkit.jobs.quantize.plan import Plan, SolverPlan
 from quantkit.jobs.quantize.settings import note_too_few_tokens
 from quantkit.jobs.quantize.size_fit import BIT_ALLOCATION, choose_schemes, set_up_size_fit
 from quantkit.jobs.quantize.weights_only import find_modules_out_of_bounds, note_out_of_bounds
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.shared_scales import SharedScales
-from quantkit.quality.manifest_check import ACTIVATIONS
 from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.products import compute_dtype
 from quantkit.via_transformers.forward import passage_of
 
 if TYPE_CHECKING:
+    from quantkit.bit_allocation.fit import Fit
+    from quantkit.calibration import importance as input_importance
+    from quantkit.jobs.quantize import imatrix
     from quantkit.passes.cache_recorder import CacheRecorder
     from quantkit.passes.partwise_model import PartwiseModel
     from quantkit.passes.passage import Inputs, Passage, Survey
+else:
+    input_importance = LateModule("quantkit.calibration.importance")
+    imatrix = LateModule("quantkit.jobs.quantize.imatrix")
 
 # The entries of the manifest on a quantization, in order.
 _ENTRIES = (
@@ -164,22 +167,22 @@ def quantizer_of(
         )
         # Rank 0 alone rounds and writes.
         if solver.is_weighted(source.config, scheme_map) and group.is_rank0:
-            observed = in_phase(progress, IMPORTANCE)
+            observed = in_phase(progress, input_importance.IMPORTANCE)
             importance = partial(
-                input_importance,
+                input_importance.input_importance,
                 source,
                 plan.output.tokenizer,
                 linears=scheme_map.linears,
                 progress=observed,
             )
             if solver.imatrix is not None:
-                importance = partial(importance_from, solver.imatrix, source)
+                importance = partial(imatrix.importance_from, solver.imatrix, source)
             # Measured on first use: a run that has all tensors already needs none. The gate, which
             # rounds the same weights, uses the same values.
             quantizer.importance = cache(importance)
         if solver.kv_cache is not None and group.is_rank0:
             quantizer.cache_sample = partial(
-                sample_tokens, source, plan.output.tokenizer, *scale_tokens(source)
+                input_importance.sample_tokens, source, plan.output.tokenizer, *scale_tokens(source)
             )
         return quantizer
     drawn = samples.drawn

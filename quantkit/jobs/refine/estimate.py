@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import estimate as costs
-from quantkit.calibration.documents import is_self
+from quantkit.calibration.data import is_self
 from quantkit.calibration.effort import batch_samples, inner_width
 from quantkit.calibration.self_text import estimate_writing_bytes
 from quantkit.calibration.settings import DRAWING, GptqSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.base.arguments import as_path
-from quantkit.calibration.documents import is_self
+from quantkit.calibration.data import is_self
 from quantkit.calibration.settings import GptqSettings, make_gptq_settings
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import list_uncarried_weights, require_runnable, schemes

@@ -41,7 +41,8 @@ from quantkit.quality.changed_tensors import (
     read_changes,
 )
 from quantkit.quality.figures import manifest_or_empty
-from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.quality.gate_result import Gate
 from quantkit.quality.manifest_check import read_input_roundings
 from quantkit.quality.source_check import SOURCE_CHECK, SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver

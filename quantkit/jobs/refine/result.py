@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.base.memory import size_text
 from quantkit.jobs.output.result import quality_texts, time_text
-from quantkit.quality.gate import Gate
+from quantkit.quality.gate_result import Gate
 from quantkit.training.training import Evaluation
 
 

@@ -34,8 +34,8 @@ from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.codecs import ggml
 from quantkit.formats.codecs.ggml import EXACT, NOT_READ
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 from quantkit.formats.gguf.config import build_metadata
-from quantkit.formats.gguf.container import GgufCheckpoint
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
 from quantkit.quality.verify import Verdict

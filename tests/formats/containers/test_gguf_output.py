@@ -20,7 +20,7 @@ from quantkit.errors import CheckpointError, DestinationError, RequestError, Uns
 from quantkit.files.located import locate_model
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.gguf.container import adapt_model_name
+from quantkit.formats.gguf.output import adapt_model_name
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor

@@ -27,7 +27,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.output.journal import NAME
+from quantkit.formats.output.destination import JOURNAL
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import writer as outputs
 from quantkit.jobs.output.target import SHARD_BYTES
@@ -281,7 +281,7 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
         patched.setattr(HFCheckpoint, "load", stopping)
         with pytest.raises(KeyboardInterrupt):
             job(dst, False)
-    last = json.loads((partial(dst) / NAME).read_text().splitlines()[-1])
+    last = json.loads((partial(dst) / JOURNAL).read_text().splitlines()[-1])
     assert last["tensors"] > 10
     loaded: list[str] = []
 
