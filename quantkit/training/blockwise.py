@@ -97,9 +97,12 @@ def float_states(reference: Checkpoint, batch: int, mesh: Mesh = ALONE) -> Hidde
             states = final_hidden(reference, batches, group=mesh.model, progress=progress)
         else:
             states = []
-        # A process without samples takes part in the join with no rows.
-        empty = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
-        local_states = torch.cat([empty, *states]).to(mesh.data.device or "cpu")
+        if states:
+            local_states = torch.cat(states)
+        else:
+            # A process without samples takes part in the join with no rows.
+            local_states = torch.empty(0, tokens.shape[1], reference.config.hidden_size)
+        local_states = local_states.to(mesh.data.device or "cpu")
         return mesh.data.join(local_states, len(tokens)).cpu()
 
     return hidden

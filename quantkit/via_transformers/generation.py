@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UnsupportedError
-from quantkit.passes.passage import convert_model_errors
+from quantkit.base.json_values import format_value
+from quantkit.base.messages import Message, Option
+from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.linears import quiet
 
@@ -76,13 +77,23 @@ def generate_rows(
     try:
         # Some models print warnings, between what the caller may print.
         silenced = redirect_stdout(io.StringIO())
-        with torch.inference_mode(), quiet(), silenced, convert_model_errors(path):
+        with torch.inference_mode(), quiet(), silenced:
             rows: Tensor = model.generate(
                 first[:, None],
                 attention_mask=torch.ones(len(first), 1, dtype=torch.long),
                 generation_config=settings,
                 logits_processor=[chooser],
             )
+    except QuantkitError:
+        raise
+    # The code of a model can raise anything.
+    except Exception as error:
+        raise UnsupportedError(
+            "transformers does not generate text with this model",
+            path=path,
+            found=f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}",
+            hint=Message("give a text: ", Option("calibration")),
+        ) from error
     finally:
         model.generation_config = previous_settings
     return rows

@@ -269,3 +269,33 @@ def test_a_model_that_transformers_does_not_know_is_refused(
     oracle.edit_json(tmp_path / "int4" / "config.json", model_type="unheard", architectures=["No"])
     with raises(UnsupportedError, path=tmp_path / "int4"):
         quantkit.refine(tmp_path / "int4", tmp_path / "out", against=models[0], **TEXT)
+
+
+@pytest.mark.slow
+def test_linears_that_no_sample_reached_stay_floats_when_the_others_are_refined(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    source = tiny_model("longcat_flash")
+    settings: dict[str, Any] = {**TEXT, "accept_quality_loss": True, "epochs": 1}
+    made = quantkit.quantize(source, tmp_path / "out", "int4-g32", refine=True, **settings)
+    floats: list[str] = []
+    for module, record in made.manifest["modules"].items():
+        if record["scheme"] is None and ".experts." in module:
+            floats.append(module)
+    # Its identity experts have weights that nothing multiplies by.
+    assert floats
+    expected = open_checkpoint(source, tensors_only=True)
+    result = with_codes(open_checkpoint(made.path, tensors_only=True))
+    assert all(
+        torch.equal(result.load(f"{module}.weight"), expected.load(f"{module}.weight"))  # type: ignore[arg-type]
+        for module in floats
+    )
+    assert quantkit.verify(made.path).ok
+
+
+@pytest.mark.slow
+def test_a_model_without_a_body_of_its_own_is_refined(tiny_model: Tiny, tmp_path: Path) -> None:
+    source = tiny_model("llama4_text")
+    settings: dict[str, Any] = {**TEXT, "accept_quality_loss": True, "epochs": 1}
+    made = quantkit.quantize(source, tmp_path / "out", "int4-g32", refine=True, **settings)
+    assert quantkit.verify(made.path).ok

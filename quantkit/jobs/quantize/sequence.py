@@ -26,6 +26,7 @@ from quantkit.jobs.output.estimate import Estimate, require_buildable
 from quantkit.jobs.output.result import QuantizeResult
 from quantkit.jobs.output.writer import Work, Writer, open_writer
 from quantkit.jobs.quantize.card import model_card_files
+from quantkit.jobs.quantize.formats import Formats
 from quantkit.jobs.quantize.measured import Measured
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.plan import Plan
@@ -151,6 +152,7 @@ def _refine(
             lambda format_plan: format_plan.with_allocation(allocation)
         )
         plan = replace(plan, formats=formats)
+    plan = replace(plan, formats=_leave_out_floats(plan.formats, quantized))
     refinement = plan_refinement(
         RefineOptions(
             quantized.path,
@@ -188,6 +190,21 @@ def _refine(
     # Last: if anything above fails, the user still has the quantized model.
     _remove_model(quantized.path)
     return result
+
+
+def _leave_out_floats(formats: Formats, quantized: QuantizeResult) -> Formats:
+    """Leave out the linears that the first job could not solve, which stayed floats; its notes say
+    why.
+    """
+    solved = quantized.manifest["modules"]
+    floats: dict[str, str] = {}
+    for module in formats.first.scheme_map.schemes:
+        record = solved.get(module, {})
+        if record.get("scheme") is None:
+            floats[module] = str(record.get("reason", "it was not solved"))
+    if not floats:
+        return formats
+    return formats.change_each(lambda format_plan: format_plan.without(floats, []))
 
 
 def _write_trained(
