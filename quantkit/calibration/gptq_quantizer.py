@@ -332,9 +332,9 @@ class GptqQuantizer(RtnQuantizer):
         """Report how many linears the samples have passed: of all, or of those that an earlier run
         has written.
         """
-        if passed < resumed:
+        if resumed and passed <= resumed:
             self.progress("calibrate", passed, resumed, "linears")
-        else:
+        if passed >= resumed:
             self.progress("quantize", passed, total, "linears")
 
     def _measure_scales(self, block: TensorBlock) -> None:

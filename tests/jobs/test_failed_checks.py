@@ -71,7 +71,7 @@ CHECKS = {
     "gate": (solve, "quantkit.jobs.quantize.verification.run_gate"),
     "reading back": (solve, "quantkit.jobs.output.writer.open_finished_or_not"),
     "gate of two formats": (solve_in_two_formats, "quantkit.jobs.quantize.verification.run_gate"),
-    "certificate": (solve_certified, "quantkit.jobs.quantize.certificate.divergence_by_position"),
+    "certificate": (solve_certified, "quantkit.quality.position_divergence.divergence_by_position"),
     "exact comparison": (transcode, "quantkit.jobs.convert.convert.require_exact"),
 }
 CASES = [("gate", error) for error in ERRORS]

@@ -74,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("embedding")
     with pytest.MonkeyPatch.context() as patch:
         # Importance depends on the embedding.
-        patch.setattr("quantkit.jobs.quantize.work.input_importance", lambda *_, **__: {})
+        patch.setattr("quantkit.calibration.importance.input_importance", lambda *_, **__: {})
         for kind in KINDS:
             small = {"num_hidden_layers": 1, "eos_token_id": None}
             oracle.save(

@@ -170,7 +170,7 @@ def test_experts_in_a_matrix_have_a_site_each(tiny_model: Tiny) -> None:
     for linear, expert in linears.items():
         (site,) = (site for site in sites if site.rows[0][0] == linear)
         expected = parameter.view(4, -1, parameter.shape[1])[expert].t()
-        assert site == Site(module, "w2", expert, site.rows, transposed=True, firsts=(0,), count=4)
+        assert site == Site(module, "w2", expert, site.rows, transposed=True, count=4)
         assert torch.equal(site.of(parameter), expected)
         assert torch.equal(source.load(f"{linear}.weight"), expected)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.base.arguments import as_integer, as_string, as_strings
+from quantkit.base.late import LateFunction
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import list_uncarried_weights, schemes
@@ -16,7 +18,12 @@ from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.kv_scales import attention_name
 from quantkit.formats.registry import GGUF, HF, Target, find_target, target, targets
-from quantkit.via_transformers.forward import passage_of
+
+if TYPE_CHECKING:
+    from quantkit.via_transformers.forward import passage_of
+else:
+    # Its module imports torch.
+    passage_of = LateFunction("quantkit.via_transformers.forward:passage_of")
 
 NATIVE = native.name
 """The target of quantized models by default."""
