@@ -16,14 +16,13 @@ from error_parts import raises
 from partial import contents
 from safetensors.torch import load_file, save_file
 from saved_experts import NEVER, STARVED, save_experts
-from solved_streams import CPU, solve_streams
+from solved_streams import CPU, record_hessians, solve_streams
 from stored_codes import codes
 from torch import Tensor
 
 import quantkit
 from quantkit.calibration import group_solver
 from quantkit.calibration.effort import EFFORTS, Effort, activation_bytes
-from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.data.files import excerpt
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -118,15 +117,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
 ) -> None:
     source = open_checkpoint(model)
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
-    seen: list[Tensor] = []
-    release = HessianAccumulator.release
-
-    def watched(self: Any, group: Any) -> Any:
-        hessian, paired, *others = release(self, group)
-        seen.append((paired if hessian is None else hessian).clone())
-        return hessian, paired, *others
-
-    monkeypatch.setattr(HessianAccumulator, "release", watched)
+    seen = record_hessians(monkeypatch)
     schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
     solve_streams(source, tokens, schemes)
     decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
@@ -379,15 +370,7 @@ def test_inputs_of_shared_experts_count_by_their_gate(
     source = open_checkpoint(save_experts("qwen2-moe-dense-layer", tmp_path / "source"))
     layer = next(index for index, one in enumerate(source.config.layers) if one.experts)
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
-    seen: list[Tensor] = []
-    release = HessianAccumulator.release
-
-    def watched(self: Any, group: Any) -> Any:
-        hessian, paired, *others = release(self, group)
-        seen.append((paired if hessian is None else hessian).clone())
-        return hessian, paired, *others
-
-    monkeypatch.setattr(HessianAccumulator, "release", watched)
+    seen = record_hessians(monkeypatch)
     module = f"model.layers.{layer}.mlp.shared_experts.down_proj"
     solve_streams(source, tokens, {module: QuantScheme.parse("int8")})
     decoder = load_model(source, dtype=torch.float32, device="cpu")

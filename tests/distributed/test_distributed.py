@@ -9,7 +9,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from solved_streams import solve_streams
+from solved_streams import record_hessians, solve_streams
 from stored_codes import codes
 
 import quantkit
@@ -84,15 +84,7 @@ def test_the_hessian_is_that_of_all_samples(
     """What one process adds up is what two add up together."""
     tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
     source = open_checkpoint(demo_model)
-    seen: list[Any] = []
-    release = HessianAccumulator.release
-
-    def watched(self: Any, group: Any) -> Any:
-        hessian, paired, *others = release(self, group)
-        seen.append((paired if hessian is None else hessian).clone())
-        return hessian, paired, *others
-
-    monkeypatch.setattr(HessianAccumulator, "release", watched)
+    seen = record_hessians(monkeypatch)
     schemes = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
     for part in (tokens, tokens[:2], tokens[2:]):
         solve_streams(source, part, schemes)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit.calibration.effort import EFFORTS, Effort, batch_samples
 from quantkit.calibration.group_solver import GroupSolver, Result
+from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.checkpoint import Checkpoint
@@ -43,3 +46,17 @@ def solve_streams(
     for _, solved in streams.solve_groups(parts.list_groups(), spill or Spill()):
         results |= solved
     return results
+
+
+def record_hessians(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list to which the Hessian of each group that is solved is added."""
+    hessians: list[Tensor] = []
+    release = HessianAccumulator.release
+
+    def watched(self: HessianAccumulator, group: Any) -> Any:
+        hessian, paired, *others = release(self, group)
+        hessians.append((paired if hessian is None else hessian).clone())
+        return hessian, paired, *others
+
+    monkeypatch.setattr(HessianAccumulator, "release", watched)
+    return hessians

@@ -20,6 +20,7 @@ from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     Int8Activations,
 )
+from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.containers.hf_files import index_path, weight_kinds
@@ -212,8 +213,12 @@ def _settings(
         input_sizes[module] = 0 if shape is None else shape[-1]
     lists_every_linear = config.tensors is None or config.unstored is not None
     settings = method.write_settings(schemes_on_disk, input_sizes, every=lists_every_linear)
-    # Some linears of such models, such as those that carry a state, are floats.
-    if config.tensors is not None:
+    # Some linears of models known by their tensors, such as those that carry a state, are floats.
+    keeps_floats = config.tensors is not None
+    for module in input_sizes:
+        if module not in schemes_on_disk and not is_head(module):
+            keeps_floats = True
+    if keeps_floats:
         settings |= method.list_quantized(schemes_on_disk)
     vllm.name_for_vllm(settings, vllm.Linears.of(method, settings, shapes, schemes_on_disk, raw))
     if ignored_extra:

@@ -564,3 +564,21 @@ def test_who_loads_a_folder_is_as_was_tried(
         METHODS[method].readers(dict(zip(("a", "b", "lm_head"), schemes_of, strict=True)))
         == readers
     )
+
+
+def test_the_quantized_modules_are_listed_where_others_stay_floats(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    # transformers would replace all linears by packed ones, also those that have no codes.
+    for name, kept in (("all", []), ("some", ["*.k_proj"])):
+        options: dict[str, Any] = {"method": "rtn", "to": "gptq", "keep": kept}
+        quantkit.quantize(demo_model, tmp_path / name, "int8", **options, source_check=False)
+    settings = {
+        name: json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        for name in ("all", "some")
+    }
+    assert "modules_in_block_to_quantize" not in settings["all"]
+    (listed,) = settings["some"]["modules_in_block_to_quantize"]
+    assert "layers.0.self_attn.q_proj" in listed
+    assert not any("k_proj" in module for module in listed)
+    assert quantkit.load(tmp_path / "some")
