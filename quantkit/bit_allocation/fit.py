@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
@@ -30,18 +29,15 @@ from quantkit.formats.container import count_stored_bytes
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
-from quantkit.via_transformers.forward import passage_of
 
 # The size of a given choice is known without these.
 if TYPE_CHECKING:
-    from quantkit.bit_allocation import knapsack, site_losses
-    from quantkit.bit_allocation import losses as layer_losses
+    from quantkit.bit_allocation import knapsack, losses
     from quantkit.formats.codecs import ggml
-    from quantkit.passes.passage import Survey
+    from quantkit.passes.passage import Inputs, Passage
 else:
     knapsack = LateModule("quantkit.bit_allocation.knapsack")
-    layer_losses = LateModule("quantkit.bit_allocation.losses")
-    site_losses = LateModule("quantkit.bit_allocation.site_losses")
+    losses = LateModule("quantkit.bit_allocation.losses")
     ggml = LateModule("quantkit.formats.codecs.ggml")
 
 INT8 = CANDIDATES[-1]
@@ -178,53 +174,41 @@ class Fit:
     def choose_allocation(
         self,
         samples: Tensor,
+        passage: Passage[Any],
+        groups: Sequence[Inputs],
         *,
-        device: torch.device,
         memory_bytes: int,
         group: ProcessGroup,
-        survey: Survey | None = None,
         progress: Progress = silent,
     ) -> Allocation:
         """Estimate the losses and choose the schemes, the same in all processes; for arguments and
-        errors see `estimate_losses`, and `estimate_site_losses` for a model that transformers runs,
-        which has a survey.
+        errors see `estimate_losses`.
         """
-        schemes = dict(zip(self.units, self.options, strict=True))
-        if survey is not None:
-            relative_errors = site_losses.estimate_site_losses(
-                self.source,
-                passage_of(self.source),
-                survey,
-                samples,
-                self.units,
-                schemes,
-                memory_bytes=memory_bytes,
-                scale_dtype=self._scale_dtype.torch,
-                progress=progress,
-            )
-            return self.allocation(relative_errors, "relative error")
-        losses = layer_losses.estimate_losses(
+        estimated = losses.estimate_losses(
             self.source,
+            passage,
+            groups,
             samples,
             self.units,
-            schemes,
-            device=device,
+            dict(zip(self.units, self.options, strict=True)),
             memory_bytes=memory_bytes,
             scale_dtype=self._scale_dtype.torch,
             group=group,
             progress=progress,
         )
         # A difference in rounding between processes could change the choice.
-        return group.broadcast_from_rank0(self.allocation(losses))
+        return group.broadcast_from_rank0(self.allocation(estimated.by_unit, estimated.measure))
 
     def allocation(
-        self, losses: Sequence[Mapping[QuantScheme, float]], measure: Measure = "KL"
+        self, losses_by_unit: Sequence[Mapping[QuantScheme, float]], measure: Measure = "KL"
     ) -> Allocation:
         """Choose the schemes, given the loss of each scheme of each unit, and what it estimates."""
         # Floats, as None, are the last option of each unit.
         choices_of_units: list[list[QuantScheme | None]] = []
         items: list[list[knapsack.ItemChoice]] = []
-        for unit, unit_schemes, unit_losses in zip(self.units, self.options, losses, strict=True):
+        for unit, unit_schemes, unit_losses in zip(
+            self.units, self.options, losses_by_unit, strict=True
+        ):
             item: list[knapsack.ItemChoice] = []
             for scheme in unit_schemes:
                 item.append(
@@ -254,7 +238,7 @@ class Fit:
             reduction = math.ceil(excess) if self.target.bytes else 1
             room = min(room, chosen_bytes) - max(1, reduction)
         unit_choices: list[UnitChoice] = []
-        for unit, best_scheme, unit_losses in zip(self.units, best, losses, strict=True):
+        for unit, best_scheme, unit_losses in zip(self.units, best, losses_by_unit, strict=True):
             unit_choices.append(UnitChoice.of(unit, best_scheme, unit_losses))
         return Allocation(
             self.target,

@@ -163,7 +163,8 @@ def groups_of(config: ModelConfig, layer: int) -> list[GroupShape]:
                 1.0
                 if experts is None or group.expert is None
                 else experts.per_token / experts.count,
-                has_factor(config, layer, group.branch),
+                # The tokens of experts are weighted by the router.
+                group.expert is None,
             )
         )
     return groups
@@ -207,13 +208,6 @@ def every_group(config: ModelConfig) -> list[tuple[GroupShape, int]]:
 def uses_factor(scheme: QuantScheme) -> bool:
     """Return whether rows of a scheme are solved with the gradients by their outputs."""
     return scheme.scales is Scales.FLOATS
-
-
-def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
-    """Return whether the gradients by the outputs of a branch's linears are used: not those of a
-    mixture of experts.
-    """
-    return branch != "mlp" or not config.layers[layer].experts
 
 
 def factor_bytes(config: ModelConfig) -> int:

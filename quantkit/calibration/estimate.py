@@ -19,8 +19,9 @@ from quantkit.calibration.effort import (
     groups_of,
     inner_width,
 )
-from quantkit.calibration.fisher import HEAD_TOKENS, HEAD_WEIGHTS
+from quantkit.calibration.head_gradients import HEAD_TOKENS
 from quantkit.calibration.hessian import ROWS_AT_ONCE
+from quantkit.model.head_product import HEAD_WEIGHTS
 from quantkit.solver.grid import refit_bytes, weights_at_once
 from quantkit.tensors.dtypes import DType
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.architectures.topology import count_head_layers, input_groups
-from quantkit.base.memory import malloc_trim
-from quantkit.base.progress import Progress, Stretches, in_phase, silent
+from quantkit.base.progress import Progress, in_phase, silent
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS, has_factor
-from quantkit.calibration.fisher import TURN, FisherPasses
+from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS
 from quantkit.calibration.output_factors import OutputFactors
-from quantkit.distributed.group import ProcessGroup
-from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.load import BLOCK_PREFIX
+from quantkit.calibration.output_gradients import GradientPass, list_linears, select_groups
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import UnsupportedError
+from quantkit.passes.passage import Inputs, Passage
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
 
@@ -36,77 +35,76 @@ with a tenth of the mean diagonal added, and 5 % lower with all of it.
 
 
 def measure_factors(
-    source: Checkpoint,
+    passage: Passage[Any],
+    groups: Sequence[Inputs],
     samples: Tensor,
     linear_names: Collection[str],
     store: ActivationStore,
     *,
-    device: torch.device,
-    group: ProcessGroup,
-    first_layer: int = 0,
+    samples_at_once: int,
+    head_layers: int,
+    group: ProcessGroup = SINGLE,
     progress: Progress = silent,
-) -> OutputFactors:
-    """Return the factors of the linears `wanted`, by full name, from one forward and one backward
-    pass.
+) -> tuple[OutputFactors, str | None]:
+    """Measure the factors of linears from one forward and one backward pass.
 
     There are none of experts, whose tokens the router weights, and none at all if the model's
-    outputs are not finite.
+    outputs are not finite, or gradients cannot go back through it.
 
     Args:
+        groups: the products that have the same inputs, in the order in which samples reach them.
         samples: tokens [N, T]; each of several processes runs its share of these.
-        first_layer: where the backward pass ends.
+        linear_names: the linears, as the rows of sites name them.
+        samples_at_once: of the samples that go through the model as a batch.
+        head_layers: how many blocks take as long as the product with the head.
+
+    Returns:
+        The factors, and the reason why there are none; None if the pass was complete.
     """
     factors = OutputFactors(store)
-    layers = source.config.num_layers
-    share = group.share(len(samples))
-    passes = FisherPasses(source, samples[share], len(samples[share]), device, store=store)
-    head = TURN * count_head_layers(source.config)
-    total = 2 * layers - first_layer + head
-    for layer in range(layers):
-        progress(GRADIENTS, layer, total, "layers")
-        passes.forward(layer, with_sums=False)
-        malloc_trim()
-    failed = torch.tensor([float(not passes.is_finite())], device=device)
-    group.sum_(failed)
-    if failed.any():
-        return factors
-    stretches = Stretches(in_phase(progress, GRADIENTS), total)
-    stretches.next(layers)
-    passes.turn(share.start, stretches.next(head))
-    for layer in reversed(range(first_layer, layers)):
-        progress(GRADIENTS, head + 2 * layers - layer - 1, total, "layers")
-        sums = FactorSums(_select_groups(source, layer, linear_names), device, samples.numel())
-        passes.backward(layer, sums.add)
-        sums.release(group, factors)
-        malloc_trim()
-    progress(GRADIENTS, total, total, "layers")
-    return factors
+    groups_by_part = select_groups(passage.partwise, groups, linear_names, with_experts=False)
+    # Nothing to measure, so no pass.
+    if not groups_by_part:
+        return factors, None
+    # A process without samples would not meet the others at the blocks.
+    if len(samples) < group.size:
+        group = SINGLE
+    gradient_pass = GradientPass(passage, samples, samples_at_once, head_layers, group, store)
+    device: torch.device = group.device or passage.partwise.device
 
+    def make_sums(part: str) -> FactorSums:
+        linears = [list_linears(sites) for sites in groups_by_part.get(part, ())]
+        return FactorSums(linears, device, samples.numel(), group, factors)
 
-def _select_groups(
-    source: Checkpoint, layer: int, linear_names: Collection[str]
-) -> list[list[str]]:
-    """Select the groups of a block that have factors, and some of whose linears are wanted."""
-    prefix = BLOCK_PREFIX.format(layer)
-    groups: list[list[str]] = []
-    for group in input_groups(source.config, layer):
-        names = [prefix + module for module in group.modules]
-        is_solved = not set(names).isdisjoint(linear_names)
-        if is_solved and has_factor(source.config, layer, group.branch):
-            groups.append(names)
-    return groups
+    try:
+        # The solver reports values that are not finite, so the pass only measures nothing then.
+        gradient_pass.run(groups_by_part, make_sums, in_phase(progress, GRADIENTS))
+    except UnsupportedError as error:
+        return OutputFactors(store), error.problem
+    return factors, None
 
 
 class FactorSums:
     """The factors of a block, while gradients come in linear by linear."""
 
-    def __init__(self, groups: Sequence[Sequence[str]], device: torch.device, tokens: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        device: torch.device,
+        tokens: int,
+        processes: ProcessGroup,
+        factors: OutputFactors,
+    ) -> None:
         """
         Args:
             groups: the linears, by full name, that share their inputs.
             tokens: of all samples.
+            processes: add up their sums.
+            factors: gets the sums in the end.
         """
         self._tokens = tokens
+        self._processes = processes
+        self._factors = factors
         self._groups = groups
         self._of = {name: names for names in groups for name in names}
         self._rows: dict[str, int] = {}
@@ -144,8 +142,8 @@ class FactorSums:
             ]
         return self._blocks[names[0]]
 
-    def release(self, group: ProcessGroup, factors: OutputFactors) -> None:
-        """Keep the sums over all processes, which this no longer holds."""
+    def release(self) -> None:
+        """Keep the sums over all processes as factors; they are no longer here."""
         for names in self._groups:
             blocks = self._sums(names)
             start = 0
@@ -154,11 +152,11 @@ class FactorSums:
                 rows[name] = slice(start, start + self._rows[name])
                 start += self._rows[name]
             for block in blocks:
-                group.sum_(block)
+                self._processes.sum_(block)
                 fill_lower_(block)
                 block.diagonal().add_(block.diagonal().mean() * NOISE * len(block) / self._tokens)
             if all(map(all_finite, blocks)):
-                factors.keep(rows, blocks)
+                self._factors.keep(rows, blocks)
         self._blocks.clear()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.architectures.names import EMBEDDING
+from quantkit.architectures.topology import count_head_layers
 from quantkit.base.late import LateFunction
 from quantkit.base.memory import malloc_trim, set_mmap_threshold
 from quantkit.calibration.activation_store import ActivationStore
@@ -28,7 +29,7 @@ from quantkit.formats.container import Written
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.model.column_kernels import select_column_kernels
-from quantkit.model.load import BLOCK_PREFIX, narrow_to_floats
+from quantkit.model.load import narrow_to_floats
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Passage
@@ -44,10 +45,8 @@ from quantkit.tensors.spec import TensorSpec
 if TYPE_CHECKING:
     from quantkit.calibration.factor_pass import measure_factors
     from quantkit.calibration.output_factors import OutputFactors
-    from quantkit.calibration.site_factors import measure_site_factors
 else:
     measure_factors = LateFunction("quantkit.calibration.factor_pass:measure_factors")
-    measure_site_factors = LateFunction("quantkit.calibration.site_factors:measure_site_factors")
 
 # Of an embedding whose error is too small to be followed.
 _EXACT_BITS = 8
@@ -237,8 +236,8 @@ class GptqQuantizer(RtnQuantizer):
     def _measure_output_factors(
         self, unsolved: set[str], store: ActivationStore
     ) -> OutputFactors | None:
-        """Measure the factors of outputs' errors for the blocks that are not solved yet; None if no
-        scheme or effort uses them.
+        """Measure the factors of outputs' errors for the linears that are not solved yet; None if
+        no scheme or effort uses them. A note says why there are none of a model.
         """
         tokens = self.calibration.tokens
         count = self.effort.gradient_samples(self.source.config, tokens.shape)
@@ -248,33 +247,14 @@ class GptqQuantizer(RtnQuantizer):
                 wanted.add(name)
         if not count or not wanted:
             return None
-        if not self.source.config.runnable:
-            return self._measure_site_factors(tokens[:count], wanted, store)
-        with torch.enable_grad():
-            return measure_factors(
-                self.source,
-                tokens[:count],
-                wanted,
-                store,
-                device=self.device,
-                group=self.group,
-                first_layer=self._find_first_layer(wanted),
-                progress=self.progress,
-            )
-
-    def _measure_site_factors(
-        self, tokens: torch.Tensor, modules: set[str], store: ActivationStore
-    ) -> OutputFactors:
-        """Measure the factors of some modules by the model's own code. A note says why there are
-        none of a model.
-        """
-        factors, reason = measure_site_factors(
+        factors, reason = measure_factors(
             self.passage,
             self.groups,
-            tokens,
-            modules,
+            tokens[:count],
+            wanted,
             store,
             samples_at_once=batch_samples(self.source.config, tokens.shape[1]),
+            head_layers=count_head_layers(self.source.config),
             group=self.group,
             progress=self.progress,
         )
@@ -283,14 +263,6 @@ class GptqQuantizer(RtnQuantizer):
                 f"{self.source.path}: how errors of outputs add up is not known: {reason}"
             )
         return factors
-
-    def _find_first_layer(self, modules: set[str]) -> int:
-        """Find the first decoder block that has one of the modules."""
-        for layer in range(self.source.config.num_layers):
-            prefix = BLOCK_PREFIX.format(layer)
-            if any(module.startswith(prefix) for module in modules):
-                return layer
-        return 0
 
     def _round_embedding(self) -> tuple[str, torch.Tensor] | None:
         """Round the embedding, if it has so few bits that the linears should make up for its

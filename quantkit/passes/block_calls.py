@@ -173,16 +173,16 @@ class CallRecorder:
             with torch.no_grad():
                 return forward(*args, **kwargs)
         call = Call(part, _replace_tensors((args, kwargs), self._record_input))
-        versions = {id(tensor): tensor._version for tensor in _iterate_tensors((args, kwargs))}
+        inputs = _Versions((args, kwargs))
         # Autograd would keep the block's weights and inner states.
         with torch.no_grad():
             result = forward(*args, **kwargs)
         outputs: list[Tensor] = []
-        for place, tensor in enumerate(_iterate_tensors((result, args, kwargs))):
+        for place, tensor in enumerate(iterate_tensors((result, args, kwargs))):
             if not tensor.is_floating_point() or any(tensor is output for output in outputs):
                 continue
             # An input that is returned as it was is not an output.
-            if versions.get(id(tensor)) == tensor._version:
+            if inputs.has(tensor):
                 continue
             # An input that was written to.
             if tensor.requires_grad:
@@ -249,7 +249,7 @@ class CallRecorder:
         # The caller's mode is that of its own code.
         with torch.enable_grad():
             result = block(*args, **kwargs)
-        tensors = list(_iterate_tensors((result, args, kwargs)))
+        tensors = list(iterate_tensors((result, args, kwargs)))
         # Fewer tensors than before.
         if call.places and call.places[-1] >= len(tensors):
             raise _make_difference_error(call.part)
@@ -288,6 +288,27 @@ class CallRecorder:
         return self._store.take(value.key)
 
 
+class _Versions:
+    """The versions of the tensors in nested containers, which this does not keep in memory: a block
+    may take its inputs out of their containers to free them.
+    """
+
+    def __init__(self, value: Any) -> None:
+        # By the identity of a tensor.
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        for tensor in iterate_tensors(value):
+            self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
+
+    def has(self, tensor: Tensor) -> bool:
+        """Check that a tensor is one of them, not written to since."""
+        known = self._versions.get(id(tensor))
+        if known is None:
+            return False
+        reference, version = known
+        # Another tensor may have got the identity of one that is gone.
+        return reference() is tensor and version == tensor._version
+
+
 _KEY = "inputs of a block"
 
 
@@ -309,16 +330,16 @@ def _are_close(sums: Tensor, expected: Tensor) -> bool:
     return bool(((sums - expected).abs() <= bound).all())
 
 
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, MutableMapping):
         for element in value.values():
-            yield from _iterate_tensors(element)
+            yield from iterate_tensors(element)
     elif isinstance(value, list | tuple):
         for element in value:
-            yield from _iterate_tensors(element)
+            yield from iterate_tensors(element)
 
 
 def _replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:

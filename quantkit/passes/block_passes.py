@@ -9,7 +9,7 @@ as keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import UnsupportedError
-from quantkit.passes.block_calls import CallRecorder, StatesInMemory, StateStore
+from quantkit.passes.block_calls import (
+    CallRecorder,
+    StatesInMemory,
+    StateStore,
+    begin_graph,
+    iterate_tensors,
+)
 from quantkit.passes.lockstep import stop
 from quantkit.passes.passage import HIDDEN, Observer, Part, Passage, convert_model_errors
 
@@ -39,22 +45,28 @@ class BlockPasses:
         *,
         store: StateStore | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        to_inputs: bool = False,
     ) -> None:
         """
         Args:
             store: keeps the inputs of blocks up to the backward pass; None is memory.
-            dtype: of these, except the first batch's.
+            dtype: of these; those of the first batch are kept as they are if the model's calls have
+                to be compared.
+            to_inputs: let gradients go back to the inputs of the first block that they reach, so
+                that these are kept in the store too; otherwise they stay in memory as they are.
         """
         self._passage = passage
         self._partwise = passage.partwise
         self._batches = list(batches)
+        self._to_inputs = to_inputs
         if store is None:
             store = StatesInMemory()
         self._recorders: list[CallRecorder] = []
         for index in range(len(self._batches)):
             # Blocks that behave otherwise when they are called again do so for any batch, so one is
             # enough.
-            self._recorders.append(CallRecorder(index, store, dtype, check=index == 0))
+            is_checked = index == 0 and not self._partwise.is_repeatable
+            self._recorders.append(CallRecorder(index, store, dtype, check=is_checked))
         self._outputs: list[Tensor] = []
         self._parameters: dict[str, nn.Parameter] = {}
 
@@ -83,9 +95,13 @@ class BlockPasses:
         )
         observer = _ForwardObserver(self._partwise.model, trained_parameters)
         places = self._passage.iterate_places(self._batches, observer, torch.enable_grad)
+        beginning: AbstractContextManager[None] = nullcontext()
+        if self._to_inputs:
+            beginning = self._begin_at_embedding()
         try:
             with (
                 torch.no_grad(),
+                beginning,
                 self._record_calls(parts, trained_parts, observer),
                 closing(places),
             ):
@@ -105,6 +121,23 @@ class BlockPasses:
         return [output.detach() for output in self._outputs]
 
     @contextmanager
+    def _begin_at_embedding(self) -> Iterator[None]:
+        """Make autograd record what is computed from the outputs of the embedding."""
+
+        def begin(module: nn.Module, args: Any, output: Any) -> None:
+            _begin_at_outputs(output)
+
+        handles: list[Any] = []
+        for part in self._partwise.first_parts:
+            module = self._partwise.model.get_submodule(part)
+            handles.append(module.register_forward_hook(begin))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
     def _record_calls(
         self,
         parts: Sequence[str],
@@ -120,9 +153,12 @@ class BlockPasses:
             self._called.add(part)
             if trained_parts is None or part in trained_parts:
                 reached[index] = True
-            return self._recorders[index].run(
+            result = self._recorders[index].run(
                 part, forward, args, kwargs, has_gradients=reached[index]
             )
+            if self._to_inputs and not reached[index]:
+                _begin_at_outputs(result)
+            return result
 
         # A module's own `forward`, if it is not that of its class.
         before: dict[nn.Module, Any] = {}
@@ -200,6 +236,16 @@ class BlockPasses:
                 recorder.forget(recorder.calls.pop())
         self._outputs.clear()
         self._parameters.clear()
+
+
+def _begin_at_outputs(output: Any) -> None:
+    """Make autograd record what is computed from the tensors in nested containers."""
+    tensors: list[Tensor] = []
+    for tensor in iterate_tensors(output):
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            tensors.append(tensor)
+    if tensors:
+        begin_graph(tensors)
 
 
 class _ForwardObserver(Observer):

@@ -7,7 +7,7 @@ their own, and so is each expert, so that a block's weights need not be in memor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import InputGroup, input_groups
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import attention_name
 from quantkit.model.decoder import Backbone, Block, Step, scale_embeddings
 from quantkit.model.feed_forward import MLP, Experts
+from quantkit.model.head_product import compute_head_logits
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init, narrow_to_floats
 from quantkit.model.samples import make_sample_step
 from quantkit.passes.cache_recorder import CacheRecorder
@@ -37,7 +38,10 @@ class DecoderParts:
         model: the decoder, whose parameters are on the meta device between `unload` and `load`.
         loaded: the parts whose weights are in memory.
         device: where the decoder computes.
+        is_repeatable: its blocks do the same when they are called again.
     """
+
+    is_repeatable = True
 
     def __init__(self, source: Checkpoint, length: int, device: torch.device) -> None:
         """
@@ -154,6 +158,15 @@ class DecoderParts:
             for block in layers:
                 assert isinstance(block, Block)
                 block.self_attn.as_cached = None
+
+    @contextmanager
+    def open_head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Open the head: yield a function that computes the logits [N, V] of hidden states [N, D]
+        after the final norm.
+        """
+        stored_name = resolve_stored_name(self._source, "lm_head.weight")
+        head = narrow_to_floats(self._source.load(stored_name)).to(self.device)
+        yield lambda states: compute_head_logits(states, head, self._source.config)
 
     def silence(self) -> AbstractContextManager[None]:
         """Do nothing: the decoder logs nothing."""

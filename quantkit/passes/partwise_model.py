@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,9 +22,12 @@ class PartwiseModel(Protocol):
         model: the model; its `forward` takes ``input_ids`` and ``use_cache``.
         loaded: the parts whose weights are in memory.
         device: where the weights are loaded to, and the model computes.
+        is_repeatable: whether its blocks are known to do the same when they are called again with
+            the same inputs; otherwise passes that call them again compare the outputs.
     """
 
     model: Any
+    is_repeatable: bool
     device: torch.device
     loaded: set[str]
 
@@ -65,6 +69,12 @@ class PartwiseModel(Protocol):
 
     def set_visitor(self, visitor: Visitor | None) -> None:
         """Set what sees the inputs of all of the model's experts."""
+        ...
+
+    def open_head(self) -> AbstractContextManager[Callable[[Tensor], Tensor]] | None:
+        """Open the head: the context yields a function that computes the logits [N, V] of states
+        [N, D] that `model` returns, under autograd if that is on. None if the head is in `model`.
+        """
         ...
 
     def silence(self) -> AbstractContextManager[None]:

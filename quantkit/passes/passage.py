@@ -339,6 +339,11 @@ class Passage(Generic[Model]):
 
         The function raises `UnsupportedError` if the model fails.
         """
+        separate_head = self.partwise.open_head()
+        if separate_head is not None:
+            with separate_head as compute_logits:
+                yield compute_logits
+            return
         body = self.partwise.body
         if body is self.partwise.model:
             yield lambda states: states
@@ -554,6 +559,11 @@ class Passage(Generic[Model]):
                 site = site_at.get((names[module], leaf, expert))
                 if site is not None:
                     on_product(site, brought)
+
+            def visit_output(
+                self, module: nn.Module, leaf: str, expert: int | None, output: Tensor
+            ) -> Tensor:
+                return output
 
         for module in names:
             handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))

@@ -134,3 +134,11 @@ class Visitor(Protocol):
         the parameter `leaf`, before it is computed.
         """
         ...
+
+    def visit_output(
+        self, experts: nn.Module, leaf: str, expert: int | None, output: Tensor
+    ) -> Tensor:
+        """Observe the output [N, O] of a product with the weight of an expert in a parameter that
+        contains those of all experts. Returns it, or what takes its place.
+        """
+        ...

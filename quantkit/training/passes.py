@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.effort import batch_samples
-from quantkit.calibration.fisher import through_logits
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scale_embeddings
+from quantkit.model.head_product import differentiate_logits, multiply_by_head
 from quantkit.model.load import BLOCK_PREFIX, fill_parameters, float_parameter, meta_init
 from quantkit.model.samples import make_sample_step
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor, row_chunks
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.shares import SharedBlock, Shares, get_local_parameter
 
 TOKENS_THROUGH_THE_HEAD = 256
-# Weights of the head that are float32 at a time.
-_HEAD_WEIGHTS = 1 << 24
 
 Gradients = Callable[[str, Tensor | None], None]
 """Receives the name of a tensor, and the gradient by the values of this process's part of it,
@@ -188,19 +186,14 @@ class Passes:
             if gradient is not None:
                 slice_logits = self._shares.model.slice_local_logits
                 # Each process has some rows of the head, and adds its part of the gradient.
-                local_gradient = through_logits(
+                local_gradient = differentiate_logits(
                     slice_logits(by_logits), slice_logits(logits), model_head, self._config
                 )
                 gradient[rows] = self._shares.model.add_up(local_gradient)
         return total
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        products: list[Tensor] = []
-        for rows in _rows(head):
-            products.append(hidden @ head[slice(*rows)].to(self._device, torch.float32).t())
-        local_logits = torch.cat(products, -1)
-        # They are a second copy of the logits.
-        del products
+        local_logits = multiply_by_head(hidden, head)
         return final_logits(self._shares.model.gather_logits(local_logits), self._config)
 
 
@@ -232,7 +225,3 @@ def _floats(value: Tensor | QuantTensor) -> Tensor:
     if isinstance(value, QuantTensor):
         return value.dequantize()
     return value
-
-
-def _rows(head: Tensor) -> list[tuple[int, int]]:
-    return list(row_chunks(head.shape[0], head.shape[1], _HEAD_WEIGHTS))

@@ -272,6 +272,15 @@ def round_expert_inputs(
 
 
 def _product(module: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
+    """Compute an expert's product, as `_compute_product`, and show its output to the visitor."""
+    output = _compute_product(module, leaf, expert, states)
+    visitor: Visitor | None = getattr(module, _VISITOR, None)
+    if visitor is None:
+        return output
+    return visitor.visit_output(module, leaf, expert, output)
+
+
+def _compute_product(module: Any, leaf: str, expert: int, states: Tensor) -> Tensor:
     """Multiply states [N, I] by the weight of an expert in the parameter `leaf`, and add its bias,
     if it has one.
     """

@@ -50,7 +50,11 @@ class LazyModel:
             merges or splits it; see `targets`.
         loaded: the parts whose weights are in memory.
         device: where the weights are loaded to, and the model computes; see `move_to`.
+        is_repeatable: whether its blocks are known to do the same when they are called again.
     """
+
+    # Its code may do anything.
+    is_repeatable = False
 
     def __init__(self, source: Checkpoint) -> None:
         """
@@ -169,6 +173,9 @@ class LazyModel:
             if module is input_embeddings:
                 return name, module
         return None
+
+    def open_head(self) -> None:
+        """Return None: the head is in the model."""
 
     def set_visitor(self, visitor: Visitor | None) -> None:
         """Set what sees the inputs of all of the model's experts."""

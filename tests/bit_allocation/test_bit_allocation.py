@@ -22,12 +22,11 @@ from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.topology import group_fused_linears
 from quantkit.base.json_values import Settings
 from quantkit.bit_allocation.allocation import picture, units
+from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.knapsack import ItemChoice, choose
-from quantkit.bit_allocation.losses import estimate_losses, row_errors
+from quantkit.bit_allocation.row_errors import row_errors
 from quantkit.bit_allocation.size_target import CANDIDATES
-from quantkit.calibration.fisher import FisherPasses
 from quantkit.data.files import EXCERPT
-from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver.gptq import Damped, solve
@@ -98,53 +97,6 @@ def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
     return open_checkpoint(oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder))
 
 
-@pytest.mark.parametrize("case", ALLOCATED)
-def test_gradients_are_those_of_the_whole_model(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Block after block, with the blocks computed anew, each gets what autograd gives for all at
-    once.
-    """
-    source = _source(case, tmp_path)
-    config, tokens = source.config, oracle.random_tokens(24, batch=2)
-    drawn = torch.randint(config.vocab_size, (48,))
-    monkeypatch.setattr(
-        torch,
-        "multinomial",
-        lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None],
-    )
-    passes = FisherPasses(source, tokens, len(tokens), torch.device("cpu"), states=torch.float32)
-    for layer in range(config.num_layers):
-        passes.forward(layer)
-    passes.turn(0)
-    found: dict[str, torch.Tensor] = {}
-    for layer in reversed(range(config.num_layers)):
-        found |= passes.squares(layer)
-    model = oracle.ours(source)
-    given: dict[str, list[torch.Tensor]] = {}
-    for name, module in model.named_modules():
-        if name in found:
-            module.register_forward_hook(
-                lambda _, x, out, name=name: given.setdefault(name, []).append(out)
-            )
-            module.weight.requires_grad_()
-    model.model.embed_tokens.weight.requires_grad_()
-    hidden = model.hidden(tokens, torch.arange(24))
-    products = hidden @ (model.lm_head or model.model.embed_tokens).weight.t()
-    if config.logit_softcap is not None:
-        products = config.logit_softcap * torch.tanh(products / config.logit_softcap)
-    loss = torch.nn.functional.cross_entropy(
-        (products * config.logit_multiplier).flatten(0, 1), drawn, reduction="sum"
-    )
-    for name, outs in given.items():
-        expected = sum(
-            g.flatten(0, -2).square().sum(0)
-            for g in torch.autograd.grad(loss, outs, retain_graph=True)
-        )
-        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-9)
-    assert given.keys() == {name for name in found if found[name].any()}
-
-
 def test_predicted_errors_are_close_to_those_of_gptq() -> None:
     mixed = torch.randn(64, 64) @ torch.diag(torch.linspace(0.2, 3, 64))
     x, weight = torch.randn(4000, 64) @ mixed, torch.randn(96, 64)
@@ -174,30 +126,6 @@ def test_what_runtimes_fuse_is_one_unit(case: str, tmp_path: Path) -> None:
         experts = [module for module in owner if module.startswith(f"{prefix}mlp.experts.")]
         assert len({owner[module].modules[0] for module in experts}) <= 1
     assert sum(len(unit.modules) for unit in units(config)) == len(owner)
-
-
-def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> None:
-    source = _source("qwen2-moe", tmp_path)
-    every = units(source.config)
-    schemes = dict.fromkeys(every, (G32, INT8))
-    found = estimate_losses(
-        source,
-        oracle.random_tokens(40, batch=4),
-        every,
-        schemes,
-        device=torch.device("cpu"),
-        memory_bytes=10**9,
-        scale_dtype=torch.float32,
-        group=SINGLE,
-    )
-    assert {unit.name for unit in every} == {
-        "q k v",
-        "o",
-        "experts",
-        "shared gate up",
-        "shared down",
-    }
-    assert all(0 < one[INT8] < one[G32] for one in found)
 
 
 @pytest.mark.slow
@@ -325,7 +253,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FisherPasses, "forward", lambda *_: pytest.fail("has begun"))
+    monkeypatch.setattr(Fit, "choose_allocation", lambda *_, **__: pytest.fail("has begun"))
     for function in (quantkit.quantize, quantkit.plan.quantize):
         with raises(error_type, expected or "", found=found):
             function(demo_model, tmp_path / "out", **{**GPTQ, **options})

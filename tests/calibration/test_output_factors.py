@@ -20,25 +20,26 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import input_groups
+from quantkit.base.progress import Progress, silent
 from quantkit.calibration import factor_pass
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import (
     EFFORTS,
     GRADIENTS,
     activation_bytes,
+    batch_samples,
     factor_bytes,
     gradient_activation_bytes,
-    has_factor,
 )
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.output_factors import OutputFactors
-from quantkit.calibration.site_factors import measure_site_factors
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.load import BLOCK_PREFIX
 from quantkit.passes.block_passes import BlockPasses
+from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Inputs, Passage
 from quantkit.solver.two_sided import OutputFactor
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -76,8 +77,33 @@ def _names(source: quantkit.StoredCheckpoint) -> list[list[str]]:
         [BLOCK_PREFIX.format(layer) + module for module in group.modules]
         for layer in range(config.num_layers)
         for group in input_groups(config, layer)
-        if has_factor(config, layer, group.branch)
+        if group.expert is None
     ]
+
+
+def _measure(
+    source: quantkit.StoredCheckpoint,
+    tokens: Tensor,
+    wanted: list[str],
+    store: ActivationStore,
+    group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> OutputFactors:
+    """Measure the factors of linears in quantkit's decoder."""
+    parts = DecoderParts(source, tokens.shape[1], CPU)
+    factors, reason = measure_factors(
+        Passage(parts, source.path),
+        parts.list_groups(),
+        tokens,
+        wanted,
+        store,
+        samples_at_once=batch_samples(source.config, tokens.shape[1]),
+        head_layers=1,
+        group=group,
+        progress=progress,
+    )
+    assert reason is None
+    return factors
 
 
 def _take_whole(factors: OutputFactors, names: list[str]) -> OutputFactor:
@@ -107,7 +133,7 @@ def test_factors_are_products_of_the_whole_models_gradients(
     monkeypatch.setattr(factor_pass, "FACTOR_ROWS", most)
     groups = _names(source)
     wanted = [name for names in groups for name in names]
-    factors = measure_factors(source, tokens, wanted, store, device=CPU, group=SINGLE)
+    factors = _measure(source, tokens, wanted, store)
     model = oracle.ours(source)
     outs: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -149,12 +175,15 @@ def test_factors_are_the_same_if_transformers_runs_the_model(
 ) -> None:
     source = _source(case, tmp_path / "model")
     tokens = oracle.random_tokens(24, batch=3)
-    groups = _names(source)
+    # Files have other names for shared experts.
+    groups = [names for names in _names(source) if "shared" not in names[0]]
     wanted = [name for names in groups for name in names]
-    expected = measure_factors(source, tokens, wanted, store, device=CPU, group=SINGLE)
+    expected = _measure(source, tokens, wanted, store)
     passage, inputs = _survey(tmp_path / "model", wanted)
     kept = ActivationStore(tmp_path / "kept", 0)
-    factors, reason = measure_site_factors(passage, inputs, tokens, wanted, kept, samples_at_once=2)
+    factors, reason = measure_factors(
+        passage, inputs, tokens, wanted, kept, samples_at_once=2, head_layers=1
+    )
     assert reason is None
     for names in groups:
         whole = _dense(_take_whole(expected, names))
@@ -175,8 +204,8 @@ def test_processes_add_up_what_one_measures_by_transformers(
 
     def measured(group: ProcessGroup, folder: str) -> Tensor:
         kept = ActivationStore(tmp_path / folder, 10**9)
-        factors, _ = measure_site_factors(
-            passage, inputs, tokens, names, kept, samples_at_once=1, group=group
+        factors, _ = measure_factors(
+            passage, inputs, tokens, names, kept, samples_at_once=1, head_layers=1, group=group
         )
         return _dense(_take_whole(factors, names))
 
@@ -197,7 +226,9 @@ def test_a_model_that_gradients_cannot_pass_has_no_factors(
 
     tokens = oracle.random_tokens(24, batch=2)
     monkeypatch.setattr(BlockPasses, "backward", refuse)
-    factors, reason = measure_site_factors(passage, inputs, tokens, names, store, samples_at_once=1)
+    factors, reason = measure_factors(
+        passage, inputs, tokens, names, store, samples_at_once=1, head_layers=1
+    )
     assert reason == "a reason"
     assert factors.take(names) == (None, {})
 
@@ -232,7 +263,7 @@ def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) ->
 
     def measured(group: ProcessGroup) -> OutputFactors:
         store = ActivationStore(tmp_path / "store", 10**9)
-        return measure_factors(source, tokens, wanted, store, device=CPU, group=group)
+        return _measure(source, tokens, wanted, store, group)
 
     halves = [_Part(rank, 2) for rank in range(2)]
     parts, whole = [measured(half) for half in halves], measured(SINGLE)
@@ -259,11 +290,7 @@ def test_what_exceeds_the_memory_is_on_disk_and_the_same(demo_model: Path, tmp_p
 
     stores = [ActivationStore(tmp_path / str(memory), memory) for memory in (10**9, 0)]
     for store in stores:
-        found.append(
-            measure_factors(
-                source, tokens, wanted, store, device=CPU, group=SINGLE, progress=progress
-            )
-        )
+        found.append(_measure(source, tokens, wanted, store, progress=progress))
     assert kept == [0, source.config.num_layers * tokens.numel() * source.config.hidden_size * 2]
     for names in _names(source):
         held, read = (_take_whole(factors, names) for factors in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from partial import contents
 
 import quantkit
+from quantkit.bit_allocation.allocation import Measure
 from quantkit.bit_allocation.fit import Fit
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
@@ -56,9 +58,12 @@ def test_the_bits_are_what_was_requested(fitted: quantkit.QuantizeResult) -> Non
     assert BITS - 0.5 < bits / weights <= BITS
     assert allocation.bits == pytest.approx(bits / weights, abs=1e-6)
     assert allocation.weight_bytes == (fitted.path / "model.safetensors").stat().st_size
-    assert allocation.measure == "relative error"
+    assert allocation.measure == "KL"
     assert fitted.manifest["bit_allocation"] == allocation.to_json()
-    assert parse_allocation(allocation.to_json(), allocation.target) == allocation
+    measures: tuple[Measure, ...] = ("KL", "relative error")
+    for measure in measures:
+        measured = replace(allocation, measure=measure)
+        assert parse_allocation(measured.to_json(), measured.target) == measured
     assert len(set(schemes.values())) > 1
     for layer in (0, 1):
         bank = f"model.layers.{layer}.mlp.experts."

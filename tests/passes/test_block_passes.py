@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.passes.block_calls import StatesInMemory
+from quantkit.passes.block_calls import CallRecorder, StatesInMemory, begin_graph
 from quantkit.passes.block_passes import BlockPasses
 from quantkit.passes.passage import Passage
 from quantkit.via_transformers.experts import use_experts
@@ -266,6 +266,26 @@ def test_a_block_may_write_to_its_inputs(tiny_model: Tiny, monkeypatch: pytest.M
             gradients.append(Blocks(passage).outputs["model.layers.0.mlp.up_proj"])
     torch.testing.assert_close(gradients[1], gradients[0])
     assert not torch.equal(gradients[0][0], expected[0])
+
+
+def test_an_output_with_the_identity_of_an_input_that_is_gone_is_an_output() -> None:
+    def run_block(states: list[Tensor]) -> Tensor:
+        state = states.pop()
+        identity = id(state)
+        values = state.detach().numpy().copy()
+        del state
+        # Python uses the memory of the freed object again.
+        others: list[Tensor] = []
+        while id(output := torch.from_numpy(values.copy())) != identity and len(others) < 1000:
+            others.append(output)
+        return output
+
+    recorder = CallRecorder(0, StatesInMemory(), torch.float32, check=False)
+    states = [torch.ones(3)]
+    # Inputs that need no gradients are held.
+    begin_graph(states)
+    recorder.run("block", run_block, (states,), {}, has_gradients=True)
+    assert recorder.calls[0].places == [0]
 
 
 def test_a_model_that_calls_modules_of_a_block_is_refused(

@@ -11,16 +11,18 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.base.late import LateFunction
 from quantkit.calibration.data import is_self
 from quantkit.calibration.effort import every_group, inner_width
 from quantkit.calibration.estimate import block_flops, forward_flops
-from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
+from quantkit.calibration.head_gradients import HEAD_TOKENS, differentiate_head
 from quantkit.calibration.packaged import estimate_tried_tokens
 from quantkit.calibration.settings import GptqSettings
 from quantkit.model.column_kernels import select_column_kernels
+from quantkit.model.head_product import compute_head_logits
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD, Tally, tokens_per_head_pass
 from quantkit.solver.rounding import round_to_nearest
@@ -192,7 +194,14 @@ def _seconds_of_head_gradient(config: ModelConfig) -> float:
     # which CPUs are slow.
     head = (torch.randn(rows, config.hidden_size) * config.hidden_size**-0.5).bfloat16()
     states = torch.randn(1, HEAD_TOKENS, config.hidden_size)
-    return _shortest(lambda: head_gradients(states, head, config, first=0)) / (HEAD_TOKENS * rows)
+
+    def compute_logits(states: Tensor) -> Tensor:
+        return compute_head_logits(states, head, config)
+
+    def differentiate() -> None:
+        differentiate_head(states, compute_logits, first_sample=0, advance=lambda tokens: None)
+
+    return _shortest(differentiate) / (HEAD_TOKENS * rows)
 
 
 @cache

@@ -34,12 +34,12 @@ from quantkit.quality.kept_states import count_kept_bytes
 from quantkit.tensors.scheme import QuantScheme
 
 if TYPE_CHECKING:
-    from quantkit.bit_allocation import losses
+    from quantkit.bit_allocation import choice_costs
     from quantkit.bit_allocation.fit import Fit
     from quantkit.calibration.self_text import estimate_writing_bytes
 else:
     estimate_writing_bytes = LateFunction("quantkit.calibration.self_text:estimate_writing_bytes")
-    losses = LateModule("quantkit.bit_allocation.losses")
+    choice_costs = LateModule("quantkit.bit_allocation.choice_costs")
 
 # Factor on the memory of the choice of schemes: the allocator keeps freed memory between the states
 # that stay, as measured.
@@ -130,7 +130,7 @@ def estimate_quantization(
         if backward:
             phases["the gradients"] = process_bytes() + backward
         if fit is not None:
-            needed = losses.choice_bytes(config, shape, settings.memory_bytes)
+            needed = choice_costs.choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = process_bytes() + int(_HEAP * needed)
         # The model tries the beginning of each sample of the included text, and drops those that it
         # cannot predict.

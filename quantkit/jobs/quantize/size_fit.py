@@ -14,6 +14,7 @@ from quantkit.calibration.settings import GptqSettings
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.output.staging import read_interrupted_fingerprint
 from quantkit.jobs.output.writer import option_key
+from quantkit.jobs.quantize.calibrated_model import prepare_model
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.tensors.scheme import QuantScheme
 
@@ -79,12 +80,13 @@ def choose_schemes(
     allocation = group.broadcast_from_rank0(earlier_choice)
     # All processes share the computation of losses.
     if allocation is None:
+        model = prepare_model(fit.source, survey, drawn.tokens.shape[1], settings.device)
         allocation = fit.choose_allocation(
             drawn.tokens,
-            device=settings.device,
+            model.passage,
+            model.groups,
             memory_bytes=settings.memory_bytes,
             group=group,
-            survey=survey,
             progress=progress,
         )
     return allocation

@@ -26,11 +26,12 @@ from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
 
 if TYPE_CHECKING:
-    from quantkit.bit_allocation import losses
+    from quantkit.bit_allocation import choice_costs, row_errors
     from quantkit.bit_allocation.fit import Fit
     from quantkit.calibration import importance
 else:
-    losses = LateModule("quantkit.bit_allocation.losses")
+    choice_costs = LateModule("quantkit.bit_allocation.choice_costs")
+    row_errors = LateModule("quantkit.bit_allocation.row_errors")
     importance = LateModule("quantkit.calibration.importance")
 
 # The time of samples and of the solver, in units of the time of their matrix products.
@@ -174,13 +175,15 @@ def _estimate_steps_before_check(
     if drawing:
         steps[DRAWING] = drawing
     if fit is not None:
-        _, for_gradients = losses.sample_counts(config, shape, settings.memory_bytes)
-        pass_seconds = speed.products(losses.choice_flops(config, shape, settings.memory_bytes))
+        _, for_gradients = choice_costs.sample_counts(config, shape, settings.memory_bytes)
+        pass_seconds = speed.products(
+            choice_costs.choice_flops(config, shape, settings.memory_bytes)
+        )
         head_seconds = speed.head_gradients(for_gradients * settings.length)
-        trial_weights = losses.count_trial_weights(fit.units, fit.options)
+        trial_weights = row_errors.count_trial_weights(fit.units, fit.options)
         rounding_seconds = speed.rounding(trial_weights, searched=True)
         choice_seconds = _SECONDS_OF_CHOICE * speed.linears
-        steps[losses.CHOICE] = (
+        steps[choice_costs.CHOICE] = (
             _OVERHEAD * (pass_seconds + head_seconds) + rounding_seconds + choice_seconds
         )
     return steps

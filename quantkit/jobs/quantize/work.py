@@ -4,26 +4,24 @@ decides its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.architectures.names import EMBEDDING
 from quantkit.base.late import LateModule
 from quantkit.base.progress import Progress, in_phase
 from quantkit.calibration.cache_scales import scale_tokens
 from quantkit.calibration.data import Calibration, is_self
 from quantkit.calibration.quantizers import RtnQuantizer
 from quantkit.distributed.group import ProcessGroup
-from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.manifest import ACTIVATIONS
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.output.writer import Work, content_hash
+from quantkit.jobs.quantize.calibrated_model import prepare_model
 from quantkit.jobs.quantize.formats import FormatPlan, Formats
 from quantkit.jobs.quantize.plan import Plan, SolverPlan
 from quantkit.jobs.quantize.settings import note_too_few_tokens
@@ -33,15 +31,12 @@ from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.shared_scales import SharedScales
 from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.products import compute_dtype
-from quantkit.via_transformers.forward import passage_of
 
 if TYPE_CHECKING:
     from quantkit.bit_allocation.fit import Fit
     from quantkit.calibration import importance as input_importance
     from quantkit.jobs.quantize import imatrix
-    from quantkit.passes.cache_recorder import CacheRecorder
-    from quantkit.passes.partwise_model import PartwiseModel
-    from quantkit.passes.passage import Inputs, Passage, Survey
+    from quantkit.passes.passage import Survey
 else:
     input_importance = LateModule("quantkit.calibration.importance")
     imatrix = LateModule("quantkit.jobs.quantize.imatrix")
@@ -190,7 +185,8 @@ def quantizer_of(
     # Imports greenlet, which other jobs do not need.
     from quantkit.calibration.gptq_quantizer import GptqQuantizer
 
-    model = _prepare_model(source, samples, settings.device)
+    length = samples.drawn.tokens.shape[1]
+    model = prepare_model(source, samples.survey, length, settings.device)
     return GptqQuantizer(
         source=source,
         calibration=drawn,
@@ -207,53 +203,6 @@ def quantizer_of(
         progress=progress,
         shared=shared,
         kernels_of=kernels_of,
-    )
-
-
-@dataclass(frozen=True)
-class _CalibratedModel:
-    """A model that samples pass through.
-
-    Attributes:
-        passage: the model.
-        groups: its linears, by shared input.
-        recording_cache: makes a context in which its keys and values are recorded.
-        embedding_parameter: the name of its embedding; None if the embedding's error is not
-            followed.
-    """
-
-    passage: Passage[PartwiseModel]
-    groups: Sequence[Inputs]
-    recording_cache: Callable[[CacheRecorder], AbstractContextManager[None]]
-    embedding_parameter: str | None
-
-
-def _prepare_model(
-    source: StoredCheckpoint, samples: Samples, device: torch.device
-) -> _CalibratedModel:
-    """Prepare the model that samples pass through: of transformers if they were surveyed, or else
-    quantkit's decoder.
-    """
-    from quantkit.passes.decoder_parts import DecoderParts
-    from quantkit.passes.passage import Passage
-
-    if samples.survey is not None:
-        from quantkit.via_transformers.cached_attention import recording_cache
-
-        passage = passage_of(source)
-        passage.partwise.move_to(device)
-        return _CalibratedModel(
-            passage=passage,
-            groups=samples.survey.groups,
-            recording_cache=partial(recording_cache, passage.partwise),
-            embedding_parameter=None,
-        )
-    parts = DecoderParts(source, samples.drawn.tokens.shape[1], device)
-    return _CalibratedModel(
-        passage=Passage(parts, source.path),
-        groups=parts.list_groups(),
-        recording_cache=parts.recording_cache,
-        embedding_parameter=f"{EMBEDDING}.weight",
     )
 
 
