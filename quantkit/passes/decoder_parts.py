@@ -26,6 +26,7 @@ from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init, narrow
 from quantkit.model.samples import make_sample_step
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.passage import Inputs
+from quantkit.passes.routing import list_expert_rows
 from quantkit.passes.site import WEIGHT, Brought, Site, Visitor
 
 _SHARED_EXPERTS = "mlp.shared_experts."
@@ -258,10 +259,7 @@ class _VisitedExperts:
     def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum the outputs of the chosen experts [N, K] for rows [N, D], weighted: [N, D]."""
         visitor = self.visitor
-        places = [
-            (chosen == expert).nonzero(as_tuple=True)
-            for expert in range(len(self._experts.experts))
-        ]
+        places = list_expert_rows(chosen, len(self._experts.experts))
         if visitor is not None:
             visitor.visit_routing(self._experts, [len(tokens) for tokens, _ in places])
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)

@@ -9,14 +9,23 @@ tracked; beyond a budget they are moved to a file until the batch continues.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import UnsupportedError
@@ -67,20 +76,21 @@ class Lockstep:
     def __init__(
         self,
         forwards: Iterable[Callable[[], object]],
-        module: nn.Module,
+        find_shared: Callable[[], Collection[int]],
         spill: Spill,
         silence: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
         Args:
             forwards: functions that run the model on each batch.
-            module: the model, whose tensors belong to no batch.
+            find_shared: returns the ids of the storages that belong to no batch, such as those of
+                the model's parameters.
             spill: keeps the tensors of stopped batches.
             silence: makes a context in which the model's code runs.
         """
         self._batches = [_Batch(forward) for forward in forwards]
         self._trackers = [_Tracker() for _ in self._batches]
-        self._module = module
+        self._find_shared = find_shared
         self._spill = spill
         self._silence = silence
         self.repeats = False
@@ -154,7 +164,7 @@ class Lockstep:
                     index,
                     tracker.storages(),
                     tracker.take_written_storages(),
-                    self._collect_model_storages,
+                    self._find_shared,
                 )
         return first_stop
 
@@ -183,19 +193,6 @@ class Lockstep:
         self._batches = []
         self._ahead.clear()
         self._spill.close()
-
-    def _collect_model_storages(self) -> set[int]:
-        """Collect the storages of the model's own tensors: parameters, buffers and attributes."""
-        storages: set[int] = set()
-        for module in self._module.modules():
-            for value in (
-                *module._parameters.values(),
-                *module._buffers.values(),
-                *vars(module).values(),
-            ):
-                if isinstance(value, Tensor):
-                    storages.add(value.untyped_storage()._cdata)
-        return storages
 
 
 class NotLoaded(RuntimeError):

@@ -29,6 +29,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.passes.lockstep import Lockstep, NotLoaded, stop
+from quantkit.passes.model_storages import ModelStorages
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.site import WEIGHT, Brought, Site
 from quantkit.passes.spill import Spill
@@ -440,6 +441,8 @@ class Passage(Generic[Model]):
             observer.enter_part(part)
         # Copies, because a stopped batch's tensors may lose their memory to files.
         forwards = [self._forward(self._copy(tokens)) for tokens in batches]
+        partwise = self.partwise
+        storages = ModelStorages(partwise.model, partwise.part_of, partwise.loaded)
 
         @contextmanager
         def enter_contexts() -> Iterator[None]:
@@ -447,14 +450,14 @@ class Passage(Generic[Model]):
                 yield
 
         try:
-            self._lockstep = Lockstep(forwards, self.partwise.model, spill, enter_contexts)
+            self._lockstep = Lockstep(forwards, storages.collect, spill, enter_contexts)
             rounds = self._lockstep.iterate_rounds(
                 observer.arrive, observer.resume, observer.runs_ahead
             )
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):
-                        self._enter(place.name, observer)
+                        self._enter(place.name, observer, storages)
                     yield place
         finally:
             self._unload_all()
@@ -488,12 +491,13 @@ class Passage(Generic[Model]):
 
         return run
 
-    def _enter(self, part: str, observer: Observer) -> None:
+    def _enter(self, part: str, observer: Observer, storages: ModelStorages) -> None:
         """Load a part, and free those that no sample is in."""
         open_parts = {name for name, count in self._open.items() if count}
         for unused_part in self.partwise.loaded - self.partwise.resident_parts - open_parts:
             observer.leave_part(unused_part)
             self.partwise.unload(unused_part)
+            storages.leave_part(unused_part)
         # Freed memory is returned before the next weights are read.
         malloc_trim()
         self.partwise.load(part)

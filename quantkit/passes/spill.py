@@ -75,6 +75,11 @@ class Spill:
         self._bytes_on_gpu: dict[int, int] = {}
         self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
         self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)
+        # Of all copies. Counting them at each stop would take longer than moving a batch.
+        self._copied_bytes = 0
+        self._file_bytes = 0
+        # Batches that have run since they were kept: only theirs have lost storages.
+        self._running: set[int] = set()
         self._files = 0
         self.peak_bytes = 0
         self.spilled_bytes = 0
@@ -98,6 +103,7 @@ class Spill:
             DestinationError: if they cannot be written.
         """
         self._remove_outdated_copies(written)
+        self._running.discard(batch)
         on_gpu: dict[int, torch.UntypedStorage] = {}
         in_memory: dict[int, torch.UntypedStorage] = {}
         for name, storage in storages.items():
@@ -119,7 +125,7 @@ class Spill:
         self._bytes_on_gpu[batch] = gpu_bytes
         self._bytes_in_memory[batch] = memory_bytes
         if leaving and self._folder is not None:
-            # Called only here, because it visits all modules of the model.
+            # Called only here, because it visits modules of the model.
             shared_ids = shared()
             moved: dict[int, torch.UntypedStorage] = {}
             for name, storage in leaving.items():
@@ -136,34 +142,41 @@ class Spill:
             for name, storage in moved.items():
                 if name not in saved:
                     saved[name] = self._save(folder, storage)
+                    self._count_copy(saved[name], 1)
         self._moved[batch] = moved
-        in_files = 0
-        for saved_of_batch in self._saved.values():
-            for copy in saved_of_batch.values():
-                in_files += copy.nbytes - copy.bytes_in_memory
-        self.spilled_bytes = max(self.spilled_bytes, in_files)
+        self.spilled_bytes = max(self.spilled_bytes, self._file_bytes)
         # Only after all are copied, so that an error leaves the batch as it was.
         for storage in moved.values():
             storage.resize_(0)
 
     def _count_memory(self) -> int:
         """Count the bytes in memory: of storages, and of copies of those of a GPU."""
-        copied = 0
-        for saved_of_batch in self._saved.values():
-            copied += sum(saved.bytes_in_memory for saved in saved_of_batch.values())
-        return sum(self._bytes_in_memory.values()) + copied
+        return sum(self._bytes_in_memory.values()) + self._copied_bytes
+
+    def _count_copy(self, saved: _Saved, sign: int) -> None:
+        """Add a copy to the counts of bytes, or subtract one."""
+        self._copied_bytes += sign * saved.bytes_in_memory
+        self._file_bytes += sign * (saved.nbytes - saved.bytes_in_memory)
 
     def _remove_outdated_copies(self, written: Collection[int]) -> None:
         """Remove the copies of storages that have changed or are gone."""
-        # Of all batches: the batch that ran may have written to a tensor of another one.
-        for saved_of_batch in self._saved.values():
-            for name, saved in list(saved_of_batch.items()):
-                if name in written or saved.is_gone:
-                    del saved_of_batch[name]
-                    saved.remove()
+        for batch, saved_of_batch in self._saved.items():
+            # Of all batches: the batch that ran may have written to a tensor of another one.
+            outdated = [name for name in written if name in saved_of_batch]
+            if batch in self._running:
+                outdated = [
+                    name
+                    for name, saved in saved_of_batch.items()
+                    if name in written or saved.is_gone
+                ]
+            for name in outdated:
+                saved = saved_of_batch.pop(name)
+                self._count_copy(saved, -1)
+                saved.remove()
 
     def restore(self, batch: int) -> None:
         """Read the storages of a batch back to where they were, before it continues."""
+        self._running.add(batch)
         self._bytes_in_memory.pop(batch, None)
         self._bytes_on_gpu.pop(batch, None)
         for name, storage in self._moved.pop(batch, {}).items():
@@ -182,6 +195,9 @@ class Spill:
         self._bytes_on_gpu.clear()
         self._moved.clear()
         self._saved.clear()
+        self._copied_bytes = 0
+        self._file_bytes = 0
+        self._running.clear()
         if self._files and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._files = 0

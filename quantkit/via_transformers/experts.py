@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.passes.routing import list_expert_rows
 from quantkit.passes.site import Brought, Visitor
 from quantkit.tensors.activations import InputRounding
 
@@ -124,7 +125,7 @@ def _forward(
         # LongCat's have no method for it.
         activation = partial(_apply_gate, self.act_fn)
     # The tokens of each expert, and which of their K choices it is.
-    places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(experts.count)]
+    places = list_expert_rows(top_k_index, experts.count)
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens, _ in places])
     total = torch.zeros_like(hidden_states)
@@ -164,7 +165,8 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
     # A token that is not sent to an expert has states multiplied by 0, and so the output 0.
-    places = [state.any(dim=-1).nonzero().squeeze(1) for state in states]
+    numbers, sent_tokens = states.any(dim=-1).nonzero(as_tuple=True)
+    places = torch.split(sent_tokens, numbers.bincount(minlength=len(states)).tolist())
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens in places])
     total = torch.zeros_like(states)
@@ -234,7 +236,7 @@ def _forward_flat(
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     experts = experts_of(mlp)
     assert experts is not None
-    places = [(top_k_index == expert).nonzero(as_tuple=True) for expert in range(experts.count)]
+    places = list_expert_rows(top_k_index, experts.count)
     if visitor is not None:
         visitor.visit_routing(mlp, [len(tokens) for tokens, _ in places])
     total = torch.zeros_like(states)

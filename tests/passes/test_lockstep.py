@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from quantkit.errors import DestinationError, NoSpaceError, UnsupportedError
 from quantkit.passes import spill as spill_module
 from quantkit.passes.lockstep import Lockstep, stop
-from quantkit.passes.spill import Spill
+from quantkit.passes.model_storages import ModelStorages
+from quantkit.passes.spill import Spill, _Saved
 
 _BYTES = 4000  # of what each batch holds below
 DTYPES = (
@@ -73,6 +74,42 @@ def test_what_was_in_files_returns_byte_for_byte(
     assert len(list(folder.iterdir())) == 1
     spill.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_copies_of_batches_that_did_not_run_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill, checked = Spill(tmp_path / "spill"), list[_Saved]()
+    is_gone: Any = vars(_Saved)["is_gone"]
+
+    def watch(saved: _Saved) -> bool:
+        checked.append(saved)
+        return bool(is_gone.fget(saved))
+
+    monkeypatch.setattr(_Saved, "is_gone", property(watch))
+    batches = [[torch.ones(10) for _ in range(3)] for _ in range(8)]
+    for index, tensors in enumerate(batches):
+        _keep(spill, index, *tensors)
+    checked.clear()
+    spill.restore(5)
+    _keep(spill, 5, *batches[5])
+    assert len(checked) == 3
+    spill.close()
+
+
+def test_what_a_batch_writes_to_a_tensor_of_another_one_is_written_again(tmp_path: Path) -> None:
+    spill, shared = Spill(tmp_path / "spill"), torch.ones(10)
+    _keep(spill, 0, shared)
+    spill.restore(0)
+    shared.add_(1)
+    storage = shared.untyped_storage()
+    # The second batch has the same tensor, and wrote to it; the first did not run meanwhile.
+    spill.keep(1, {storage._cdata: storage}, {storage._cdata}, set)
+    spill.restore(1)
+    _keep(spill, 0, shared)
+    spill.restore(0)
+    assert shared.eq(2).all()
+    spill.close()
 
 
 def test_a_folder_that_is_there_is_not_written_to_and_not_removed(tmp_path: Path) -> None:
@@ -143,9 +180,9 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
             len(_bytes(one)) == one.nbytes for one in (model.weight, model.table, model.attribute)
         )
 
-    for _ in Lockstep(forwards, model, spill).iterate_rounds(
-        lambda index, key, value: None, before
-    ):
+    for _ in Lockstep(
+        forwards, ModelStorages(model, lambda name: None, ()).collect, spill
+    ).iterate_rounds(lambda index, key, value: None, before):
         assert (
             sum(len(_bytes(value)) for value in made.values()) == min(budget // _BYTES, 5) * _BYTES
         )
@@ -174,7 +211,7 @@ def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
             del dropped
         found.append(float(total.sum()))
 
-    list(Lockstep([forward, forward], nn.Module(), spill).iterate_rounds(lambda *_: None))
+    list(Lockstep([forward, forward], set, spill).iterate_rounds(lambda *_: None))
     assert found == [1300.0] * 2
     each, changed = 4000, 3 * 2 * 4000
     assert spill.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
@@ -196,9 +233,7 @@ def _walk(*keys: str, log: list[Any], index: int = 0) -> Callable[[], None]:
 
 def test_all_batches_arrive_before_the_first_goes_on() -> None:
     log, expected = list[Any](), list[Any]()
-    lockstep = Lockstep(
-        [_walk(*"ab", log=log, index=index) for index in range(3)], nn.Module(), Spill()
-    )
+    lockstep = Lockstep([_walk(*"ab", log=log, index=index) for index in range(3)], set, Spill())
     for place in lockstep.iterate_rounds(
         lambda *arrived: log.append(arrived), lambda index: log.append((index, "before"))
     ):
@@ -219,7 +254,7 @@ def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: st
     log = list[Any]()
     forwards = [_walk(*way, log=log, index=index) for index, way in enumerate(("ab", other, "ab"))]
     with raises(UnsupportedError, found=places) as caught:
-        list(Lockstep(forwards, nn.Module(), Spill()).iterate_rounds(lambda *_: None))
+        list(Lockstep(forwards, set, Spill()).iterate_rounds(lambda *_: None))
     assert caught.value.exit_code == 4
     assert {index for index, what, *_ in log if what == "ends"} == {0, 1, 2}
 
@@ -230,7 +265,7 @@ def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
 ) -> None:
     log, spill = list[Any](), Spill(tmp_path / "spill")
     forwards = [_walk("a", "error" if failing else "b", log=log, index=index) for index in range(3)]
-    rounds = Lockstep(forwards, nn.Module(), spill).iterate_rounds(lambda *_: None)
+    rounds = Lockstep(forwards, set, spill).iterate_rounds(lambda *_: None)
     assert next(rounds) == "a"
     _keep(spill, 7, torch.ones(3))
     if failing:
@@ -254,7 +289,7 @@ def test_batches_that_need_not_wait_run_ahead() -> None:
         return run
 
     spill = Spill()
-    rounds = Lockstep([forward(0), forward(1)], nn.Module(), spill).iterate_rounds(
+    rounds = Lockstep([forward(0), forward(1)], set, spill).iterate_rounds(
         lambda index, place, value: events.append(("showed", index, float(value[0]))),
         runs_ahead=lambda index, place: index == 1 and place < 2,
     )
