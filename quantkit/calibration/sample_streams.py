@@ -147,6 +147,9 @@ class SampleStreams(Observer):
         self._embedding = embedding
         # By parameter: quantized, and its floats.
         self._versions: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        # By the name of a parameter that is tied to that of a solved site: the site by that name,
+        # and the weights, by module on disk, that it is made of.
+        self._tied: dict[str, tuple[Site, Mapping[str, QuantTensor]]] = {}
         # Whether the model has the parameters of the float model.
         self._is_float = False
         # Tokens by expert, of the experts' modules.
@@ -199,6 +202,7 @@ class SampleStreams(Observer):
                         yield len(self._list_solved(place)), results
         finally:
             self._versions.clear()
+            self._tied.clear()
 
     # What the passage reports
 
@@ -225,10 +229,15 @@ class SampleStreams(Observer):
         return place.sites[0].expert is None
 
     def enter_part(self, part: str) -> None:
-        """Give the quantized model its own embedding."""
+        """Give the quantized model its own embedding, and weights that it shares with parts that
+        the samples have passed.
+        """
+        partwise = self._passage.partwise
+        for site, weights in self._tied.values():
+            if partwise.part_of(site.owner) == part:
+                self._install(site, weights)
         if self._embedding is None:
             return
-        partwise = self._passage.partwise
         name, quantized = self._embedding
         if partwise.part_of(name.rpartition(".")[0]) == part:
             floats = partwise.model.get_parameter(name)
@@ -380,6 +389,7 @@ class SampleStreams(Observer):
             weights[module] = self._load_stored(module)
         for site in group.sites:
             self._install(site, weights)
+            self._install_tied(site, weights)
         del linears
         self._drifted = True
         malloc_trim()
@@ -437,6 +447,21 @@ class SampleStreams(Observer):
             quantized = _make_parameter(quantized.to(self._compute_dtype))
             floats = _make_parameter(floats.to(self._compute_dtype))
         self._keep_versions(name, quantized, floats)
+
+    def _install_tied(self, site: Site, weights: Mapping[str, QuantTensor]) -> None:
+        """Let other modules whose parameter is tied to that of a site have its weights: now, or
+        when their part is loaded, with the floats on disk.
+        """
+        partwise = self._passage.partwise
+        names = partwise.same_as(site.parameter)
+        own_weights = {module: weights[module] for module in self._select_modules(site)}
+        for name in names:
+            if name == site.parameter or not own_weights:
+                continue
+            tied_site = replace(site, module=name.removesuffix(f".{site.leaf}"))
+            self._tied[name] = tied_site, own_weights
+            if partwise.part_of(tied_site.owner) in partwise.loaded:
+                self._install(tied_site, own_weights)
 
     def _keep_versions(self, name: str, quantized: nn.Parameter, floats: nn.Parameter) -> None:
         """Keep a parameter's value in either model, and give the model the current one."""

@@ -121,6 +121,10 @@ class DecoderParts:
         """Check that a part is a decoder block."""
         return part in self._blocks
 
+    def same_as(self, name: str) -> list[str]:
+        """List the names of all parameters that are tied to a parameter: only its own."""
+        return [name]
+
     def load(self, part: str) -> None:
         """Load the weights of a part, in float32; those of the embedding in the source's type."""
         self.loaded.add(part)

@@ -59,6 +59,10 @@ class PartwiseModel(Protocol):
         """Check that a part is an element of a list of modules."""
         ...
 
+    def same_as(self, name: str) -> list[str]:
+        """List the names of all parameters that are tied to a parameter, its own among them."""
+        ...
+
     def load(self, part: str) -> None:
         """Load the weights of a part's modules, in float32. They require no gradients."""
         ...

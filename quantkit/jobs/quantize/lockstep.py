@@ -11,6 +11,7 @@ from quantkit.passes.passage import Inputs, Survey
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites
 
+_SHARED = "other layers share its weights, which are solved for the inputs of the first"
 # Modules that a note lists by name.
 _NAMED = 4
 _UNREACHED = "no calibration sample was seen to reach it"
@@ -52,7 +53,15 @@ def survey_linears(
                     kept[module] = _DIVIDED
     # Modules without a scheme keep their floats anyway, and need no note.
     unsolved = {module: reason for module, reason in kept.items() if module in schemes}
-    notes = [f"{source.path}: {line}" for line in _describe_kept_linears(unsolved)]
+    shared: list[str] = []
+    for group in survey.groups:
+        for site in group.sites:
+            if len(passage.partwise.same_as(site.parameter)) > 1:
+                shared += [module for module, _, _ in site.rows if module in schemes]
+    lines = _describe_kept_linears(unsolved)
+    if shared:
+        lines.append(f"{_list_names(shared)}: {_SHARED}")
+    notes = [f"{source.path}: {line}" for line in lines]
     if unsolved.keys() == linears.keys():
         module, reason = next(iter(unsolved.items()))
         raise UnsupportedError(
@@ -89,13 +98,17 @@ def _describe_kept_linears(kept: dict[str, str]) -> list[str]:
         modules_by_reason.setdefault(reason, []).append(module)
     lines = []
     for reason, modules in modules_by_reason.items():
-        if len(modules) > _NAMED:
-            omitted = f" and {len(modules) - _NAMED} more"
-        else:
-            omitted = ""
         if len(modules) > 1:
             verb = "stay unquantized"
         else:
             verb = "stays unquantized"
-        lines.append(f"{', '.join(modules[:_NAMED])}{omitted} {verb}: {reason}")
+        lines.append(f"{_list_names(modules)} {verb}: {reason}")
     return lines
+
+
+def _list_names(modules: list[str]) -> str:
+    """List the first modules by name, and the number of others."""
+    names = ", ".join(modules[:_NAMED])
+    if len(modules) > _NAMED:
+        return f"{names} and {len(modules) - _NAMED} more"
+    return names
