@@ -257,7 +257,7 @@ class Passage(Generic[Model]):
 
         rounds = self._run_rounds(batches, spill, observer)
         with (
-            self._hook_modules(list(places), stop_at_site, stop_at_experts),
+            self._hook_modules(list(places), stop_at_site, stop_at_experts, stops_at_sites=True),
             _removing(self.partwise.body.register_forward_hook(stop_after_body)),
             closing(rounds),
         ):
@@ -449,15 +449,34 @@ class Passage(Generic[Model]):
             with self.partwise.silence(), context():
                 yield
 
+        def arrive(index: int, place: Hashable, value: Any) -> None:
+            if isinstance(place, Inputs):
+                load_expert(place)
+            observer.arrive(index, place, value)
+
+        def load_expert(group: Inputs) -> None:
+            """Load the part of an expert when the first batch shows inputs of it."""
+            part = partwise.part_of(group.sites[0].owner)
+            if part is not None and part not in partwise.loaded:
+                # Other batches may still be in the expert before it, which stays until they are
+                # here. One expert is small; another stop would move all batches once more.
+                partwise.load(part)
+                observer.enter_part(part)
+                experts_loaded.add(part)
+
+        experts_loaded: set[str] = set()
         try:
             self._lockstep = Lockstep(forwards, storages.collect, spill, enter_contexts)
-            rounds = self._lockstep.iterate_rounds(
-                observer.arrive, observer.resume, observer.runs_ahead
-            )
+            rounds = self._lockstep.iterate_rounds(arrive, observer.resume, observer.runs_ahead)
             with closing(rounds):
                 for place in rounds:
                     if isinstance(place, Part):
-                        self._enter(place.name, observer, storages)
+                        self._leave_unused(observer, storages)
+                        partwise.load(place.name)
+                        observer.enter_part(place.name)
+                    elif experts_loaded:
+                        self._leave_unused(observer, storages, needed=experts_loaded)
+                        experts_loaded.clear()
                     yield place
         finally:
             self._unload_all()
@@ -491,17 +510,18 @@ class Passage(Generic[Model]):
 
         return run
 
-    def _enter(self, part: str, observer: Observer, storages: ModelStorages) -> None:
-        """Load a part, and free those that no sample is in."""
-        open_parts = {name for name, count in self._open.items() if count}
-        for unused_part in self.partwise.loaded - self.partwise.resident_parts - open_parts:
+    def _leave_unused(
+        self, observer: Observer, storages: ModelStorages, needed: Collection[str] = ()
+    ) -> None:
+        """Free the parts that no sample is in, but not those that are needed next."""
+        in_use = {name for name, count in self._open.items() if count}
+        in_use.update(self.partwise.resident_parts, needed)
+        for unused_part in self.partwise.loaded - in_use:
             observer.leave_part(unused_part)
             self.partwise.unload(unused_part)
             storages.leave_part(unused_part)
         # Freed memory is returned before the next weights are read.
         malloc_trim()
-        self.partwise.load(part)
-        observer.enter_part(part)
 
     @contextmanager
     def _hook_modules(
@@ -509,8 +529,15 @@ class Passage(Generic[Model]):
         sites: Iterable[Site],
         on_product: Callable[[Site, Brought], None],
         on_routing: Callable[[str, list[int]], None] = lambda name, counts: None,
+        *,
+        stops_at_sites: bool = False,
     ) -> Iterator[None]:
-        """Hook all modules, so that they load their parts, and products show their inputs."""
+        """Hook all modules, so that they load their parts, and products show their inputs.
+
+        Args:
+            stops_at_sites: whether `on_product` stops the batch, where the part of an expert is
+                loaded too.
+        """
         handles: list[Any] = []
         names: dict[nn.Module, str] = {}
         parts: dict[nn.Module, str | None] = {}
@@ -557,10 +584,11 @@ class Passage(Generic[Model]):
             ) -> None:
                 owner = f"{names[module]}.{leaf}".rpartition(".")[0]
                 part = passage.partwise.part_of(owner)
-                # An expert may be a part of its own, which no module has entered yet.
-                if part is not None and part not in passage.partwise.loaded:
-                    stop(Part(part))
                 site = site_at.get((names[module], leaf, expert))
+                stops_at_inputs = site is not None and stops_at_sites
+                # An expert may be a part of its own, which no module has entered yet.
+                if not stops_at_inputs and part is not None and part not in passage.partwise.loaded:
+                    stop(Part(part))
                 if site is not None:
                     on_product(site, brought)
 
