@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.base.messages import Message, Option
 from quantkit.errors import UnsupportedError
@@ -23,9 +23,7 @@ from quantkit.formats.kv_scales import attention_scales, scale_names
 from quantkit.model.cache_rounding import Fp8Rounding
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.via_transformers.lazy_model import LazyModel
-
-PassCache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Sees keys and values before they are cached, and returns those to cache."""
+from quantkit.via_transformers.passing_cache import PassCache, make_cache
 
 _PROJECTIONS = ("k_proj", "v_proj", "qkv_proj")
 # Of latent attention: it expands the vectors that are cached to keys and values.
@@ -192,7 +190,7 @@ def _passing_cache(lazy: LazyModel, choose: Callable[[str], PassCache | None]) -
             pass_cache = choose(module)
             if pass_cache is None:
                 return None
-            cache = _make_cache(lazy.model.config, pass_cache)
+            cache = make_cache(lazy.model.config, pass_cache)
             return args, {**kwargs, argument: cache}
 
         handles.append(submodule.register_forward_pre_hook(give_cache, with_kwargs=True))
@@ -204,19 +202,6 @@ def _passing_cache(lazy: LazyModel, choose: Callable[[str], PassCache | None]) -
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _make_cache(config: Any, pass_cache: PassCache) -> Any:
-    """Make an empty cache of transformers that keeps nothing, and passes keys and values on."""
-    from transformers import DynamicCache
-
-    class PassingCache(DynamicCache):
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            return pass_cache(key_states, value_states)
-
-    return PassingCache(config=config)
 
 
 def _iter_cached_attention(lazy: LazyModel) -> Iterator[str]:

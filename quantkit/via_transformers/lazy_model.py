@@ -30,6 +30,7 @@ from quantkit.passes.site import Visitor
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.experts import set_visitor, use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
+from quantkit.via_transformers.passing_cache import leave_out_cache
 
 _Shape = tuple[int, ...]
 # Other modules outside of lists are small, and stay loaded.
@@ -454,6 +455,7 @@ def _built(source: Checkpoint) -> Any:
                 model = cls(config)
             model.tie_weights()
             use_experts(model)
+            leave_out_cache(model)
     except NotKnown as reason:
         version = source.extra_config.get("transformers_version")
         if isinstance(version, str):

@@ -40,6 +40,8 @@ KINDS = (
     "granite",
     # Code between blocks computes something from their outputs.
     "inkling2_text",
+    # Makes a cache whatever `use_cache` is, and has several lists of modules instead of blocks.
+    "xlm",
     # Blocks are called several times, some without gradients.
     "hrm_text",
 )
@@ -156,9 +158,14 @@ def compare(whole: Whole, blocks: Blocks) -> None:
         sums[key] = sums.get(key, 0) + gradient
     compared = 0
     partwise = blocks.passage.partwise
+    largest = 0.0
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            largest = max(largest, parameter.grad.abs().max().item())
     for name, parameter in parameters.items():
         if parameter.grad is not None and partwise.is_listed(partwise.part_of(name) or ""):
-            assert_same(sums[id(parameter)], parameter.grad)
+            # The gradient by a bias of keys is zero, and only rounding makes it something else.
+            assert_same(sums[id(parameter)], parameter.grad, floor=1e-7 * largest)
             compared += 1
     assert compared > 10
     assert blocks.outputs
@@ -169,20 +176,26 @@ def compare(whole: Whole, blocks: Blocks) -> None:
                 assert_same(gradient, expected)
 
 
-def assert_same(gradient: Tensor, expected: Tensor) -> None:
+def assert_same(gradient: Tensor, expected: Tensor, *, floor: float = 1e-12) -> None:
     scale = expected.abs().max().item()
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5 * scale + 1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5 * scale + floor)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_whole_model(kind: str, tiny_model: Tiny) -> None:
     passage = make_passage(tiny_model(kind))
+    hooks_before = count_hooks(passage.partwise.model)
     compare(Whole(tiny_model(kind)), Blocks(passage))
     assert all(parameter.is_meta for parameter in passage.partwise.model.parameters())
     for module in passage.partwise.model.modules():
         assert "forward" not in vars(module) or type(module).__name__.endswith("Experts")
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert count_hooks(passage.partwise.model) == hooks_before
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 def test_gradients_pass_through_keys_that_layers_share(
