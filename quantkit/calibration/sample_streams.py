@@ -182,7 +182,8 @@ class SampleStreams(Observer):
             NonFiniteError: if a weight or the inputs of a linear contain NaN or Inf.
         """
         solved_groups = [group for group in groups if self._list_solved(group)]
-        if not solved_groups:
+        # A cache has scales even if only the head is quantized, which is no group.
+        if not solved_groups and not to_end:
             return
         self._linears = self._find_linears(groups)
         arrived = self._passage.iterate_inputs(

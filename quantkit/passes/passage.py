@@ -240,9 +240,12 @@ class Passage(Generic[Model]):
         """
         # Batches stop only at the first site of a group, because the others have the same inputs.
         places = {group.sites[0]: group for group in groups}
-        last = list(places.values())[-1]
-        owner = self.partwise.model.get_submodule(last.sites[0].module)
-        last_is_in_body = any(owner is module for module in self.partwise.body.modules())
+        last: Inputs | None = None
+        last_is_in_body = True
+        if places:
+            last = list(places.values())[-1]
+            owner = self.partwise.model.get_submodule(last.sites[0].module)
+            last_is_in_body = any(owner is module for module in self.partwise.body.modules())
 
         def stop_at_site(site: Site, brought: Brought) -> None:
             # The observer may want to see the inputs again, after it has looked at all of them.

@@ -45,6 +45,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "rtn": ("int8", {}),
     "weighted": ("int4-g32", {"method": "rtn"}),
     "gptq": ("int4-g32", GPTQ),
+    # No linear of a block is solved.
+    "gptq of the head": ("int4-g32", {**GPTQ, "keep": "*layers*", "head": "int4-g32"}),
 }
 
 
@@ -64,7 +66,7 @@ def _made(source: Path, dst: Path, method: str = "rtn", **options: Any) -> Any:
 
 def _tokens(source: Path, method: str) -> Tensor:
     """The samples that scales are calibrated on."""
-    if method != "gptq":
+    if METHODS[method][1].get("method") != "gptq":
         checkpoint = open_checkpoint(source)
         return sample_tokens(checkpoint, load_tokenizer(source), *scale_tokens(checkpoint))
     plan = prepare(QuantizeOptions(source, source.parent / "unused", "int4-g32", **GPTQ))
@@ -103,6 +105,7 @@ CASES = [
     ("llama", "weighted"),
     ("llama", "gptq"),
     ("gemma3_text", "gptq"),
+    ("qwen3", "gptq of the head"),
 ]
 
 
