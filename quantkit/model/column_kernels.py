@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.late import LateModule
 from quantkit.errors import RequestError
 from quantkit.kernels import cpu_gptq
@@ -63,8 +64,7 @@ def select_column_kernels(device: torch.device) -> ColumnKernels:
             raise
         except Exception as error:
             # Drivers and compilers have their own exception types.
-            text = " ".join(str(error).split()) or type(error).__name__
-            problem = text[:300]
+            problem = describe_foreign_error(error)
         if problem is None:
             return kernels
     if on_cpu:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.late import LateModule
 from quantkit.kernels.backend import Backend
 from quantkit.tensors.products import times
@@ -186,5 +187,4 @@ def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
     except Exception as error:
         # Drivers and compilers have their own exception types. Their messages may have many lines;
         # a warning is one.
-        text = " ".join(str(error).split()) or type(error).__name__
-        return f"fail on this machine ({text})"[:300]
+        return f"fail on this machine ({describe_foreign_error(error)})"

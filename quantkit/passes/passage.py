@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantkit.base.json_values import format_value
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
@@ -104,8 +104,8 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
         ) from error
     # The code of a model can raise anything.
     except Exception as error:
-        message = format_value(" ".join(str(error).split()))
-        problem = f"the model's code fails{describe_location()} ({type(error).__name__}: {message})"
+        reason = describe_foreign_error(error)
+        problem = f"the model's code fails{describe_location()} ({reason})"
         hint = Message(
             "its input is text without images; ",
             Option("tensors_only", value=True, job="quantize"),

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
@@ -270,7 +271,7 @@ class CapturedDecode:
                 raise RuntimeError("the captured step draws different tokens")
         # Drivers and compilers have their own exception types.
         except Exception as error:
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = describe_foreign_error(error)
             _log.warning("decoding steps cannot be captured here (%s); they run one by one", reason)
             return False
         self._captured[count] = rows, drawn, replay

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.base.json_values import format_value
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.messages import Message, Option
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -91,7 +91,7 @@ def generate_rows(
         raise UnsupportedError(
             "transformers does not generate text with this model",
             path=path,
-            found=f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}",
+            found=describe_foreign_error(error),
             hint=Message("give a text: ", Option("calibration")),
         ) from error
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.architectures.disk import group_stacked_experts
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.json_values import format_value
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
@@ -474,8 +475,7 @@ def _built(source: Checkpoint) -> Any:
         raise
     # The code of a model, given any config, can raise anything.
     except Exception as error:
-        message = format_value(" ".join(str(error).split()))
-        why = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
+        why = f"{describe_foreign_error(error)}, with transformers {transformers.__version__}"
         problem = f"the model cannot be built from its config ({why})"
         raise UnsupportedError(
             problem, path=source.path, found=source.config.architecture

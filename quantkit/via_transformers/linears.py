@@ -29,6 +29,7 @@ from quantkit.architectures.families.opaque import (
     recurrent_modules,
     with_roles,
 )
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.json_values import collect_values, format_value
 from quantkit.errors import QuantkitError
 from quantkit.via_transformers.own_code import iter_architecture_classes, load_code_classes
@@ -97,8 +98,7 @@ def _roles(
             raise
         # The code of a model, given any config, can raise anything.
         except Exception as error:
-            message = " ".join(str(error).split())
-            reason = f"{type(error).__name__}: {format_value(message)}"
+            reason = describe_foreign_error(error)
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
     stored: set[str] = set()

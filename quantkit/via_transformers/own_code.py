@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.json_values import format_value, read_json
 from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
@@ -220,7 +221,7 @@ def _import_class(reference: str, folder: Path) -> Any:
                 found=error.strerror,
                 hint="set the environment variable HF_MODULES_CACHE to a writable folder",
             ) from error
-        reason = f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
+        reason = describe_foreign_error(error)
         raise UnsupportedError(
             f"the code in the folder fails ({reason})", path=folder, found=reference
         ) from error

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from quantkit.architectures.families.opaque import is_extra_layer
-from quantkit.base.json_values import format_value, read_json
+from quantkit.base.foreign_errors import describe_foreign_error
+from quantkit.base.json_values import read_json
 from quantkit.errors import QuantkitError
 from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.gptq import Gptq
@@ -69,7 +70,7 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
                 _, info = cls.from_pretrained(str(folder), config=config, **options)
     # The code of a model can raise anything.
     except Exception as error:
-        return f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
+        return describe_foreign_error(error)
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))
         # Layers that predict further tokens, which its classes do not have, are left out.
@@ -107,4 +108,4 @@ def _find_linear_problem(folder: Path, settings: dict[str, Any], code: Path | No
             return find_packed_linear_problem(model, names, settings)
     # The code of a model can raise anything.
     except Exception as error:
-        return f"{type(error).__name__}: {format_value(' '.join(str(error).split()))}"
+        return describe_foreign_error(error)

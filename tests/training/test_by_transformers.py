@@ -257,7 +257,7 @@ def test_quantize_refines_what_it_has_quantized(tmp_path: Path) -> None:
 def test_what_training_does_not_do_is_refused(
     options: dict[str, str], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with raises(RequestError, path=models[0]):
+    with raises(RequestError, path=models[0], options=options):
         quantkit.refine(models[1], tmp_path / "out", against=models[0], **TEXT, **options)
     assert not list(tmp_path.iterdir())
 

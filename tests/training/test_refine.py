@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from command import Capture, run
-from error_parts import raises
+from error_parts import list_options, raises
 from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.data.files import EXCERPT
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
@@ -651,6 +652,36 @@ def test_schemes_that_are_rounded_by_default_are_refused_first(
         quantkit.quantize(floats, tmp_path / "dst", scheme, refine=True)
     with raises(RequestError, path=floats, found=scheme, options=options):
         quantkit.plan.quantize(floats, tmp_path / "dst", scheme, refine=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advised"),
+    [
+        ("lora", "adapter", {"lora", "tensors_only"}),
+        ("dequantize", True, {"dequantize", "tensors_only"}),
+        ("tensors_only", True, {"tensors_only"}),
+        ("if_exists", "skip", {"if_exists"}),
+        ("kv_cache", "fp8", set()),
+        ("certify_positions", 8, set()),
+    ],
+)
+def test_what_does_not_go_with_refinement_is_refused_with_what_to_do(
+    floats: Path, tmp_path: Path, option: str, value: object, advised: set[str]
+) -> None:
+    options: dict[str, Any] = {option: value, "refine": True}
+    with raises(RequestError, options=["refine", option]) as caught:
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", **options)
+    assert caught.value.hint
+    assert list_options(caught.value.hint) == advised
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_are_refused_with_what_to_do(floats: Path, tmp_path: Path) -> None:
+    several = ProcessGroup(rank=0, size=2, device=None, name="two")
+    with raises(RequestError, options=["refine"]) as caught:
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, group=several)
+    assert caught.value.hint
     assert not list(tmp_path.iterdir())
 
 

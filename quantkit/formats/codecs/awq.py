@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.base.json_values import Settings, format_value
+from quantkit.base.messages import Message, Option
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import (
@@ -219,10 +220,16 @@ class Awq(QuantMethod):
         """
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
+            smallest = min(size for size in sizes if size > 0)
             raise UnsupportedError(
                 "AWQ supports only one group size per folder",
                 found=" and ".join(map(str, sizes)),
-                hint="write another format",
+                # The smallest size fits wherever a larger one does.
+                hint=Message(
+                    f"quantize all linears with groups of {smallest}, or write ",
+                    Option("to", value="gptq"),
+                    ", which has a size for each linear",
+                ),
             )
         floats = [module for module in modules if module not in schemes]
         for module in floats:

@@ -26,6 +26,8 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import Tokenizer
 
+PICTURE = "bit-allocation.svg"
+"""The picture of schemes chosen for a size, which `quantize` writes next to the model card."""
 _CONFIG = "config.json"
 _CACHE = "__pycache__"
 _MODULES = "modules.json"
@@ -114,8 +116,8 @@ def note_left_behind(
     """Name the files and folders of a source that an output does not have, in one note.
 
     The note leaves out what a reader of the output cannot miss: the weights that are read, their
-    index and settings, the manifest and the model card of quantkit's own folders, and hidden files
-    and caches.
+    index and settings, the manifest, the model card and the picture of quantkit's own folders, and
+    hidden files and caches.
 
     Args:
         container: of the output, at `dst`.
@@ -126,6 +128,7 @@ def note_left_behind(
     unmentioned = {
         CONTAINERS[source.format].config_file,
         manifest.NAME,
+        PICTURE,
         _CACHE,
         *SETTINGS_FILES,
         *(file.path.name for file in source.files()),

@@ -37,6 +37,7 @@ from quantkit.jobs.output.labels import (
     layer_names,
 )
 from quantkit.jobs.output.result import growth_text
+from quantkit.jobs.output.source_folder import PICTURE
 from quantkit.jobs.output.target import NATIVE
 from quantkit.jobs.quantize.formats import FormatPlan
 from quantkit.jobs.quantize.held_schemes import vllm_problems_of
@@ -66,8 +67,6 @@ else:
     bit_allocations = LateModule("quantkit.bit_allocation.allocation")
     knows_model = LateFunction("quantkit.formats.codecs.known_models:knows_model")
 
-# The file with the picture of schemes chosen for a size, next to the card.
-_PICTURE = "bit-allocation.svg"
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
 _CAUSAL = "AutoModelForCausalLM"
@@ -123,7 +122,7 @@ def model_card_files(
         allocation=allocation,
         embedding=scheme_map.embedding,
         size=size_text(measured.weight_bytes),
-        picture=_PICTURE,
+        picture=PICTURE,
         bits_per_weight=measured.bits_per_weight,
         significant=significant,
         small_floats=_SMALL_FLOATS,
@@ -142,7 +141,7 @@ def model_card_files(
     )
     files = {CARD: text.encode()}
     if allocation is not None:
-        files[_PICTURE] = bit_allocations.picture(allocation).encode()
+        files[PICTURE] = bit_allocations.picture(allocation).encode()
     return files
 
 

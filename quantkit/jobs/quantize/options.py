@@ -503,22 +503,44 @@ class QuantizeOptions:
                         Message(Option(name), " requires ", Option("refine", value=True))
                     )
             return
-        excluded = {
-            Message(Option("tensors_only")): self.tensors_only,
-            Message(Option("lora")): self.lora,
-            Message(Option("dequantize")): self.dequantize,
-            Message(Option("certify_positions")): self.certify_positions,
-            Message(Option("kv_cache")): self.kv_cache,
-            Message(Option("if_exists", value="skip")): self.if_exists == "skip",
-            "several formats": len(self.targets) > 1,
-            Message(Option("method", value="rtn")): self.method == "rtn",
-        }
-        for name, requested in excluded.items():
+        after = "run `quantkit refine` on the result"
+        # What is combined, whether it is requested, and what to do instead.
+        excluded: list[tuple[str, object, str]] = [
+            (
+                Message(Option("tensors_only", value=True)),
+                self.tensors_only,
+                Message("leave ", Option("tensors_only"), " out: training runs the model"),
+            ),
+            # `quantkit refine` needs the merged or dequantized floats, which this job does not
+            # write.
+            (Message(Option("lora")), self.lora, _explain_convert_first(Option("lora", job=""))),
+            (
+                Message(Option("dequantize", value=True)),
+                self.dequantize,
+                _explain_convert_first(Option("dequantize", value=True, job="")),
+            ),
+            (
+                Message(Option("certify_positions")),
+                self.certify_positions,
+                "run `quantkit eval --positions` on the result",
+            ),
+            (Message(Option("kv_cache")), self.kv_cache, after),
+            (
+                Message(Option("if_exists", value="skip")),
+                self.if_exists == "skip",
+                Message("leave ", Option("if_exists"), " out"),
+            ),
+            (
+                "several formats",
+                len(self.targets) > 1,
+                "write one, and `quantkit convert` the result to the others",
+            ),
+            (Message(Option("method", value="rtn")), self.method == "rtn", after),
+        ]
+        for name, requested, hint in excluded:
             if requested:
-                raise RequestError(
-                    Message(Option("refine", value=True), " cannot be combined with ", name),
-                    hint="run `quantkit refine` on the result",
-                )
+                problem = Message(Option("refine", value=True), " cannot be combined with ", name)
+                raise RequestError(problem, hint=hint)
 
     def require_run_by_transformers(self) -> None:
         """Raise a `RequestError` for an option that models run by transformers do not have."""
@@ -597,3 +619,14 @@ class QuantizeOptions:
             from quantkit.model.device import resolve_device
 
             resolve_device(self.device)
+
+
+def _explain_convert_first(option: Option) -> Message:
+    """Explain how to refine a model that only an option of `convert` makes a float model."""
+    return Message(
+        "write the float model with `quantkit convert` and ",
+        option,
+        ", for architectures that transformers runs also ",
+        Option("tensors_only", value=True, job=""),
+        "; then quantize and refine that",
+    )

@@ -74,6 +74,11 @@ def quantize_and_refine(
         raise RequestError(
             Message(Option("refine", value=True), " requires a single process"),
             found=f"{group.size} processes",
+            hint=Message(
+                "run it without torchrun; or leave ",
+                Option("refine"),
+                " out, and run `quantkit refine` on the result",
+            ),
         )
     require_buildable(dst, plan.formats.encoder, resume=options.resume)
     estimate = estimate_sequence(plan, options)

@@ -143,6 +143,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             raise RequestError(
                 Message(Option("backend", value="xla"), " requires a single process"),
                 found=f"{group.size} processes",
+                hint="run it without torchrun",
             )
         # The axis of the samples: each part gets as many of a step's samples.
         parts = (options.mesh_shape or (1, 1))[0]
@@ -178,6 +179,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
         raise RequestError(
             Message(Option("train_codes"), " requires a single process"),
             found=f"{group.size} processes",
+            hint=Message("run it without torchrun, or leave ", Option("train_codes"), " out"),
         )
     mesh = Mesh.of(group, shape)
     # Machines may have other copies of the models.
@@ -203,6 +205,7 @@ def _require_for_transformers(planned: Refinement, group: ProcessGroup) -> None:
             f"refining a model that {run_by} runs requires a single process",
             path=planned.reference.path,
             found=f"{max(group.size, math.prod(options.mesh_shape or (1,)))} processes",
+            hint=Message("run it without torchrun and without ", Option("mesh")),
         )
 
 

@@ -493,6 +493,15 @@ def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Pa
     assert {module: codec.scheme for module, codec in read.items()} == found
 
 
+def test_awq_refuses_several_group_sizes_and_names_the_format_that_has_them() -> None:
+    mixed = {"model.layers.0.down": QuantScheme(4, 32), "model.layers.0.up": QuantScheme(4, 64)}
+    with raises(UnsupportedError, "32", found="32 and 64", options=["to"]):
+        METHODS["awq"].write_settings(mixed, mixed)
+    assert METHODS["gptq"].write_settings(mixed, mixed)["dynamic"]
+    smallest = dict.fromkeys(mixed, QuantScheme(4, 32))
+    assert METHODS["awq"].write_settings(smallest, mixed)["group_size"] == 32
+
+
 def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
     experts = [
         f"model.layers.{layer}.mlp.experts.{expert}.down_proj"
