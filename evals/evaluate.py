@@ -95,8 +95,8 @@ def evaluate(
         window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192
             for rolling windows.
         positions: also measure the divergence from the reference by position, in windows of this
-            many tokens, with keys and values in a float and in an int8 cache; a text, or context,
-            that is shorter is measured to its end.
+            many tokens, with keys and values in a float cache and, if quantkit's decoder runs all
+            models, in an int8 cache; a text, or context, that is shorter is measured to its end.
         position_windows: how many of each text, at most; by default as many as hold 32768 tokens,
             and one at least.
         cache_logits: a folder that keeps the reference's final hidden states, from which its logits
@@ -176,7 +176,7 @@ def evaluate(
         contexts.append(model.checkpoint.config.max_context)
         if model.checkpoint.config.run_by is not None:
             run_by_others.append(model)
-    for name, value in (("tasks", tasks), ("speed", speed), ("positions", position_limits)):
+    for name, value in (("tasks", tasks), ("speed", speed)):
         if value and run_by_others:
             path = run_by_others[0].checkpoint.path
             run_by = run_by_others[0].checkpoint.config.run_by

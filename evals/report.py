@@ -16,6 +16,7 @@ from quantkit.quality.measures import Divergence
 from quantkit.quality.positions import CACHES, FLOAT, rise
 
 _Column = tuple[str, Callable[[Row], str]]
+_CACHE_NAMES = {FLOAT: "a float", "int8": "an int8"}
 _DIGITS = 4
 """Of perplexities, as in papers: they are exact for this text, and have no error."""
 _QUANTILE_DIGITS = 2
@@ -333,36 +334,47 @@ def _build_position_table(
     evaluation: EvaluationData, text: str, length: int, windows: int
 ) -> Table:
     rows: list[tuple[str, ...]] = []
+    caches = _list_caches(evaluation, text)
     for row in evaluation.rows:
         buckets_by_cache = row.texts[text].positions
         # The reference has no divergence.
         if not buckets_by_cache:
             continue
         # Both caches are measured in the same windows, so their buckets are the same ranges.
-        for buckets in zip(*(buckets_by_cache[cache] for cache in CACHES), strict=True):
+        for buckets in zip(*(buckets_by_cache[cache] for cache in caches), strict=True):
             cells = []
             for bucket in buckets:
                 cells += [str(bucket.estimate), f"{100 * bucket.top1_agreement:.1f}"]
             rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
         rise_cells = []
-        for cache in CACHES:
+        for cache in caches:
             ratio = rise(buckets_by_cache[cache])
             # The rise has no counterpart for top-1 agreement.
             rise_cells += [NONE if ratio is None else str(ratio), NONE]
         rows.append((row.name, "last / first", NONE, *rise_cells))
+    # Only quantkit's decoder has an int8 cache.
+    names = [_CACHE_NAMES[cache] for cache in caches]
     title = (
         f"By position, against {evaluation.reference}, on {text} ({windows} x {length} tokens):"
         f" KL({evaluation.reference} || model) in nats/token, and tokens whose"
-        " likeliest is the same,"
-        " with keys and values in a float and in an int8 cache"
+        f" likeliest is the same, with keys and values in {' and in '.join(names)} cache"
         f" ({evaluation.reference}'s are floats)."
         " last / first is the KL of the last positions over that of the first: above 1, divergence"
         " rises with the position."
     )
     heads = []
-    for cache in CACHES:
+    for cache in caches:
         heads += [f"KL, {cache} cache", "top-1, %"]
     return Table(title, ("model", "positions", "tokens", *heads), rows)
+
+
+def _list_caches(evaluation: EvaluationData, *texts: str) -> list[str]:
+    """List the types of KV caches with which any model is measured on some texts."""
+    measured: set[str] = set()
+    for row in evaluation.rows:
+        for text in texts:
+            measured.update(row.texts[text].positions)
+    return [cache for cache in CACHES if cache in measured]
 
 
 def _position_columns(evaluation: EvaluationData, text: str) -> list[_Column]:
@@ -384,8 +396,9 @@ def _position_columns(evaluation: EvaluationData, text: str) -> list[_Column]:
         return NONE
 
     columns: list[_Column] = []
+    caches = _list_caches(evaluation, *evaluation.texts)
     for _, name in sorted(bucket_names.items()):
-        for cache in CACHES:
+        for cache in caches:
             for head, field in (("KL", "estimate"), ("top1", "top1_agreement")):
                 columns.append((f"{head} {name} {cache}", partial(cell, cache, name, field)))
     return columns

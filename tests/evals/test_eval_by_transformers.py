@@ -22,7 +22,7 @@ from quantkit.data.files import excerpt
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.evals.models import open_models
 from quantkit.quality.measures import text_windows
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 TEXT = {"speech": [excerpt()[:2500]]}
 RUN_BY = f"run by transformers {importlib.metadata.version('transformers')}"
@@ -87,14 +87,35 @@ def test_states_of_the_reference_are_kept(hybrid: Path, hybrid_int4: Path, tmp_p
         assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-@pytest.mark.parametrize("option", ["--speed", "--positions"])
 def test_what_needs_our_decoder_is_refused_by_name(
-    option: str, hybrid: Path, hybrid_int4: Path, capfd: Capture
+    hybrid: Path, hybrid_int4: Path, capfd: Capture
 ) -> None:
-    value = ["64"] if option == "--positions" else []
-    code, _, err = run(capfd, "eval", hybrid_int4, "--against", hybrid, option, *value)
+    code, _, err = run(capfd, "eval", hybrid_int4, "--against", hybrid, "--speed")
     assert code == 2
-    assert f"{option} requires a model that quantkit runs itself (found {RUN_BY})" in err
+    assert f"--speed requires a model that quantkit runs itself (found {RUN_BY})" in err
+
+
+@pytest.mark.slow
+def test_divergence_by_position_is_that_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
+    tokenizer = load_tokenizer(hybrid)
+    ids = tokenizer.encode(TEXT["speech"][0])
+    windows = text_windows(ids, prompt_start(tokenizer), 200)[:2]
+    p, q = (_log_probabilities(folder, windows) for folder in (hybrid, hybrid_int4))
+    expected = (p.exp() * (p - q)).sum(-1)
+    measured = quantkit.evaluate(
+        hybrid_int4, against=hybrid, texts=TEXT, window=64, positions=200, position_windows=2
+    )
+    # transformers has no cache of int8 rows.
+    assert list(measured.rows[1].texts["speech"].positions) == ["float"]
+    buckets = measured.rows[1].texts["speech"].positions["float"]
+    assert (buckets[0].start, buckets[-1].stop) == (0, 200)
+    for bucket in buckets:
+        kl = expected[:, bucket.start : bucket.stop].mean().item()
+        assert bucket.kl == pytest.approx(kl, rel=1e-3)
+    lines = "\n".join(measured.lines())
+    assert buckets[0].name in lines
+    assert "int8 cache" not in lines
+    assert buckets[0].name in measured.to_html()
 
 
 def test_several_processes_are_refused(hybrid: Path) -> None:
