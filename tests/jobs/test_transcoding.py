@@ -530,8 +530,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "`mp` sets the number of files",
     ),
     ("int8", {"split_max_size": 0}, "`split_max_size` must be positive"),
-    ("floats", {"to": "awq"}, "the source is not quantized"),
-    ("floats", {"requantize": True}, "`requantize=True` requires a quantized source"),
+    ("floats", {"to": "awq"}, '`to="awq"` requires .* an unquantized model'),
+    ("floats", {"requantize": True}, "`requantize=True` requires .* an unquantized model"),
 ]
 
 

@@ -35,7 +35,11 @@ from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     is_read_by_quantkit_only,
 )
-from quantkit.formats.codecs.dequantized import narrow_float64, replace_quantized_tensors
+from quantkit.formats.codecs.dequantized import (
+    Float64Tensor,
+    narrow_float64,
+    replace_quantized_tensors,
+)
 from quantkit.formats.codecs.float_methods import uses_small_floats
 from quantkit.formats.codecs.layouts import SCALE
 from quantkit.formats.codecs.raw_module import RawModule
@@ -289,6 +293,14 @@ class HFCheckpoint:
     def has_codes(self) -> bool:
         """Return whether any tensor on disk is stored as codes."""
         return any(self.is_coded(tensor.name) for tensor, _ in self._places.values())
+
+    def list_kinds_read_as_floats(self) -> list[str]:
+        """List the kinds of small floats, such as FP8, that weights are stored in, each once."""
+        kinds: dict[str, None] = {}
+        for home in self._home.values():
+            if isinstance(home, DequantizedTensor) and not isinstance(home, Float64Tensor):
+                kinds[home.kind] = None
+        return list(kinds)
 
     def _place(self, tensors: Iterable[DiskTensor]) -> None:
         self._places: dict[str, tuple[DiskTensor, Place]] = {}

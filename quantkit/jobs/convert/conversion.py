@@ -272,17 +272,17 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
                 found=Message(Option("to", value=target.name)),
             )
     if not (quantized or integers):
+        requested: Option | None = None
         if not target.floats:
-            problem = Message(
-                "the source is not quantized; ",
-                Option("to", value=target.name),
-                " requires a quantized source",
-            )
-            raise RequestError(problem, hint="quantize it first")
-        if options.requantize:
+            requested = Option("to", value=target.name)
+        elif options.requantize:
+            requested = Option("requantize", value=True)
+        if requested is not None:
             raise RequestError(
-                Message(Option("requantize", value=True), " requires a quantized source"),
+                Message(requested, " requires a source with int4 or int8 codes"),
                 path=source.path,
+                found=describe_floats(source),
+                hint=Message("quantize it: `quantkit quantize` has ", Option("to", job="")),
             )
         return
     if options.dequantize:
@@ -323,6 +323,18 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
             expected=expected,
             hint=join_messages(", ", ways),
         )
+
+
+def describe_floats(source: StoredCheckpoint) -> str:
+    """Describe the weights of a model without codes that could be copied, for errors: small floats
+    are quantized weights too, although they are read as floats.
+    """
+    kinds: list[str] = []
+    if isinstance(source, HFCheckpoint):
+        kinds = source.list_kinds_read_as_floats()
+    if not kinds:
+        return "an unquantized model"
+    return f"weights in {' and '.join(kinds)}, which are read as {source.config.dtype}"
 
 
 def _describe_code_changes(

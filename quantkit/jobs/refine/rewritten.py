@@ -16,7 +16,7 @@ from quantkit.formats.codecs.codec import Reason, choose_codec
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import GGUF
 from quantkit.jobs.convert.carried_codes import convert_scales_exactly
-from quantkit.jobs.convert.conversion import Conversion, plan_conversion
+from quantkit.jobs.convert.conversion import Conversion, describe_floats, plan_conversion
 from quantkit.jobs.convert.options import ConvertOptions
 from quantkit.jobs.output.writer import Writer, content_hash, start_source_hashes
 from quantkit.quality.changed_tensors import tensor_hash
@@ -100,8 +100,10 @@ def plan_rewriting(
         run_by_transformers(source, code=code)
     if not schemes(source):
         raise RequestError(
-            "the source is not quantized",
+            "the source has no codes whose scales could be trained",
             path=source.path,
+            found=describe_floats(source),
+            expected="int4 or int8",
             hint=Message("create it with ", Option("refine", value=True, job="quantize")),
         )
     return plan

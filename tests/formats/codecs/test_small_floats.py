@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import quantkit
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.codecs.small_floats import dequantize
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.dtypes import DType
@@ -150,6 +150,26 @@ def test_an_fp8_source_counts_as_one_of_floats(method: str, tmp_path: Path) -> N
             value = open_checkpoint(made).load(name)
             assert isinstance(value, QuantTensor)
             assert (value.dequantize() - weight).norm() < 0.02 * weight.norm()
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("to", ["gptq", "awq", "mlx"])
+def test_what_needs_integer_codes_says_that_the_source_has_fp8(
+    to: Any, kind: str, tmp_path: Path
+) -> None:
+    folder, _ = _source(kind, tmp_path / "src")
+    with raises(RequestError, "FP8", "float32", path=folder, options=["to"]):
+        quantkit.convert(folder, tmp_path / "dst", to=to)
+    with raises(RequestError, "FP8", path=folder, options=["requantize"]):
+        quantkit.convert(folder, tmp_path / "dst", requantize=True)
+    with raises(RequestError, "FP8", path=folder, options=["refine"]):
+        quantkit.refine(folder, tmp_path / "dst", against=folder)
+
+
+def test_an_fp8_source_is_quantized_to_another_format(tmp_path: Path) -> None:
+    folder, expected = _source("rows", tmp_path / "src")
+    made = quantkit.quantize(folder, tmp_path / "dst", "int4-g32", method="rtn", to="gptq").path
+    assert isinstance(open_checkpoint(made).load(next(iter(expected))), QuantTensor)
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
