@@ -252,8 +252,16 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
     except Exception as error:
         if file is not None:
             # `datasets` wraps the error of its reader, which says more.
-            line = _first_bad_line(name, file, scratch)
             cause = error.__cause__ or error
+            if isinstance(cause, RequestError):
+                raise RequestError(
+                    cause.problem,
+                    path=file,
+                    found=cause.found,
+                    expected=cause.expected,
+                    hint=cause.hint,
+                ) from error
+            line = _first_bad_line(name, file, scratch)
             raise RequestError(
                 f"is not valid data for the task: {cause!r}", path=file, found=line
             ) from error

@@ -136,18 +136,27 @@ def articles(raw: str) -> list[str]:
 
     The line break before a title belongs to neither side, as in the data set
     EleutherAI/wikitext_document_level; what is blank before the first title is left out.
+
+    Raises:
+        RequestError: if no line is a title.
     """
     starts = []
     for title in _TITLE.finditer(raw):
         starts.append(title.start())
+    if not starts:
+        raise RequestError(
+            "has no articles of WikiText",
+            found="no title line",
+            expected="' = Title = ' in a line of its own, before each article",
+            hint="use the raw form of WikiText; `quantkit eval` measures any other text too",
+        )
     documents = []
     # A text can begin within an article.
-    if starts and starts[0]:
+    if starts[0]:
         lead = raw[: starts[0] - 1]
         if lead.strip():
             documents.append(lead)
     ends = [start - 1 for start in starts[1:]] + [len(raw)]
-    # Strict: a text without titles is not WikiText, which is an error.
     for start, end in zip(starts, ends, strict=True):
         documents.append(raw[start:end])
     return documents

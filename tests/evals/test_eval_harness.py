@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_parts import raises
 from fake_hub import Hostile, hub
 
 import quantkit
@@ -243,6 +244,15 @@ def test_what_a_task_cannot_use_is_named(tmp_path: Path) -> None:
         pass
     with pytest.raises(RequestError, match="not a folder"), open_tasks(["mmlu"], tmp_path / "none"):
         pass
+
+
+@pytest.mark.parametrize("text", ["", "No title.\n"])
+def test_a_text_that_is_not_wikitext_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "wikitext.txt"
+    path.write_text(text)
+    with raises(RequestError, path=path) as caught, open_tasks(["wikitext"], tmp_path):
+        pass
+    assert caught.value.expected
 
 
 @pytest.mark.parametrize(

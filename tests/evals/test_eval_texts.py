@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+from error_parts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,14 @@ def test_articles_begin_at_their_titles() -> None:
     assert first.endswith("More .")
     assert second == " = Second one = \n \n The end . \n"
     assert articles("A preface .\n" + WIKI)[0] == "A preface .\n "
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "Two words.\n", " = = A section = = \n"])
+def test_a_text_without_articles_is_refused(text: str) -> None:
+    with raises(RequestError) as caught:
+        articles(text)
+    assert caught.value.expected
+    assert caught.value.hint
 
 
 def test_a_text_says_what_it_is(tmp_path: Path) -> None:
