@@ -118,9 +118,10 @@ class ProgressDisplay:
         self._ended.set()
         # The thread may be drawing the bar.
         with self._writing():
+            # Before the lock is free: the thread may wait for it, to show the progress once more.
+            self._silent = True
             if self._bar is not None:
                 self._bar.close()
-        self._silent = True
 
     def expect(self, steps: Mapping[str, float]) -> None:
         """Show the progress of a whole job from here, by the estimated seconds of its phases, in

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def _said(capfd: Capture) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
 
+class ContestedLock:
+    """A lock for which another thread waits: when it is free, `waiting` runs."""
+
+    def __init__(self) -> None:
+        self.waiting: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        waiting = self.waiting
+        self.waiting = lambda: None
+        waiting()
+
+
 # Plain lines
 
 
@@ -110,6 +126,28 @@ def test_it_speaks_also_while_the_job_says_nothing(clock: Clock, capfd: Capture)
         "quantkit: quantize: 1/4 layers, 3:00 left",
         "quantkit: quantize: 1/4 layers, 2:30 left",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_is_shown_after_the_end(
+    terminal: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream: io.StringIO = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = _display(clock)
+    lock = ContestedLock()
+    monkeypatch.setattr(display, "_lock", lock)
+    after_the_end: list[int] = []
+
+    def tick() -> None:
+        after_the_end.append(len(stream.getvalue()))
+        display.tick()
+
+    with display:
+        display("quantize", 1, 4, "layers")
+        clock.passes(60)
+        lock.waiting = tick
+    assert after_the_end == [len(stream.getvalue())]
 
 
 def test_each_phase_has_a_line_when_it_begins(clock: Clock, capfd: Capture) -> None:
