@@ -291,6 +291,34 @@ def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
     require_close(found, {name: expected[f"transformer.{name}"] for name in found})
 
 
+def test_tensors_without_the_prefix_of_peft_are_merged_as_transformers_adds_them(
+    base: Path, tmp_path: Path
+) -> None:
+    prefix = "base_model.model."
+    usual = lora.save_adapter(base, tmp_path / "usual")
+    adapter = Path(shutil.copytree(usual, tmp_path / "adapter"))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert all(name.startswith(prefix) for name in stored)
+    save_file(
+        {name.removeprefix(prefix): value for name, value in stored.items()},
+        adapter / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    tokens = oracle.random_tokens(12)
+    merged_logits = oracle.logits(oracle.load(made.path), tokens)
+    model = oracle.load(base)
+    model.load_adapter(str(adapter))
+    assert torch.allclose(merged_logits, oracle.logits(model, tokens), atol=1e-4)
+    # PEFT's own class warns, and leaves the tensors out.
+    assert not torch.allclose(
+        oracle.logits(lora.loaded(base, adapter), tokens), merged_logits, atol=1e-2
+    )
+    assert any(prefix in note for note in made.notes)
+    plain = quantkit.convert(base, tmp_path / "plain", lora=usual, **UNCHECKED)
+    assert not any(prefix in note for note in plain.notes)
+
+
 def test_a_model_that_reads_images_is_merged(
     tiny_image_text_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

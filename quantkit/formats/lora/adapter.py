@@ -19,7 +19,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # PEFT wraps the base in two modules, and saves the names of parameters with both wrappers.
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What the names of tensors begin with in an adapter that PEFT has saved."""
 # A and B of a linear are modules with a weight; those of an embedding are parameters themselves.
 # PEFT saves the magnitude of DoRA without `.weight`.
 _ROLES = {
@@ -95,6 +96,11 @@ class Adapter:
         self.replaced: dict[str, str] = {}
         self._sort_tensors()
 
+    @property
+    def has_prefix(self) -> bool:
+        """Return whether the names of all its tensors begin as PEFT saves them."""
+        return all(key.startswith(PREFIX) for key in self._file.tensors)
+
     def shape(self, key: str) -> tuple[int, ...]:
         """Look up the shape of one of its tensors."""
         return self._file.tensors[key].shape
@@ -145,7 +151,7 @@ class Adapter:
                     path=self.file,
                     found=tensor.dtype,
                 )
-            name = key.removeprefix(_PREFIX)
+            name = key.removeprefix(PREFIX)
             suffix = _find_role_suffix(name)
             if suffix is not None:
                 module_name = name.removesuffix(f".{suffix}")

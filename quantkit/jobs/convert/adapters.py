@@ -8,7 +8,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import list_uncarried_weights, schemes
 from quantkit.formats.container import StoredCheckpoint
-from quantkit.formats.lora.adapter import Adapter
+from quantkit.formats.lora.adapter import PREFIX, Adapter
 from quantkit.formats.lora.adapter_config import note_folder_adapter
 from quantkit.formats.lora.changes import note_other_base
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
@@ -65,6 +65,12 @@ def merge_adapters(
     for adapter in merged.adapters:
         merged.notes += note_other_base(adapter, source.path, _collect_base_names(source))
         merged.notes += _tokenizer_notes(adapter.path, source.path)
+        if not adapter.has_prefix:
+            merged.notes.append(
+                f"{adapter.path}: names of tensors lack PEFT's prefix '{PREFIX}'; they are merged,"
+                " as transformers' `load_adapter()` adds them, but PEFT's `PeftModel` leaves them"
+                " out"
+            )
     return merged
 
 
