@@ -36,6 +36,8 @@ class DraftEngine(Protocol):
         logits_indices: Sequence[int],
     ) -> torch.Tensor: ...
 
+    def compile_steps(self, max_rows: int) -> int: ...
+
 
 @dataclass
 class _SlotContents:
@@ -75,6 +77,13 @@ class DraftModel:
     def length(self) -> int:
         """Return how many tokens a sequence may have."""
         return self._engine.length
+
+    def warm_up(self) -> int:
+        """Compile all steps, over empty slots; returns their number."""
+        # The steps overwrite the slots.
+        self._slot_contents = [_SlotContents() for _ in range(self._engine.slots)]
+        # All sequences may read a chunk in the same step.
+        return self._engine.compile_steps(self._engine.slots * self._engine.chunk_rows)
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
         """Propose tokens that may come next, for each sequence as many as `counts` says.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -309,24 +310,58 @@ class Engine:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def warm_up(self) -> int:
-        """Compile the steps that read prompts and draw tokens, over empty slots; returns the number
-        of steps.
+        """Compile the steps that read prompts, draw tokens and verify proposed tokens, and those of
+        a draft model, over empty slots; returns the number of steps.
 
-        Others are compiled at their first use: those of a draft model, those that check proposed
-        tokens, and those for log-probabilities of a prompt.
+        Others are compiled at their first use: those that verify tokens which only a request wants
+        proposed, and those for log-probabilities of a prompt.
         """
         # The steps overwrite the slots, so a user that had them must take them over again.
         self.slot_table = None
-        steps = self._list_warm_up_rows() if self._compiled else []
-        # The first run compiles a step, the second one is captured.
-        num_runs = 2 if self.model.device.type == "cuda" else 1
-        for rows in steps * num_runs:
-            slots, positions = zip(*rows, strict=True)
-            self.step(self._to_device([0] * len(rows)), slots, positions, [0])
-        num_steps = len(steps)
+        # A step may have a chunk of a prompt, and of each sequence a row and its proposals.
+        num_steps = self.compile_steps(
+            self.chunk_rows + self.slots * (1 + self.draft_tokens),
+            num_verified=self.draft_tokens,
+        )
         for count in _buckets(1, self.slots):
             num_steps += self._prepare_captured_decode(count) is not None
+        if self.draft is not None:
+            num_steps += self.draft.warm_up()
         return num_steps
+
+    def compile_steps(self, max_rows: int, *, num_verified: int = 0) -> int:
+        """Compile the steps with up to `max_rows` rows, of which each sequence has one or a chunk
+        of a prompt, over empty slots; returns the number of steps, 0 if they are eager.
+
+        Args:
+            num_verified: the proposals of a sequence at most; if there are any, also compile the
+                steps that return the logits of all their rows.
+        """
+        if not self._compiled:
+            return 0
+        steps: list[_WarmUpStep] = []
+        # Steps with one row for each sequence.
+        for count in _buckets(1, self.slots):
+            steps.append(_WarmUpStep([(slot, 0) for slot in range(min(count, self.slots))]))
+        several = self._list_several_rows(max_rows)
+        for rows in several:
+            steps.append(_WarmUpStep(rows))
+        if num_verified:
+            for rows in several:
+                # A rectangle has one sequence, which is verified from a position after its prompt.
+                is_verified = self.model.ops.ragged or (
+                    rows[0] != (0, 0) and len(rows) <= bucket(1 + num_verified, MIN_BUCKET)
+                )
+                num_logits = self._usual_num_logits(bucket(len(rows), MIN_BUCKET)) + 1
+                if is_verified and num_logits <= len(rows):
+                    steps.append(_WarmUpStep(rows, num_logits))
+        # The first run compiles a step, the second one is captured.
+        num_runs = 2 if self.model.device.type == "cuda" else 1
+        for step in steps * num_runs:
+            slots, positions = zip(*step.rows, strict=True)
+            tokens = self._to_device([0] * len(step.rows))
+            self.step(tokens, slots, positions, range(step.num_logits))
+        return len(steps)
 
     def _prepare_captured_decode(self, count: int) -> CapturedDecode | None:
         """Capture the greedy step for `count` rows, unless that is done; None if it fails.
@@ -337,15 +372,13 @@ class Engine:
             self._captured = None
         return self._captured
 
-    def _list_warm_up_rows(self) -> list[list[tuple[int, int]]]:
-        """List slots and positions of the rows of a step, for each bucket."""
+    def _list_several_rows(self, max_rows: int) -> list[list[tuple[int, int]]]:
+        """List slots and positions of the rows of a step in which a sequence has several rows, for
+        each bucket.
+        """
         steps: list[list[tuple[int, int]]] = []
-        # Steps with one row for each sequence.
-        for count in _buckets(1, self.slots):
-            steps.append([(slot, 0) for slot in range(min(count, self.slots))])
         if self.model.ops.ragged:
-            # A step may have a chunk of a prompt and a row of each sequence.
-            count = min(self.chunk_rows + self.slots, self.slots * self.length)
+            count = min(max_rows, self.slots * self.length)
             rows = list(islice(product(range(self.slots), range(self.length)), count))
             for size in _buckets(MIN_BUCKET, count):
                 steps.append(rows[:size])
@@ -359,6 +392,10 @@ class Engine:
                 for size in _buckets(MIN_BUCKET, len(rows)):
                     steps.append(rows[:size])
         return steps
+
+    def _usual_num_logits(self, size: int) -> int:
+        """Compute the number of logits of a compiled step of a size, unless it returns more."""
+        return min(size, bucket(self.slots, 1))
 
     def _run(
         self,
@@ -385,7 +422,7 @@ class Engine:
             size = bucket(rows, MIN_BUCKET if several else 1)
             num_padding = size - rows
             # The number of logits has two sizes only, because each one is compiled.
-            usual_num_logits = min(size, bucket(self.slots, 1))
+            usual_num_logits = self._usual_num_logits(size)
             tokens = torch.nn.functional.pad(tokens, (0, num_padding))
             slots, positions = self._pad_rows(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * num_padding]
@@ -435,6 +472,19 @@ class Engine:
             raise RequestError(
                 "slot is out of range", found=max(slots), expected=f"0 to {self.slots - 1}"
             )
+
+
+@dataclass(frozen=True)
+class _WarmUpStep:
+    """A step that is run to compile it.
+
+    Attributes:
+        rows: the slot and the position of each row.
+        num_logits: of how many rows it returns the logits.
+    """
+
+    rows: list[tuple[int, int]]
+    num_logits: int = 1
 
 
 def require_decoder(model: Decoder | Engine) -> Decoder:

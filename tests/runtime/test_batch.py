@@ -294,6 +294,46 @@ def test_nothing_is_compiled_after_the_warm_up(
     assert graphs() - before == engine.warm_up()
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
+def test_nothing_is_compiled_for_proposals_after_the_warm_up(
+    backend: str, slots: int, folders: Path, graphs: Callable[[], int]
+) -> None:
+    model = batch_model(folders / "llama-int8", backend)
+    draft = batch_model(folders / "llama-int8", backend)
+    before = graphs()
+    engine = Engine(model, 100, slots=slots, compiled=True, draft=draft, draft_tokens=6)
+    assert engine.draft is not None
+    for used in (engine, engine.draft._engine):
+        used.chunk_rows = 16
+    # Models of one structure may have graphs in common.
+    assert engine.warm_up() >= graphs() - before > 0
+    compiled = graphs()
+    requests = [Request(prompt[:90], 9 + at % 7) for at, prompt in enumerate(random_prompts())]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for part in (requests[:1], requests[2:4], requests):
+            assert len(together(engine, part)) == len(part)
+    assert engine.num_accepted_tokens > 0
+    assert graphs() == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_what_a_draft_model_stored_is_forgotten_in_a_warm_up(
+    folders: Path, graphs: Callable[[], int]
+) -> None:
+    model = batch_model(folders / "llama-int8", "cpu-exact")
+    engine = Engine(model, 60, compiled=True, draft=model, draft_tokens=6)
+    request = Request(random_prompts()[0][:20], 12)
+    first = together(engine, [request])
+    engine.warm_up()
+    assert together(engine, [request])[0].token_ids == first[0].token_ids
+    # Keys that the warm-up has overwritten would make the draft propose something else.
+    assert 0 < engine.num_proposed_tokens == engine.num_accepted_tokens
+
+
 def test_eager_engines_need_no_warm_up(folders: Path) -> None:
     assert Engine(batch_model(folders / "llama-int8"), 20).warm_up() == 0
 
