@@ -13,7 +13,7 @@ from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
-from quantkit.text.generation_settings import read_other_settings
+from quantkit.text.generation_settings import SUPPRESS_TOKENS, read_other_settings
 from quantkit.text.special_tokens import read_tokenizer_config
 from quantkit.text.text_folder import locate_or_extract_text_folder
 from quantkit.text.tokenizer import ids_around_text
@@ -29,11 +29,12 @@ _CLEAN_UP = "clean_up_tokenization_spaces"
 def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Describe where the sampling settings and the tokenizer's flags of two models differ.
 
-    Compared are the sampling options that generation_config.json or GGUF's metadata request and, if
-    both models are folders with such files, the other keys of generation_config.json that change
-    what is generated, and ``add_bos_token``, ``add_eos_token`` and ``clean_up_tokenization_spaces``
-    of tokenizer_config.json. GGUF states the first two by its vocabulary, which is compared with
-    the tokenizers, and cannot state the third. A Meta folder states none of them.
+    Compared are the sampling options that generation_config.json or GGUF's metadata request, the
+    tokens that they suppress and, if both models are folders with such files, the other keys of
+    generation_config.json that change what is generated, and ``add_bos_token``, ``add_eos_token``
+    and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the first two by its
+    vocabulary, which is compared with the tokenizers, and cannot state the third. A Meta folder
+    states none of them.
 
     Raises:
         CheckpointError: if a file is damaged.
@@ -52,10 +53,12 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     differences = _describe_differences(
         GENERATION, _read_sampling(a.path, neutral), _read_sampling(b.path, neutral)
     )
+    differences += _describe_differences(
+        GENERATION,
+        _read_other_settings(a.path, in_gguf=not are_folders),
+        _read_other_settings(b.path, in_gguf=not are_folders),
+    )
     if are_folders:
-        differences += _describe_differences(
-            GENERATION, read_other_settings(a.path), read_other_settings(b.path)
-        )
         differences += _describe_differences(
             "tokenizer_config.json", _read_flags(a), _read_flags(b)
         )
@@ -94,6 +97,19 @@ def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, obje
         if name not in neutral or value != neutral[name]:
             result[name] = value
     return result
+
+
+def _read_other_settings(path: Path, *, in_gguf: bool) -> dict[str, object]:
+    """Read the other keys of a model's generation_config.json, or those of them that GGUF has too;
+    ids of tokens are sorted.
+    """
+    settings = read_other_settings(locate_or_extract_text_folder(path))
+    if in_gguf:
+        settings = {key: value for key, value in settings.items() if key == SUPPRESS_TOKENS}
+    suppressed = settings.get(SUPPRESS_TOKENS)
+    if isinstance(suppressed, list):
+        settings[SUPPRESS_TOKENS] = sorted(set(suppressed))
+    return settings
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:

@@ -27,7 +27,12 @@ from quantkit.text.folder_vocabulary import (
     exportable_vocabulary,
     read_folder_vocabulary,
 )
-from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
+from quantkit.text.generation_settings import (
+    FILE,
+    SUPPRESS_TOKENS,
+    list_unapplied,
+    read_other_settings,
+)
 from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, tokenizer_json
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
@@ -96,7 +101,7 @@ def tokenizer_metadata(
     if templates is None:
         templates = ChatTemplates(folder).sources
     metadata |= _template_keys(templates)
-    metadata |= _sampling_keys(folder)
+    metadata |= _sampling_keys(folder, len(vocabulary.tokens))
     unexpressed = _list_unexpressed_parts(folder_vocabulary, ids, adds)
     # llama.cpp requires these tokens, and the tokenizer does not have them.
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
@@ -111,6 +116,8 @@ def tokenizer_metadata(
         *_compare_written(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
     ]
     lost = list_unapplied(read_other_settings(folder))
+    if SUPPRESS_TOKENS in lost:
+        lost.remove(SUPPRESS_TOKENS)
     if lost:
         notes.append(f"GGUF has no keys for these settings of {FILE}: {', '.join(lost)}")
     guessed = sorted(keys.eos_by_spelling(folder_vocabulary.vocabulary.ids()) - set(ends))
@@ -331,8 +338,8 @@ def _format_template_name(name: str) -> str:
     return "".join(letters)
 
 
-def _sampling_keys(folder: Path) -> dict[str, Any]:
-    """Read the keys for sampling from generation_config.json."""
+def _sampling_keys(folder: Path, rows: int) -> dict[str, Any]:
+    """Read the keys for sampling from generation_config.json, for a vocabulary of `rows` tokens."""
     path = folder / "generation_config.json"
     settings = Settings(read_settings(path) if path.is_file() else {}, path)
     do_sample = settings.flag("do_sample", False)
@@ -347,6 +354,10 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
     top_k_key = SAMPLING["top_k"]
     if top_k_key in sampling:
         sampling[top_k_key] = max(int(sampling[top_k_key]), 0)
+    # transformers ignores ids that the vocabulary does not have.
+    suppressed_ids = [number for number in settings.ids(SUPPRESS_TOKENS) if number < rows]
+    if suppressed_ids:
+        sampling[keys.SUPPRESSED] = list(dict.fromkeys(suppressed_ids))
     return sampling
 
 

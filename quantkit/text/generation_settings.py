@@ -10,6 +10,8 @@ from pathlib import Path
 from quantkit.base.json_values import read_settings
 
 FILE = "generation_config.json"
+SUPPRESS_TOKENS = "suppress_tokens"
+"""The key of tokens that are never drawn, which GGUF has too."""
 # With transformers' own defaults. Keys that only change how it computes, such as `use_cache`, are
 # left out, and so are those of helper models.
 _OTHER_DEFAULTS: dict[str, object] = {
@@ -39,7 +41,7 @@ _OTHER_DEFAULTS: dict[str, object] = {
     "renormalize_logits": None,
     "sequence_bias": None,
     "stop_strings": None,
-    "suppress_tokens": None,
+    SUPPRESS_TOKENS: None,
     "token_healing": None,
     "top_h": None,
     "typical_p": 1.0,

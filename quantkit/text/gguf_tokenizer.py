@@ -16,6 +16,7 @@ from quantkit.base.json_values import Settings, format_value, parse_object, shor
 from quantkit.errors import CheckpointError
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.end_tokens import find_answer_end
+from quantkit.text.generation_settings import SUPPRESS_TOKENS
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import Pair, merges_by_rank, scores_are_ranks, splits
 from quantkit.text.pipeline import (
@@ -455,6 +456,9 @@ def _build_generation_config(
         if answer_end is not None:
             ends.append(answer_end)
     generation_config["eos_token_id"] = ends
+    suppressed_ids = keys.read_suppressed(settings)
+    if suppressed_ids:
+        generation_config[SUPPRESS_TOKENS] = suppressed_ids
     sampling: dict[str, float] = {}
     for name, key in SAMPLING.items():
         if settings.has(key):

@@ -26,6 +26,10 @@ MERGES = "tokenizer.ggml.merges"
 ADD_BOS = "tokenizer.ggml.add_bos_token"
 ADD_EOS = "tokenizer.ggml.add_eos_token"
 SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
+"""Ids of tokens that are never drawn: llama.cpp adds minus infinity to their logits. They are
+``suppress_tokens`` of generation_config.json.
+"""
 TEMPLATE = "tokenizer.chat_template"
 TEMPLATES = "tokenizer.chat_templates"
 PIPELINE = "quantkit.tokenizer_json"
@@ -392,6 +396,24 @@ def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]
     if set(ends) <= set(listed_ends):
         return list(dict.fromkeys(listed_ends))
     return ends
+
+
+def read_suppressed(settings: Settings) -> list[int]:
+    """Read the ids of tokens that are never drawn.
+
+    Raises:
+        CheckpointError: for an id that is not in the vocabulary.
+    """
+    suppressed_ids = list(dict.fromkeys(settings.ids(SUPPRESSED)))
+    rows = len(settings.strings(TOKENS))
+    if suppressed_ids and max(suppressed_ids) >= rows:
+        raise CheckpointError(
+            f"{SUPPRESSED} is not in the vocabulary",
+            path=settings.path,
+            found=max(suppressed_ids),
+            expected=rows - 1,
+        )
+    return suppressed_ids
 
 
 def read_added_ends(

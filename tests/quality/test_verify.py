@@ -286,13 +286,15 @@ def test_sampling_of_a_gguf_file_is_compared_with_its_source(
         top_k=20,
         top_p=0.95,
         min_p=0.0,
+        suppress_tokens=[9, 7],
     )
     oracle.edit_json(tmp_path / "a" / "tokenizer_config.json", clean_up_tokenization_spaces=True)
     quantkit.convert(tmp_path / "a", tmp_path / "a.gguf")
     assert verify(tmp_path / "a", tmp_path / "a.gguf").verdict is Verdict.SAME
-    oracle.edit_json(tmp_path / "a" / "generation_config.json", top_k=21)
-    report = verify(tmp_path / "a", tmp_path / "a.gguf")
-    assert (report.verdict, report.only_settings_differ) == (Verdict.DIFFERENT, True)
+    for change in ({"top_k": 21}, {"top_k": 20, "suppress_tokens": [9]}):
+        oracle.edit_json(tmp_path / "a" / "generation_config.json", **change)
+        report = verify(tmp_path / "a", tmp_path / "a.gguf")
+        assert (report.verdict, report.only_settings_differ) == (Verdict.DIFFERENT, True)
 
 
 def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Capture) -> None:

@@ -562,11 +562,29 @@ def test_generation_settings_without_a_key_are_a_note(
 ) -> None:
     folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
     (folder / "generation_config.json").write_text(
-        json.dumps({"suppress_tokens": [5], "repetition_penalty": 1.1})
+        json.dumps({"bad_words_ids": [[5]], "suppress_tokens": [5], "repetition_penalty": 1.1})
     )
     _, notes = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
     (note,) = [note for note in notes if "generation_config.json" in note]
-    assert note.endswith(": suppress_tokens")
+    assert note.endswith(": bad_words_ids")
+
+
+def test_tokens_that_are_never_drawn_have_a_key(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
+    rows = load_tokenizer(folder).vocab_size
+    path = folder / "generation_config.json"
+    # transformers ignores ids that are not in the vocabulary.
+    path.write_text(json.dumps({"suppress_tokens": [7, 5, 7, rows + 3]}))
+    metadata, notes = tokenizer_metadata(folder, rows)
+    assert metadata["tokenizer.ggml.suppress_tokens"] == [7, 5]
+    assert not [note for note in notes if "suppress_tokens" in note]
+    read = json.loads(build_folder_files(metadata, folder)["generation_config.json"])
+    assert read["suppress_tokens"] == [7, 5]
+    for wrong in ([rows], [-1], ["a"], 0.5):
+        with raises(CheckpointError, "tokenizer.ggml.suppress_tokens", path=folder):
+            build_folder_files({**metadata, "tokenizer.ggml.suppress_tokens": wrong}, folder)
+    path.write_text(json.dumps({"suppress_tokens": []}))
+    assert "tokenizer.ggml.suppress_tokens" not in tokenizer_metadata(folder, rows)[0]
 
 
 def test_a_tokenizer_that_splits_special_tokens_is_a_note(
