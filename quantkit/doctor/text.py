@@ -56,6 +56,7 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
             listed_count = max((vocabulary or {}).values(), default=-1) + 1
             count = max(load_tokenizer(folder.root).vocab_size, listed_count)
         require_loadable_settings(folder.root)
+        yield from _check_dropout(folder)
     except (QuantkitError, OSError) as error:
         # Rules about tensors report a damaged config.
         if _place(error) != CONFIG:
@@ -73,6 +74,17 @@ def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) ->
     yield from _check_generation(folder)
     yield from _check_special(folder, rows, vocabulary)
     yield from _check_templates(folder)
+
+
+def _check_dropout(folder: SideFiles) -> Iterator[Finding]:
+    content = folder.side_json("tokenizer.json") or {}
+    model = content.get("model")
+    # Models that merge nothing ignore it.
+    if not isinstance(model, dict) or "merges" not in model:
+        return
+    dropout = model.get("dropout")
+    if dropout:
+        yield finding("random-tokens", "tokenizer.json", f"dropout {format_value(dropout)}")
 
 
 def _is_instruct(folder: SideFiles) -> bool:

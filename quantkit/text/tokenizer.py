@@ -6,7 +6,9 @@ which is a sentencepiece model in Llama 2.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +46,8 @@ else:
     sentencepiece_file = LateModule("quantkit.text.sentencepiece_file")
     tiktoken_file = LateModule("quantkit.text.tiktoken_file")
     unread_tokenizers = LateModule("quantkit.text.unread_tokenizers")
+
+_log = logging.getLogger(__name__)
 
 # Texts to find damage with: each uses another part of a tokenizer.
 _TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
@@ -375,6 +379,12 @@ class JsonTokenizer(_LibraryTokenizer):
             # A file may have saved both; here a text is encoded as a whole.
             self._engine.no_truncation()
             self._engine.no_padding()
+            # BPE-dropout (1910.13267) skips merges at random, to train with. Whatever is measured
+            # or generated here must have the same tokens each time.
+            dropout = getattr(self._engine.model, "dropout", None)
+            if dropout:
+                self._engine.model.dropout = None
+                _warn_of_dropout(path, round(dropout, 6))
             self._add_stated_tokens()
             if fixes_mistral_regex(path.parent, self._engine.get_vocab_size()):
                 fixed = pipeline.with_mistral_regex(self._part("pre_tokenizer"))
@@ -463,6 +473,17 @@ class JsonTokenizer(_LibraryTokenizer):
                 lambda token: self._engine.id_to_token(token) if self.decode([token]) else None
             )
         return None
+
+
+@functools.cache
+def _warn_of_dropout(path: Path, dropout: float) -> None:
+    """Warn once of a file that lets other programs split text at random."""
+    _log.warning(
+        "%s: its model has dropout %s, with which other programs split the same text into other"
+        " tokens each time; quantkit does not apply it. Set it to null",
+        path,
+        dropout,
+    )
 
 
 def prompt_start(tokenizer: Tokenizer) -> list[int]:

@@ -175,6 +175,13 @@ def _words(*words: str) -> dict[str, Any]:
     }
 
 
+def _randomized(folder: Path) -> None:
+    """Let the tokenizer leave out merges at random."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"] |= {"type": "BPE", "merges": [], "dropout": 0.1}
+    build.put(folder, "tokenizer.json", raw)
+
+
 def _json_changed(name: str, *keys: str, value: Any) -> Callable[[Path], None]:
     """Give a place deep in a file of JSON another value."""
 
@@ -493,6 +500,7 @@ CASES = [
         "tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])
     ),
     Case("tokenizer-too-small", damage=_edited("tokenizer.json", model=_words("<s>", "</s>"))),
+    Case("random-tokens", damage=_randomized),
     Case("vocabulary", "mlx", change=_configured(vocab_size=VOCABULARY + 1)),
     Case("token-out-of-range", damage=_edited("generation_config.json", pad_token_id=VOCABULARY)),
     Case("end-tokens", damage=_edited("tokenizer_config.json", eos_token="w7")),

@@ -12,6 +12,7 @@ import pytest
 from error_parts import raises
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Engine
 from vocabularies import TURNS, train, train_gemma, write_gemma_json, write_tiktoken
 
 import quantkit
@@ -329,6 +330,25 @@ def test_tiktoken_files_that_are_no_vocabulary_are_refused(
     (tmp_path / "tokenizer.model").write_bytes(lines)
     with raises(CheckpointError, name, path=tmp_path / "tokenizer.model"):
         load_tokenizer(tmp_path)
+
+
+def test_a_dropout_is_not_applied_and_warned_of_once(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(folders["sentencepiece-json"], tmp_path / "t"))
+    plain = load_tokenizer(folder)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["dropout"] = 0.9
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    text = excerpt()[:500]
+    engine = Engine.from_file(str(folder / "tokenizer.json"))
+    assert len({len(engine.encode(text).ids) for _ in range(8)}) > 1
+    for _ in range(2):
+        tokenizer = load_tokenizer(folder)
+        assert all(tokenizer.encode(text) == plain.encode(text) for _ in range(8))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(folder / "tokenizer.json") in record.getMessage()
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
