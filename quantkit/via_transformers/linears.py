@@ -193,6 +193,9 @@ def _set_float32(config: Any) -> None:
     the type that its own part of the config has, and keeps it when it loads weights.
     """
     config.dtype = torch.float32
+    # RWKV divides weights in place, outside their modules, which only float16 needs.
+    if hasattr(config, "rescale_every"):
+        config.rescale_every = 0
     for name in config.sub_configs:
         sub_config = getattr(config, name, None)
         if sub_config is not None:

@@ -43,6 +43,20 @@ def test_whatever_runs_a_model_its_logits_are_the_same(by: str, tiny_model: Tiny
     )
 
 
+def test_a_model_that_rescales_its_weights_has_the_same_logits(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    folder = oracle.copy(tiny_model("rwkv"), tmp_path / "rwkv")
+    # transformers halves weights of the second block, and hidden states after the first.
+    oracle.edit_json(folder / "config.json", rescale_every=1)
+    source, tokens = _run(folder), oracle.random_tokens(30, 1, 2000)
+    (hidden,) = final_hidden(source, [Batch.from_start(tokens)])
+    expected = oracle.logits(oracle.load(folder), tokens)
+    torch.testing.assert_close(
+        final_logits(source, [hidden[0]]), [expected[0]], atol=1e-4, rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "context"), [("llama", 320), ("bloom", 2048)]
 )  # one that its config has, and none
