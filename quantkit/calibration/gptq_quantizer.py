@@ -21,6 +21,7 @@ from quantkit.calibration.effort import Effort, batch_samples, uses_factor
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
+from quantkit.calibration.repeated import solve_repeated
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.calibration.scale_range import choose_scale_dtype
 from quantkit.distributed.group import ProcessGroup
@@ -85,6 +86,8 @@ class GptqQuantizer(RtnQuantizer):
     effort: Effort
     group: ProcessGroup
     _results: dict[str, Result] = field(default_factory=dict, init=False)
+    # By module on disk: of linears that a forward pass uses several times.
+    _repeated_weights: dict[str, QuantTensor] = field(default_factory=dict, init=False)
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
@@ -108,19 +111,25 @@ class GptqQuantizer(RtnQuantizer):
         try:
             with exact_float32(), torch.no_grad(), recording:
                 if unsolved or lacks_scales:
-                    streams = self._make_streams(blocks, unsolved, store)
-                    spill = self._make_spill(store.bytes_in_memory)
+                    solver = self._make_solver(blocks, unsolved, store)
+                    batches = self._make_batches()
+                    streams = self._make_streams(blocks, unsolved, solver, batches)
                     self._solved_groups = self._solve_groups(
-                        streams, unsolved, spill, to_end=lacks_scales
+                        streams,
+                        self._solve_repeated(unsolved, solver, batches, store),
+                        unsolved,
+                        store,
+                        to_end=lacks_scales,
                     )
                     # Which leaves the model without weights.
-                    with closing(spill), closing(self._solved_groups):
+                    with closing(self._solved_groups):
                         yield
                 else:
                     yield
         finally:
             store.close()
             self._results.clear()
+            self._repeated_weights.clear()
             malloc_trim()
         # Until no process has anything left on disk.
         self.group.wait()
@@ -183,19 +192,11 @@ class GptqQuantizer(RtnQuantizer):
             gpu_bytes // self.group.size,
         )
 
-    def _cut_groups(self, unsolved: set[str]) -> list[Inputs]:
-        """Leave out the groups after the last one with a linear that is not solved yet."""
-        groups = list(self.groups)
-        while unsolved.isdisjoint(_list_modules(groups[-1])):
-            groups.pop()
-        return groups
-
-    def _make_streams(
+    def _make_solver(
         self, blocks: Sequence[TensorBlock], unsolved: set[str], store: ActivationStore
-    ) -> SampleStreams:
-        tokens = self.calibration.tokens
+    ) -> GroupSolver:
         specs = (spec for block in blocks for spec in block.tensors)
-        solver = GroupSolver(
+        return GroupSolver(
             schemes=self.schemes,
             scale_dtype=choose_scale_dtype(self.source, specs),
             group=self.group,
@@ -203,17 +204,9 @@ class GptqQuantizer(RtnQuantizer):
             shared=self.shared,
             factors=self._measure_output_factors(unsolved, store),
         )
-        output_names: dict[str, str] = {}
-        for block in blocks:
-            for spec in block.tensors:
-                module = spec.name.removesuffix(".weight")
-                output_names.setdefault(module, block.to_output_name(spec.name))
 
-        def load_stored(module: str) -> QuantTensor:
-            stored = self._written.load(output_names[module])
-            assert isinstance(stored, QuantTensor)
-            return stored
-
+    def _make_batches(self) -> Batches:
+        tokens = self.calibration.tokens
         batches = Batches.of(
             tokens,
             self.group.share(len(tokens)),
@@ -222,12 +215,38 @@ class GptqQuantizer(RtnQuantizer):
             self.device,
         )
         self._quantized_passes = batches.is_float.count(False)
+        return batches
+
+    def _make_streams(
+        self,
+        blocks: Sequence[TensorBlock],
+        unsolved: set[str],
+        solver: GroupSolver,
+        batches: Batches,
+    ) -> SampleStreams:
+        stored = self._calibrated - unsolved
+        # They are solved before the samples pass.
+        for group in self._list_repeated():
+            stored.update(self._calibrated.intersection(_list_modules(group)))
+        output_names: dict[str, str] = {}
+        for block in blocks:
+            for spec in block.tensors:
+                module = spec.name.removesuffix(".weight")
+                output_names.setdefault(module, block.to_output_name(spec.name))
+
+        def load_stored(module: str) -> QuantTensor:
+            if module in self._repeated_weights:
+                return self._repeated_weights[module]
+            weight = self._written.load(output_names[module])
+            assert isinstance(weight, QuantTensor)
+            return weight
+
         return SampleStreams(
             self.passage,
             batches,
             solver,
             load_stored=load_stored,
-            stored=self._calibrated - unsolved,
+            stored=stored,
             compute_dtype=compute_dtype(self.device),
             recorder=self._recorder,
             embedding=self._round_embedding(),
@@ -241,15 +260,17 @@ class GptqQuantizer(RtnQuantizer):
         """
         tokens = self.calibration.tokens
         count = self.effort.gradient_samples(self.source.config, tokens.shape)
+        used_once = [group for group in self.groups if not group.is_repeated]
+        modules_used_once = {module for group in used_once for module in _list_modules(group)}
         wanted = set()
-        for name in unsolved:
+        for name in unsolved & modules_used_once:
             if uses_factor(self.schemes[name]):
                 wanted.add(name)
         if not count or not wanted:
             return None
         factors, reason = measure_factors(
             self.passage,
-            self.groups,
+            used_once,
             tokens[:count],
             wanted,
             store,
@@ -276,29 +297,88 @@ class GptqQuantizer(RtnQuantizer):
         return self.embedding_parameter, rounded.dequantize()
 
     def _solve_groups(
-        self, streams: SampleStreams, unsolved: set[str], spill: Spill, *, to_end: bool
+        self,
+        streams: SampleStreams,
+        solved_repeated: Generator[tuple[Inputs, dict[str, Result]]],
+        unsolved: set[str],
+        store: ActivationStore,
+        *,
+        to_end: bool,
     ) -> Generator[dict[str, Result]]:
         """Yield the results of group after group, and report progress.
 
         Args:
+            unsolved: the modules on disk that are to be solved.
             to_end: let samples pass to the end of the model; otherwise up to the last linear that
                 is not solved yet.
         """
-        groups = list(self.groups) if to_end else self._cut_groups(unsolved)
-        counts = [len(self._calibrated.intersection(_list_modules(group))) for group in groups]
+        repeated = self._list_repeated()
+        groups = list(self.groups)
+        if not to_end:
+            groups = _cut_groups(groups, unsolved)
+        order = [*repeated, *(group for group in groups if not group.is_repeated)]
         resumed = 0
-        for group, count in zip(groups, counts, strict=True):
+        for group in order:
             if not unsolved.isdisjoint(_list_modules(group)):
                 break
-            resumed += count
+            resumed += self._count_calibrated(group)
+        total = sum(self._count_calibrated(group) for group in order)
         passed = 0
+        self._report(passed, resumed, total)
+        with closing(solved_repeated):
+            for group, results in solved_repeated:
+                passed += self._count_calibrated(group)
+                self._report(passed, resumed, total)
+                yield results
+        if not groups:
+            return
+        # An earlier run may have solved some of them.
+        passed = sum(self._count_calibrated(group) for group in repeated)
+        spill = self._make_spill(store.bytes_in_memory)
         solved = streams.solve_groups(groups, spill, to_end=to_end)
-        with closing(solved):
-            self._report(passed, resumed, sum(counts))
+        with closing(spill), closing(solved):
             for count, results in solved:
                 passed += count
-                self._report(passed, resumed, sum(counts))
+                self._report(passed, resumed, total)
                 yield results
+
+    def _solve_repeated(
+        self,
+        unsolved: set[str],
+        solver: GroupSolver,
+        batches: Batches,
+        store: ActivationStore,
+    ) -> Generator[tuple[Inputs, dict[str, Result]]]:
+        """Yield the groups that a batch reaches several times and that are not solved yet, with
+        their results, and keep their weights for the quantized model.
+        """
+        unsolved_groups: list[Inputs] = []
+        for group in self._list_repeated():
+            if not unsolved.isdisjoint(_list_modules(group)):
+                unsolved_groups.append(group)
+        if not unsolved_groups:
+            return
+        solved = solve_repeated(
+            self.passage,
+            unsolved_groups,
+            batches,
+            solver,
+            make_spill=lambda sum_bytes: self._make_spill(store.bytes_in_memory + sum_bytes),
+            # The other half is for the samples.
+            memory_bytes=self.memory_bytes // 2,
+        )
+        with closing(solved):
+            for group, results in solved:
+                for module, result in results.items():
+                    self._repeated_weights[module] = result.weight
+                yield group, results
+
+    def _list_repeated(self) -> list[Inputs]:
+        """List the groups that a batch reaches several times."""
+        return [group for group in self.groups if group.is_repeated]
+
+    def _count_calibrated(self, group: Inputs) -> int:
+        return len(self._calibrated.intersection(_list_modules(group)))
 
     def _report(self, passed: int, resumed: int, total: int) -> None:
         """Report how many linears the samples have passed: of all, or of those that an earlier run
@@ -328,6 +408,15 @@ class GptqQuantizer(RtnQuantizer):
             largest = self._recorder.find_largest(attention).unsqueeze(0)
             joined = self.group.join(largest, self.group.size).amax(0)
             self._scales |= scales_of(attention, joined, dtype, self.source.path)
+
+
+def _cut_groups(groups: Sequence[Inputs], unsolved: set[str]) -> list[Inputs]:
+    """Leave out the groups after the last one that the streams solve; empty if they solve none."""
+    for index in range(len(groups), 0, -1):
+        group = groups[index - 1]
+        if not group.is_repeated and not unsolved.isdisjoint(_list_modules(group)):
+            return list(groups[:index])
+    return []
 
 
 def _list_modules(group: Inputs) -> list[str]:

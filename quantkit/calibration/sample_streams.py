@@ -199,7 +199,8 @@ class SampleStreams(Observer):
                         self._sum_counts(place.module)
                         continue
                     results = self._solve_group(place)
-                    if results is not None:
+                    # Groups that batches reach several times are solved before.
+                    if results is not None and not place.is_repeated:
                         yield len(self._list_solved(place)), results
         finally:
             self._versions.clear()

@@ -4,7 +4,7 @@ linears show their inputs.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -61,9 +61,15 @@ class Routed:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The place before the first of some products that have the same input."""
+    """The place before the first of some products that have the same input.
+
+    Attributes:
+        sites: the products.
+        is_repeated: whether a batch comes here several times.
+    """
 
     sites: tuple[Site, ...]
+    is_repeated: bool = False
 
     def __str__(self) -> str:
         return f"'{self.sites[0].parameter}'"
@@ -74,15 +80,53 @@ class Survey:
     """The order in which one batch reaches the products of a model.
 
     Attributes:
-        groups: the sites in the order in which the batch reaches them; sites of a part with the
-            same input form a group.
-        repeated: the sites that it reaches several times.
+        groups: the sites in the order in which the batch reaches them first; sites of a part with
+            the same input form a group.
+        repeated: the sites of experts that it reaches several times, which are in no group.
         unreached: the sites that it does not reach.
     """
 
     groups: tuple[Inputs, ...]
     repeated: tuple[Site, ...]
     unreached: tuple[Site, ...]
+
+
+def _list_groups(
+    occurrences: Sequence[tuple[Site, ...]], counts: Mapping[Site, int]
+) -> list[Inputs]:
+    """List groups in the order in which a batch reaches them first.
+
+    Args:
+        occurrences: the sites with the same input, each time that the batch reaches them.
+        counts: how often it reaches each site.
+    """
+    # The sites with which a repeated site shares its input.
+    companions: dict[Site, set[tuple[Site, ...]]] = defaultdict(set)
+    for sites in occurrences:
+        repeated = _select_repeated(sites, counts)
+        for site in repeated:
+            companions[site].add(repeated)
+    # A dictionary, because a repeated group occurs several times.
+    groups: dict[Inputs, None] = {}
+    for sites in occurrences:
+        sites_used_once = tuple(site for site in sites if counts[site] == 1)
+        if sites_used_once:
+            groups[Inputs(sites_used_once)] = None
+        repeated = _select_repeated(sites, counts)
+        if not repeated:
+            continue
+        if all(len(companions[site]) == 1 for site in repeated):
+            groups[Inputs(repeated, is_repeated=True)] = None
+            continue
+        # At another use they have different inputs.
+        for site in repeated:
+            groups[Inputs((site,), is_repeated=True)] = None
+    return list(groups)
+
+
+def _select_repeated(sites: Iterable[Site], counts: Mapping[Site, int]) -> tuple[Site, ...]:
+    """Select the sites, not of experts, that a batch reaches several times."""
+    return tuple(site for site in sites if counts[site] > 1 and site.expert is None)
 
 
 def _ignore_product(site: Site, brought: Brought) -> None:
@@ -215,14 +259,11 @@ class Passage(Generic[Model]):
         with self._hook_modules(sites, record_site):
             for _ in self._run_rounds([tokens], Spill()):
                 pass
-        repeated = tuple(site for site in sites if counts[site] > 1)
         unreached = tuple(site for site in sites if counts[site] == 0)
-        inputs_in_order: list[Inputs] = []
-        for _, _, group_sites in groups:
-            sites_used_once = tuple(site for site in group_sites if counts[site] == 1)
-            if sites_used_once:
-                inputs_in_order.append(Inputs(sites_used_once))
-        return Survey(tuple(inputs_in_order), repeated, unreached)
+        # Each use of an expert has other tokens.
+        repeated = tuple(site for site in sites if counts[site] > 1 and site.expert is not None)
+        occurrences = [tuple(group_sites) for _, _, group_sites in groups]
+        return Survey(tuple(_list_groups(occurrences, counts)), repeated, unreached)
 
     def iterate_inputs(
         self,

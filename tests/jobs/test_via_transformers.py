@@ -105,6 +105,22 @@ def test_transformers_loads_the_result_and_it_loses_less_than_rounding(
 
 
 @pytest.mark.slow
+def test_linears_that_are_used_several_times_lose_less_than_by_rounding(
+    tiny_model: Tiny, tmp_path: Path, texts: Tensor
+) -> None:
+    source = tiny_model("hrm_text")
+    reference = oracle.logits(oracle.load(source), texts).log_softmax(-1)
+    kls: list[float] = []
+    for method in ("gptq", "rtn"):
+        made = _quantize(source, tmp_path / method, method, via="transformers")
+        floats = tmp_path / f"{method}-floats"
+        quantkit.convert(made.path, floats, dequantize=True, source_check=False)
+        result = oracle.logits(oracle.load(floats), texts).log_softmax(-1)
+        kls.append(float((reference.exp() * (reference - result)).sum(-1).mean()))
+    assert 0 < kls[0] < kls[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_quantized_stays_bit_for_bit_and_what_ran_it_is_recorded(
     kind: str, tiny_model: Tiny, made: Made
@@ -228,10 +244,12 @@ def test_linears_that_cannot_be_solved_keep_their_floats_with_a_note(
         "encoder_attn" in note and "and 4 more stay unquantized: no calib" in note
         for note in made.notes
     )
+    # Only linears that no sample reaches are left to quantize.
+    options: dict[str, Any] = {"via": "transformers", "keep": ["*.self_attn.*", "*.fc?"]}
     with pytest.raises(
-        UnsupportedError, match=r'GPTQ cannot quantize any linear.*several times\); `method="rtn"`'
+        UnsupportedError, match=r'GPTQ cannot quantize any linear.*reach it\); `method="rtn"`'
     ):
-        _quantize(tiny_model("hrm_text"), tmp_path / "hrm", via="transformers")
+        _quantize(tiny_model("bart"), tmp_path / "none", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["bart"]
 
 

@@ -200,10 +200,17 @@ def test_linears_with_one_input_are_a_group_and_those_without_are_named(
     assert not survey.repeated
 
 
-def test_linears_that_a_sample_passes_several_times_are_named(tiny_model: Tiny) -> None:
+def test_linears_that_a_sample_passes_several_times_are_groups_once(tiny_model: Tiny) -> None:
     _, sites, survey = _surveyed(tiny_model("hrm_text"))
-    assert sites
-    assert survey == Survey((), tuple(sites), ())
+    assert all(group.is_repeated for group in survey.groups)
+    assert sorted(
+        (site for group in survey.groups for site in group.sites), key=lambda site: site.parameter
+    ) == sorted(sites, key=lambda site: site.parameter)
+    queries = next(group for group in survey.groups if "q_proj" in group.sites[0].module)
+    leaves = {site.module.rpartition(".")[2] for site in queries.sites}
+    assert leaves == {"q_proj", "k_proj", "v_proj", "gate_proj"}
+    assert not survey.repeated
+    assert not survey.unreached
 
 
 def test_code_that_fails_is_reported_with_its_module(

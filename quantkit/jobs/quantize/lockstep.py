@@ -20,12 +20,14 @@ _DIVIDED = "transformers splits it, and its parts have different inputs"
 
 
 def survey_linears(
-    plan: FormatPlan, drawn: Calibration
+    plan: FormatPlan, drawn: Calibration, *, solves_repeated: bool
 ) -> tuple[dict[str, str], list[str], Survey]:
     """Find how samples reach the linears, and which of them cannot be solved.
 
     Args:
         plan: of one of the formats; all have the same schemes.
+        solves_repeated: whether linears that a forward pass uses several times are quantized, which
+            have no loss to choose their scheme by.
 
     Returns:
         The linears that keep their floats, each with the reason; notes on these; and the survey.
@@ -41,7 +43,12 @@ def survey_linears(
     sites, kept = find_sites(passage.partwise, linears)
     # All batches take the same path, or calibration refuses them: one sample shows it.
     survey = passage.survey(sites, drawn.tokens[:1])
-    for reason, unsolved_sites in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
+    repeated_sites = list(survey.repeated)
+    if not solves_repeated:
+        for group in survey.groups:
+            if group.is_repeated:
+                repeated_sites += group.sites
+    for reason, unsolved_sites in ((_UNREACHED, survey.unreached), (_REPEATED, repeated_sites)):
         for site in unsolved_sites:
             for module, _, _ in site.rows:
                 kept[module] = reason

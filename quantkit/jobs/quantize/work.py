@@ -113,7 +113,9 @@ def settle_schemes_and_samples(
         # Imports greenlet, which other jobs do not need.
         from quantkit.jobs.quantize.lockstep import survey_linears
 
-        unsolved, unsolved_notes, survey = survey_linears(formats.first, drawn)
+        unsolved, unsolved_notes, survey = survey_linears(
+            formats.first, drawn, solves_repeated=fit is None
+        )
         formats = formats.change_each(lambda plan: plan.without(unsolved, unsolved_notes))
         # Only linears that can be solved are in the choice.
         if fit is not None:
