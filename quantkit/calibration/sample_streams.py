@@ -337,6 +337,19 @@ class SampleStreams(Observer):
         assert site.expert is not None
         return int(self._counts[site.module][site.expert]) < MIN_TOKENS_PER_INPUT * width
 
+    def _is_unreached(self, site: Site) -> bool:
+        """Return whether no inputs of an expert are known."""
+        return not self._has_other_inputs and not self._counts[site.module][site.expert]
+
+    def _round_unreached(self, site: Site, linears: Mapping[str, nn.Linear]) -> dict[str, Result]:
+        """Round the linears of an expert of which no inputs are known."""
+        record = self._describe_tokens(site, all_tokens=False)
+        record["tokens_reason"] = "it gets no tokens, and its inputs for others are not known"
+        results: dict[str, Result] = {}
+        for name, linear in linears.items():
+            results[name] = self._solver.round(name, linear.weight, record)
+        return results
+
     def _describe_tokens(self, site: Site, *, all_tokens: bool) -> dict[str, object]:
         """Describe for the manifest which tokens an expert was solved for."""
         if site.expert is None:
@@ -365,6 +378,8 @@ class SampleStreams(Observer):
             is_by_outputs = _is_by_outputs(group, len(sums.paired))
             if site.expert is None:
                 results = self._solver.solve(linears, sums, outputs=is_by_outputs, bounded=True)
+            elif self._is_unreached(site):
+                results = self._round_unreached(site, linears)
             else:
                 all_tokens = self._takes_all_tokens(site, len(sums.paired))
                 unsolved = {name: linears[name] for name in self._trial.select_unsolved(linears)}

@@ -128,39 +128,74 @@ def _forward(
     places = list_expert_rows(top_k_index, experts.count)
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens, _ in places])
+
+    def activate(expert: int, inputs: Tensor) -> Tensor:
+        activated: Tensor = activation(_product(self, up, expert, inputs))
+        return activated
+
     total = torch.zeros_like(hidden_states)
     for expert, (tokens, choices) in enumerate(places):
         shares = top_k_weights[tokens, choices]
-
-        def states(selected: Tensor | None) -> Tensor:
-            if selected is None:
-                return hidden_states
-            return hidden_states[selected]
-
-        # The default binds this expert: the visitor may call the function in a later turn.
-        def inner_states(selected: Tensor | None, expert: int = expert) -> Tensor:
-            activated: Tensor = activation(_product(self, up, expert, states(selected)))
-            return activated
-
-        # Experts without tokens are visited too, so that all batches stop at the same places.
-        if visitor is not None:
-            visitor.visit_product(self, up, expert, Brought(states(tokens), tokens, shares, states))
-        rows = inner_states(tokens)
-        if visitor is not None:
-            # Not a variable, which would keep these inputs in memory at the next stop.
-            visitor.visit_product(
-                self, "down_proj", expert, Brought(rows, tokens, shares, inner_states)
-            )
-        rows = _product(self, "down_proj", expert, rows)
+        rows = _compute_expert(
+            self, expert, tokens, shares, partial(_select, hidden_states), partial(activate, expert)
+        )
         if getattr(self, "has_post_expert_norm", False):
             rows = self.post_expert_norm(rows)
         total.index_add_(0, tokens, (rows * shares.unsqueeze(-1)).to(total.dtype))
     return total
 
 
+def _select(states: Tensor, tokens: Tensor | None) -> Tensor:
+    """Select the states of tokens, given by their numbers; None selects all."""
+    if tokens is None:
+        return states
+    return states[tokens]
+
+
+def _compute_expert(
+    module: Any,
+    expert: int,
+    tokens: Tensor,
+    shares: Tensor | None,
+    states: Callable[[Tensor | None], Tensor],
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute the outputs [N, O] of an expert for tokens, and show the inputs of its products.
+
+    Args:
+        module: has all experts.
+        tokens: the numbers [N] of the tokens that are sent to the expert.
+        shares: the weights [N] of its outputs; None if they are in its inputs.
+        states: computes the expert's inputs [N, I] for tokens, given by their numbers; None means
+            all tokens.
+        activate: computes the inputs of the last product from those of the others.
+    """
+    visitor: Visitor | None = getattr(module, _VISITOR, None)
+    experts = experts_of(module)
+    assert experts is not None
+    *first_leaves, last_leaf = experts.linears
+
+    def inner_states(selected: Tensor | None) -> Tensor:
+        return activate(states(selected))
+
+    # Experts without tokens are visited too, so that all batches stop at the same places.
+    if visitor is not None:
+        # Weights with the same inputs object are solved together.
+        brought = Brought(states(tokens), tokens, shares, states)
+        for leaf in first_leaves:
+            visitor.visit_product(module, leaf, expert, brought)
+        # It would keep these inputs in memory at the next stop.
+        del brought
+    rows = inner_states(tokens)
+    if visitor is not None:
+        brought = Brought(rows, tokens, shares, inner_states)
+        visitor.visit_product(module, last_leaf, expert, brought)
+    return _product(module, last_leaf, expert, rows)
+
+
 def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
-    """Compute the outputs [E * N, D] of experts from the states of all tokens for each expert; only
-    rows that are not zero are computed.
+    """Compute the outputs [E * N, D] of experts from the states of all tokens for each expert,
+    multiplied by the expert's share of the token; only rows that are not zero are computed.
     """
     visitor: Visitor | None = getattr(self, _VISITOR, None)
     states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
@@ -169,19 +204,40 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
     places = torch.split(sent_tokens, numbers.bincount(minlength=len(states)).tolist())
     if visitor is not None:
         visitor.visit_routing(self, [len(tokens) for tokens in places])
+
+    def activate(expert: int, inputs: Tensor) -> Tensor:
+        gate, up = _product(self, "gate_up_proj", expert, inputs).chunk(2, dim=-1)
+        activated: Tensor = up * self.act_fn(gate)
+        return activated
+
     total = torch.zeros_like(states)
     for expert, tokens in enumerate(places):
-        rows = states[expert, tokens]
-        for leaf in ("gate_up_proj", "down_proj"):
-            if visitor is not None:
-                visitor.visit_product(self, leaf, expert, Brought(rows, tokens))
-            rows = _product(self, leaf, expert, rows)
-            # The activation follows the first product.
-            if leaf == "gate_up_proj":
-                gate, up = rows.chunk(2, dim=-1)
-                rows = up * self.act_fn(gate)
-        total[expert, tokens] = rows
+        total[expert, tokens] = _compute_expert(
+            self,
+            expert,
+            tokens,
+            None,
+            partial(_select_scaled, states, expert),
+            partial(activate, expert),
+        )
     return total.view(hidden_states.shape)
+
+
+def _select_scaled(states: Tensor, expert: int, tokens: Tensor | None) -> Tensor:
+    """Select an expert's inputs [N, D] for tokens, given by their numbers, from the states [E, T,
+    D] for all experts. Tokens that are not sent to it have the inputs of the experts that they are
+    sent to, because its own are zero.
+    """
+    if tokens is None:
+        own = states[expert]
+    else:
+        own = states[expert, tokens]
+    is_sent = own.any(dim=-1, keepdim=True)
+    if is_sent.all():
+        return own
+    if tokens is not None:
+        states = states[:, tokens]
+    return torch.where(is_sent, own, states.sum(dim=0))
 
 
 def _forward_with_identities(
@@ -239,21 +295,18 @@ def _forward_flat(
     places = list_expert_rows(top_k_index, experts.count)
     if visitor is not None:
         visitor.visit_routing(mlp, [len(tokens) for tokens, _ in places])
+
+    def activate(expert: int, inputs: Tensor) -> Tensor:
+        gate = _product(mlp, "w1", expert, inputs)
+        activated: Tensor = mlp.activation_fn(gate) * _product(mlp, "v1", expert, inputs)
+        return activated
+
     total = torch.zeros_like(states)
     for expert, (tokens, choices) in enumerate(places):
         shares = top_k_weights[tokens, choices]
-        brought = Brought(states[tokens], tokens, shares)
-        if visitor is not None:
-            # Weights with the same inputs object are solved together.
-            visitor.visit_product(mlp, "w1", expert, brought)
-            visitor.visit_product(mlp, "v1", expert, brought)
-        gate = _product(mlp, "w1", expert, brought.inputs)
-        up = _product(mlp, "v1", expert, brought.inputs)
-        rows = mlp.activation_fn(gate) * up
-        del brought
-        if visitor is not None:
-            visitor.visit_product(mlp, "w2", expert, Brought(rows, tokens, shares))
-        rows = _product(mlp, "w2", expert, rows)
+        rows = _compute_expert(
+            mlp, expert, tokens, shares, partial(_select, states), partial(activate, expert)
+        )
         total.index_add_(0, tokens, rows * shares.unsqueeze(-1))
     return total.view(hidden_states.shape[0], -1, hidden_states.shape[-1])
 

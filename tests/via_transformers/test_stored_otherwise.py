@@ -10,17 +10,18 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import quantkit
 from quantkit.architectures.topology import linear_columns
+from quantkit.base.json_values import read_json
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
-from quantkit.passes.site import Site
+from quantkit.passes.site import Brought, Site
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.via_transformers.forward import (
     final_hidden,
@@ -85,6 +86,72 @@ def test_gptq_solves_them_and_loses_less_than_rounding(
         logits = final_logits(packed, [states[0]])[0]
         torch.testing.assert_close(logits.log_softmax(-1), result[0], rtol=1e-3, atol=1e-3)
     assert 0 < kl["gptq"] < kl["rtn"]
+
+
+def _starve_experts(model: Path, folder: Path) -> Path:
+    """Copy a model so that each token is sent to one of the first two of four experts."""
+    oracle.copy(model, folder)
+    config = read_json(folder / "config.json")
+    if "ffn_config" in config:
+        oracle.edit_json(
+            folder / "config.json", ffn_config={**config["ffn_config"], "moe_top_k": 1}
+        )
+    else:
+        oracle.edit_json(folder / "config.json", num_experts_per_tok=1)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "router" in name:
+            tensor[1] = -tensor[0]
+            tensor[2:] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "calibrated"), [("llama4_text", 2), ("dbrx", 2), ("jetmoe", 0)])
+def test_experts_without_tokens_are_solved_for_all_if_their_inputs_are_known(
+    kind: str, calibrated: int, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    source = _starve_experts(tiny_model(kind), tmp_path / "source")
+    result = quantkit.quantize(
+        source, tmp_path / "dst", "int4-g32", samples=32, length=128, source_check=False
+    )
+    starved = [
+        record
+        for record in result.manifest["modules"].values()
+        if record.get("tokens") == 0 or record.get("routed_tokens") == 0
+    ]
+    assert starved
+    if calibrated:
+        assert {record["tokens_from"] for record in starved} == {"all"}
+        assert {record["solver"] for record in starved} == {"gptq"}
+    else:
+        assert "gptq" not in {record["solver"] for record in starved}
+        assert all(record["tokens_reason"] for record in starved)
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "dbrx"])
+def test_inputs_of_experts_are_known_for_all_tokens(kind: str, tiny_model: Tiny) -> None:
+    source = run_by_transformers(open_checkpoint(tiny_model(kind), tensors_only=True))
+    passage = passage_of(source)
+    linears = [
+        tensor.module for tensor in source.config.tensors or () if ".experts." in tensor.name
+    ]
+    sites, _ = find_sites(passage.partwise, linears)
+    tokens = oracle.random_tokens(24, vocabulary=2000)
+    inputs_of_site: dict[Site, Tensor] = {}
+
+    def compare(site: Site, brought: Brought) -> None:
+        assert brought.at is not None
+        assert brought.tokens is not None
+        torch.testing.assert_close(brought.at(brought.tokens), brought.inputs)
+        inputs = brought.at(None)
+        assert inputs.shape == (tokens.numel(), brought.inputs.shape[-1])
+        torch.testing.assert_close(inputs[brought.tokens], brought.inputs)
+        assert inputs.any(dim=-1).all()
+        inputs_of_site[site] = inputs
+
+    passage.compute_hidden_states([tokens], sites=sites, on_product=compare)
+    assert inputs_of_site
 
 
 def test_weights_of_conv1d_are_read_with_outputs_first(tiny_model: Tiny) -> None:
