@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
 from error_parts import raises
 from partial import contents
 from solved_streams import CPU, record_hessians
+from stored_codes import codes
 from torch import Tensor
 
 import quantkit
@@ -141,6 +143,26 @@ def test_a_run_that_was_interrupted_after_them_gets_the_same_bytes(
     result = _quantize(tiny_model(KIND), tmp_path / "resumed", resume=True, **settings)
     assert 0 < len(solved) < sum(result.schemes.values())
     assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_processes_of_which_one_has_no_samples_make_what_one_makes(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"samples": 2, "length": 256, "accept_quality_loss": True}
+    _quantize(tiny_model(KIND), tmp_path / "one", scheme="int4-g32", method="gptq", **options)
+    command = ["quantize", tiny_model(KIND), tmp_path / "three", "--scheme", "int4-g32"]
+    command += ["--via", "transformers", "--method", "gptq"]
+    command += ["--accept-quality-loss", "--no-source-check"]
+    for name in ("samples", "length"):
+        command += [f"--{name}", str(options[name])]
+    done = forked.group(3, forked.COMMAND, *command)
+    assert [process.returncode for process in done] == [0] * 3, done[0].stderr
+    expected, shared = (codes(tmp_path / name) for name in ("one", "three"))
+    assert shared.keys() == expected.keys()
+    for module, weight in expected.items():
+        assert (weight.codes != shared[module].codes).float().mean() < 0.01, module
 
 
 def test_their_schemes_are_not_chosen(tiny_model: Tiny, tmp_path: Path) -> None:
