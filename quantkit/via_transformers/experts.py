@@ -225,8 +225,8 @@ def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _select_scaled(states: Tensor, expert: int, tokens: Tensor | None) -> Tensor:
     """Select an expert's inputs [N, D] for tokens, given by their numbers, from the states [E, T,
-    D] for all experts. Tokens that are not sent to it have the inputs of the experts that they are
-    sent to, because its own are zero.
+    D] for all experts. Tokens that are not sent to it have the inputs of the expert that has the
+    smallest share of them, because its own are zero.
     """
     if tokens is None:
         own = states[expert]
@@ -237,7 +237,11 @@ def _select_scaled(states: Tensor, expert: int, tokens: Tensor | None) -> Tensor
         return own
     if tokens is not None:
         states = states[:, tokens]
-    return torch.where(is_sent, own, states.sum(dim=0))
+    # The expert's own share would be smaller still.
+    sizes = states.norm(dim=-1)
+    smallest = sizes.masked_fill(sizes == 0, torch.inf).argmin(dim=0)
+    others = states[smallest, torch.arange(len(smallest), device=states.device)]
+    return torch.where(is_sent, own, others)
 
 
 def _forward_with_identities(
