@@ -52,7 +52,7 @@ class TransformersEngine:
         self._outside: dict[str, str] = {}
         for name, place in places.items():
             if place.block is None:
-                self._outside[place.parameter] = name
+                self._outside[place.parameters[0]] = name
             else:
                 self._places[place.block][name] = place
 
@@ -91,8 +91,9 @@ class TransformersEngine:
         """Add the gradients by the parameters at some places to a dictionary, by their names."""
         parameters: dict[str, torch.nn.Parameter] = {}
         for place in places.values():
-            parameter = self._passage.partwise.model.get_parameter(place.parameter)
-            parameters[place.parameter] = parameter.requires_grad_()
+            for name in place.parameters:
+                parameter = self._passage.partwise.model.get_parameter(name)
+                parameters[name] = parameter.requires_grad_()
         yield
         # No gradient reaches an expert to which no token was sent.
         for name, parameter in parameters.items():
@@ -104,10 +105,7 @@ class TransformersEngine:
         self, step: int, places: Mapping[str, Place], gradients: Mapping[str, Tensor]
     ) -> None:
         for name, place in places.items():
-            gradient = gradients.get(place.parameter)
-            if gradient is not None:
-                gradient = place.select(gradient).contiguous()
-            self._optimizer.update(step, name, gradient)
+            self._optimizer.update(step, name, place.select(gradients))
 
     def loss(self, numbers: Tensor) -> float:
         samples = self._samples

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.passes.site import WEIGHT, Site
+from quantkit.passes.site import WEIGHT, Site, gather_weights
 from quantkit.training.trained import TrainedNames, has_trained_scales
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -17,26 +18,28 @@ from quantkit.via_transformers.sites import find_sites
 
 @dataclass(frozen=True)
 class Place:
-    """A part of a parameter.
+    """Where a model has a tensor.
 
     Attributes:
-        parameter: its name in the model.
         block: the part that it is in; None for one outside of blocks.
-        site, start, stop: the product with a linear's weight, and the linear's rows there; None for
-            a norm, which is the parameter.
+        parameters: the names of the parameters that have it, or rows of it.
+        linear: the linear on disk whose weight it is; None for a norm, which is one parameter.
+        sites: the products with the weight.
     """
 
-    parameter: str
     block: str | None
-    site: Site | None = None
-    start: int = 0
-    stop: int = 0
+    parameters: tuple[str, ...]
+    linear: str | None = None
+    sites: tuple[Site, ...] = ()
 
-    def select(self, gradient: Tensor) -> Tensor:
-        """Select the gradient by the tensor from that by the parameter."""
-        if self.site is None:
-            return gradient
-        return self.site.of(gradient)[self.start : self.stop]
+    def select(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
+        """Select the gradient by the tensor from those by parameters; None if not all have one."""
+        if not gradients.keys() >= set(self.parameters):
+            return None
+        if self.linear is None:
+            return gradients[self.parameters[0]].contiguous()
+        gathered = gather_weights(self.sites, [self.linear], gradients.__getitem__)
+        return gathered[self.linear]
 
 
 def find_trained_names(quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:
@@ -68,15 +71,22 @@ def _find_weights(lazy: LazyModel, checkpoint: Checkpoint) -> dict[str, Place]:
         if has_trained_scales(checkpoint.info(name).scheme):
             linears.append(name.removesuffix(f".{WEIGHT}"))
     sites, _ = find_sites(lazy, linears)
-    places: dict[str, Place] = {}
+    # Several linears may be one parameter, such as gate and up, and one linear several.
+    sites_of_linear: dict[str, list[Site]] = defaultdict(list)
     for site in sites:
-        block = lazy.part_of(site.module)
+        for linear, _, _ in site.rows:
+            sites_of_linear[linear].append(site)
+    places: dict[str, Place] = {}
+    for linear, linear_sites in sites_of_linear.items():
+        blocks = {lazy.part_of(site.module) for site in linear_sites}
+        block = blocks.pop()
         # Head and embedding do not change.
-        if block is None or not lazy.is_listed(block) or len(lazy.same_as(site.parameter)) > 1:
+        if blocks or block is None or not lazy.is_listed(block):
             continue
-        # Several linears may be one parameter, such as gate and up.
-        for linear, start, stop in site.rows:
-            places[f"{linear}.{WEIGHT}"] = Place(site.parameter, block, site, start, stop)
+        parameters = tuple(site.parameter for site in linear_sites)
+        if any(len(lazy.same_as(parameter)) > 1 for parameter in parameters):
+            continue
+        places[f"{linear}.{WEIGHT}"] = Place(block, parameters, linear, tuple(linear_sites))
     # In the order of the model on disk.
     return {f"{linear}.{WEIGHT}": place for linear, place in _in_order(linears, places)}
 
@@ -104,5 +114,5 @@ def _find_norms(lazy: LazyModel, checkpoint: Checkpoint) -> dict[str, Place]:
         block = lazy.part_of(module)
         if block is not None and not lazy.is_listed(block):
             block = None
-        places[name] = Place(target, block)
+        places[name] = Place(block, (target,))
     return places

@@ -299,3 +299,23 @@ def test_a_model_without_a_body_of_its_own_is_refined(tiny_model: Tiny, tmp_path
     settings: dict[str, Any] = {**TEXT, "accept_quality_loss": True, "epochs": 1}
     made = quantkit.quantize(source, tmp_path / "out", "int4-g32", refine=True, **settings)
     assert quantkit.verify(made.path).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hrm_text", "molmo2"])
+def test_linears_that_transformers_splits_are_refined(
+    kind: str, tiny_model: Tiny, tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
+    source = (tiny_image_text_model if kind == "molmo2" else tiny_model)(kind)
+    settings: dict[str, Any] = {"accept_quality_loss": True, "source_check": False}
+    result = quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", **settings)
+    options: dict[str, Any] = {**TEXT, "epochs": 1}
+    refined = quantkit.refine(result.path, tmp_path / "refined", against=source, **options)
+    before, after = (
+        with_codes(open_checkpoint(path, tensors_only=True)) for path in (result.path, refined.path)
+    )
+    for name in schemes(before):
+        weights = [checkpoint.load(f"{name}.weight") for checkpoint in (before, after)]
+        assert all(isinstance(weight, QuantTensor) for weight in weights)
+        assert not torch.equal(weights[0].scale, weights[1].scale), name
+    assert quantkit.verify(refined.path).ok
