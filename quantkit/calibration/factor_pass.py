@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from quantkit.base.progress import Progress, in_phase, silent
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.calibration.output_gradients import GradientPass, list_linears, select_groups
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import UnsupportedError
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Inputs, Passage
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_

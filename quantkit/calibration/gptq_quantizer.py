@@ -14,7 +14,6 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import count_head_layers
 from quantkit.base.late import LateFunction
 from quantkit.base.memory import malloc_trim, set_mmap_threshold
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.cache_scales import make_unreached_error, scales_of
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort, batch_samples, uses_factor
@@ -31,6 +30,7 @@ from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.load import narrow_to_floats
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Passage
@@ -101,10 +101,8 @@ class GptqQuantizer(RtnQuantizer):
         unsolved = set(self._remaining_uses)
         self._recorder = CacheRecorder()
         lacks_scales = any(self._list_lacking_scales(block) for block in blocks)
-        # Of the backward pass; several processes may share one disk.
-        store = ActivationStore(
-            written.folder / f"{SCRATCH}-factors-{self.group.rank}", self.memory_bytes
-        )
+        # Several processes may share one disk.
+        store = ActivationStore(written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes)
         recording: AbstractContextManager[None] = nullcontext()
         if lacks_scales:
             recording = self.recording_cache(self._recorder)
@@ -178,19 +176,17 @@ class GptqQuantizer(RtnQuantizer):
                 lacking.append(spec)
         return lacking
 
-    def _make_spill(self, bytes_in_use: int) -> Spill:
-        """Make what keeps the tensors of stopped batches, in the memory that other activations
-        leave.
+    def _make_spill(self, store: ActivationStore, other_bytes: int = 0) -> Spill:
+        """Make what keeps the tensors of stopped batches.
+
+        Args:
+            other_bytes: of memory that is in use meanwhile.
         """
         # All processes may share one GPU.
         gpu_bytes = gpu_activation_bytes(
             self.source.config, self.calibration.tokens.shape, self.device
         )
-        return Spill(
-            self._written.folder / f"{SCRATCH}-{self.group.rank}",
-            max(0, self.memory_bytes - bytes_in_use),
-            gpu_bytes // self.group.size,
-        )
+        return Spill(store, gpu_bytes // self.group.size, other_bytes)
 
     def _make_solver(
         self, blocks: Sequence[TensorBlock], unsolved: set[str], store: ActivationStore
@@ -334,7 +330,7 @@ class GptqQuantizer(RtnQuantizer):
             return
         # An earlier run may have solved some of them.
         passed = sum(self._count_calibrated(group) for group in repeated)
-        spill = self._make_spill(store.bytes_in_memory)
+        spill = self._make_spill(store)
         solved = streams.solve_groups(groups, spill, to_end=to_end)
         with closing(spill), closing(solved):
             for count, results in solved:
@@ -363,7 +359,7 @@ class GptqQuantizer(RtnQuantizer):
             unsolved_groups,
             batches,
             solver,
-            make_spill=lambda sum_bytes: self._make_spill(store.bytes_in_memory + sum_bytes),
+            make_spill=lambda sum_bytes: self._make_spill(store, sum_bytes),
             # The other half is for the samples.
             memory_bytes=self.memory_bytes // 2,
         )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from quantkit.calibration.activation_store import ActivationStore
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.solver.two_sided import OutputFactor
 
 _KEY = "output factor"

@@ -19,7 +19,8 @@ from quantkit.base.progress import Progress, Stretches, silent
 from quantkit.calibration.head_gradients import TURN, differentiate_head
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import UnsupportedError
-from quantkit.passes.block_calls import StateStore, begin_graph
+from quantkit.passes.activation_store import ActivationStore
+from quantkit.passes.block_calls import begin_graph
 from quantkit.passes.block_passes import BlockPasses
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Passage
@@ -62,7 +63,7 @@ class GradientPass:
     samples_at_once: int
     head_layers: int
     group: ProcessGroup
-    store: StateStore | None = None
+    store: ActivationStore | None = None
 
     def run(
         self,

@@ -11,49 +11,18 @@ import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from quantkit.errors import UnsupportedError
+from quantkit.passes.activation_store import ActivationStore
 
 # Of sums over the width of a block's outputs, relative to the largest. The same products in another
 # order change them by less.
 _SAME = 1e-3
-
-
-class StateStore(Protocol):
-    """Keeps the inputs of blocks between the forward and the backward pass."""
-
-    def put(self, key: Hashable, value: Tensor) -> None:
-        """Keep a tensor under a key that is not in use."""
-        ...
-
-    def get(self, key: Hashable) -> Tensor:
-        """Return a tensor, which stays in the store."""
-        ...
-
-    def take(self, key: Hashable) -> Tensor:
-        """Remove a tensor, and return it."""
-        ...
-
-
-class StatesInMemory:
-    """The `StateStore` that keeps all tensors in memory."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[Hashable, Tensor] = {}
-
-    def put(self, key: Hashable, value: Tensor) -> None:
-        self._tensors[key] = value
-
-    def get(self, key: Hashable) -> Tensor:
-        return self._tensors[key]
-
-    def take(self, key: Hashable) -> Tensor:
-        return self._tensors.pop(key)
 
 
 Gradients = dict[int, Tensor]
@@ -139,7 +108,9 @@ class CallRecorder:
         calls: in their order.
     """
 
-    def __init__(self, batch: int, store: StateStore, dtype: torch.dtype, *, check: bool) -> None:
+    def __init__(
+        self, batch: int, store: ActivationStore, dtype: torch.dtype, *, check: bool
+    ) -> None:
         """
         Args:
             store: keeps the inputs, in `dtype`.

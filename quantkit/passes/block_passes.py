@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import UnsupportedError
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.block_calls import (
     CallRecorder,
-    StatesInMemory,
-    StateStore,
     begin_graph,
     iterate_tensors,
 )
@@ -43,7 +42,7 @@ class BlockPasses:
         passage: Passage[Any],
         batches: Sequence[Tensor],
         *,
-        store: StateStore | None = None,
+        store: ActivationStore | None = None,
         dtype: torch.dtype = torch.bfloat16,
         to_inputs: bool = False,
     ) -> None:
@@ -60,7 +59,7 @@ class BlockPasses:
         self._batches = list(batches)
         self._to_inputs = to_inputs
         if store is None:
-            store = StatesInMemory()
+            store = ActivationStore()
         self._recorders: list[CallRecorder] = []
         for index in range(len(self._batches)):
             # Blocks that behave otherwise when they are called again do so for any batch, so one is

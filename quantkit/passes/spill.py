@@ -4,30 +4,25 @@ tensors have no memory.
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quantkit.formats.output.destination import scratch_errors
+from quantkit.passes.activation_store import ActivationStore
 
-# Bytes that are read or written at a time, because each needs a copy in memory.
-_PIECE = 1 << 24
+_KEY = "storages of batches"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Saved:
-    """A copy of a storage, in a file or in memory. The weak reference keeps the storage's id, so no
-    other storage gets it.
+    """What the store has of a storage. The weak reference keeps the storage's id, so no other
+    storage gets it.
     """
 
-    copy: Path | Tensor
     nbytes: int
     storage: StorageWeakRef
 
@@ -35,55 +30,38 @@ class _Saved:
     def is_gone(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
-    @property
-    def bytes_in_memory(self) -> int:
-        """Return the bytes of a copy in memory."""
-        return self.nbytes if isinstance(self.copy, Tensor) else 0
-
-    def remove(self) -> None:
-        """Remove the copy's file."""
-        if isinstance(self.copy, Path):
-            self.copy.unlink()
-
 
 class Spill:
-    """Storages of batches. Each is moved to a file of its own when all together would exceed the
+    """Storages of batches. Each is moved to a file of a store when all together would exceed its
     budget of memory, and is written again only if it has changed. Storages on a GPU have a budget
     of their own, beyond which they are moved to memory, as far as that has room, and to files.
 
     Attributes:
-        peak_bytes: the most bytes that were in memory, and on a GPU.
+        peak_bytes: the most bytes that were in memory, the store's own too, and on a GPU.
         spilled_bytes: the most bytes that were in files.
-        written_bytes: all bytes that were written to files.
     """
 
     def __init__(
-        self, folder: Path | None = None, memory_bytes: int = 0, gpu_bytes: int = 0
+        self, store: ActivationStore | None = None, gpu_bytes: int = 0, other_bytes: int = 0
     ) -> None:
         """
         Args:
-            folder: is made when first needed, and removed by `close`; without one, all is kept in
-                memory.
-            memory_bytes: the budget of memory.
+            store: None leaves all storages where they are.
             gpu_bytes: the budget of a GPU.
+            other_bytes: of memory that is in use meanwhile.
         """
-        self._folder = folder
-        self._budget = memory_bytes
+        self._store = store
         self._gpu_budget = gpu_bytes
+        self._other_bytes = other_bytes
         # By batch: of its storages where they are.
         self._bytes_in_memory: dict[int, int] = {}
         self._bytes_on_gpu: dict[int, int] = {}
         self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
         self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)
-        # Of all copies. Counting them at each stop would take longer than moving a batch.
-        self._copied_bytes = 0
-        self._file_bytes = 0
         # Batches that have run since they were kept: only theirs have lost storages.
         self._running: set[int] = set()
-        self._files = 0
         self.peak_bytes = 0
         self.spilled_bytes = 0
-        self.written_bytes = 0
 
     def keep(
         self,
@@ -115,48 +93,53 @@ class Spill:
         gpu_bytes = sum(storage.nbytes() for storage in on_gpu.values())
         memory_bytes = sum(storage.nbytes() for storage in in_memory.values())
         leaving: dict[int, torch.UntypedStorage] = {}
-        if self._folder is not None:
+        store = self._store
+        if store is not None:
             if sum(self._bytes_on_gpu.values()) + gpu_bytes > self._gpu_budget:
                 leaving |= on_gpu
                 gpu_bytes = 0
-            if self._count_memory() + memory_bytes > self._budget:
+            self._reserve(store)
+            if not store.has_room(memory_bytes):
                 leaving |= in_memory
                 memory_bytes = 0
         self._bytes_on_gpu[batch] = gpu_bytes
         self._bytes_in_memory[batch] = memory_bytes
-        if leaving and self._folder is not None:
-            # Called only here, because it visits modules of the model.
-            shared_ids = shared()
-            moved: dict[int, torch.UntypedStorage] = {}
-            for name, storage in leaving.items():
-                if name not in shared_ids and storage.nbytes():
-                    moved[name] = storage
-            self._move(batch, moved, self._folder)
-        resident = self._count_memory() + sum(self._bytes_on_gpu.values())
+        if store is not None:
+            self._reserve(store)
+            if leaving:
+                # Called only here, because it visits modules of the model.
+                shared_ids = shared()
+                moved: dict[int, torch.UntypedStorage] = {}
+                for name, storage in leaving.items():
+                    if name not in shared_ids and storage.nbytes():
+                        moved[name] = storage
+                self._move(batch, moved, store)
+        resident = sum(self._bytes_in_memory.values()) + sum(self._bytes_on_gpu.values())
+        if store is not None:
+            resident += store.bytes_in_memory
         self.peak_bytes = max(self.peak_bytes, resident)
 
-    def _move(self, batch: int, moved: dict[int, torch.UntypedStorage], folder: Path) -> None:
+    def _reserve(self, store: ActivationStore) -> None:
+        """Count the memory of storages, and what else is in use, in the store's budget."""
+        store.reserve(_KEY, sum(self._bytes_in_memory.values()) + self._other_bytes)
+
+    def _move(
+        self, batch: int, moved: dict[int, torch.UntypedStorage], store: ActivationStore
+    ) -> None:
         """Copy storages of a batch, unless they have a copy, and free their memory."""
         saved = self._saved[batch]
-        with scratch_errors(folder):
-            for name, storage in moved.items():
-                if name not in saved:
-                    saved[name] = self._save(folder, storage)
-                    self._count_copy(saved[name], 1)
+        for name, storage in moved.items():
+            if name not in saved:
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                # What leaves memory cannot stay there as a copy.
+                is_in_memory = storage.device.type == "cpu"
+                store.put((_KEY, batch, name), _view_bytes(storage), to_file=is_in_memory)
+                saved[name] = _Saved(storage.nbytes(), reference)
         self._moved[batch] = moved
-        self.spilled_bytes = max(self.spilled_bytes, self._file_bytes)
+        self.spilled_bytes = max(self.spilled_bytes, store.file_bytes)
         # Only after all are copied, so that an error leaves the batch as it was.
         for storage in moved.values():
             storage.resize_(0)
-
-    def _count_memory(self) -> int:
-        """Count the bytes in memory: of storages, and of copies of those of a GPU."""
-        return sum(self._bytes_in_memory.values()) + self._copied_bytes
-
-    def _count_copy(self, saved: _Saved, sign: int) -> None:
-        """Add a copy to the counts of bytes, or subtract one."""
-        self._copied_bytes += sign * saved.bytes_in_memory
-        self._file_bytes += sign * (saved.nbytes - saved.bytes_in_memory)
 
     def _remove_outdated_copies(self, written: Collection[int]) -> None:
         """Remove the copies of storages that have changed or are gone."""
@@ -170,9 +153,7 @@ class Spill:
                     if name in written or saved.is_gone
                 ]
             for name in outdated:
-                saved = saved_of_batch.pop(name)
-                self._count_copy(saved, -1)
-                saved.remove()
+                self._forget(batch, name)
 
     def restore(self, batch: int) -> None:
         """Read the storages of a batch back to where they were, before it continues."""
@@ -180,55 +161,30 @@ class Spill:
         self._bytes_in_memory.pop(batch, None)
         self._bytes_on_gpu.pop(batch, None)
         for name, storage in self._moved.pop(batch, {}).items():
-            saved = self._saved[batch][name]
-            storage.resize_(saved.nbytes)
-            if isinstance(saved.copy, Tensor):
-                _view_bytes(storage).copy_(saved.copy)
-                continue
-            with open(saved.copy, "rb") as file:
-                for piece in _pieces(storage):
-                    piece.copy_(torch.from_numpy(np.fromfile(file, np.uint8, len(piece))))
+            assert self._store is not None
+            storage.resize_(self._saved[batch][name].nbytes)
+            self._store.read_into((_KEY, batch, name), _view_bytes(storage))
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Free what the store has of the batches."""
+        for batch, saved_of_batch in self._saved.items():
+            for name in list(saved_of_batch):
+                self._forget(batch, name)
+        self._saved.clear()
         self._bytes_in_memory.clear()
         self._bytes_on_gpu.clear()
         self._moved.clear()
-        self._saved.clear()
-        self._copied_bytes = 0
-        self._file_bytes = 0
         self._running.clear()
-        if self._files and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._files = 0
+        if self._store is not None:
+            self._store.reserve(_KEY, 0)
 
-    def _save(self, folder: Path, storage: torch.UntypedStorage) -> _Saved:
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        nbytes = storage.nbytes()
-        is_on_gpu = storage.device.type == "cuda"
-        if is_on_gpu and self._count_memory() + nbytes <= self._budget:
-            # A GPU reads pinned pages fastest.
-            copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            copy.copy_(_view_bytes(storage))
-            return _Saved(copy, nbytes, reference)
-        if not self._files:
-            # Fails if the folder exists, because that might be a link to another place.
-            folder.mkdir(parents=True)
-        self._files += 1
-        path = folder / str(self._files)
-        with open(path, "wb") as file:
-            for piece in _pieces(storage):
-                # Storages that numpy sees cannot be resized, so it gets a copy.
-                file.write((piece.cpu() if is_on_gpu else piece.clone()).numpy().data)
-        self.written_bytes += nbytes
-        return _Saved(path, nbytes, reference)
+    def _forget(self, batch: int, name: int) -> None:
+        """Remove the copy of a storage of a batch."""
+        del self._saved[batch][name]
+        assert self._store is not None
+        self._store.remove((_KEY, batch, name))
 
 
 def _view_bytes(storage: torch.UntypedStorage) -> Tensor:
     """View a storage's bytes, which share its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    """Split a storage's bytes into pieces that share its memory."""
-    return torch.split(_view_bytes(storage), _PIECE)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.load import BLOCK_PREFIX, narrow_to_floats
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor, relative_error
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.base.progress import Progress, in_phase, silent
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.quality.measures import part_of
 from quantkit.training.trained import TrainedCheckpoint
 

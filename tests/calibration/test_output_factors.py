@@ -22,7 +22,6 @@ import quantkit
 from quantkit.architectures.topology import input_groups
 from quantkit.base.progress import Progress, silent
 from quantkit.calibration import factor_pass
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import (
     EFFORTS,
     GRADIENTS,
@@ -38,6 +37,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.load import BLOCK_PREFIX
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.block_passes import BlockPasses
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Inputs, Passage

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.passes.block_calls import CallRecorder, StatesInMemory, begin_graph
+from quantkit.passes.activation_store import ActivationStore
+from quantkit.passes.block_calls import CallRecorder, begin_graph
 from quantkit.passes.block_passes import BlockPasses
 from quantkit.passes.passage import Passage
 from quantkit.via_transformers.experts import use_experts
@@ -111,7 +112,7 @@ class Blocks:
         passage: Passage[LazyModel],
         trained_parts: set[str] | None = None,
         dtype: torch.dtype = torch.float32,
-        store: StatesInMemory | None = None,
+        store: ActivationStore | None = None,
     ) -> None:
         self.model = passage.partwise.model
         self.outputs: dict[str, list[Tensor]] = {}
@@ -227,10 +228,10 @@ def test_the_pass_ends_at_the_first_trained_block(tiny_model: Tiny) -> None:
 def test_states_are_kept_in_few_bits_and_freed(tiny_model: Tiny) -> None:
     dtypes: list[torch.dtype] = []
 
-    class Observed(StatesInMemory):
-        def put(self, key: Any, value: Tensor) -> None:
+    class Observed(ActivationStore):
+        def put(self, key: Any, value: Tensor, *, to_file: bool = False) -> None:
             dtypes.append(value.dtype)
-            super().put(key, value)
+            super().put(key, value, to_file=to_file)
 
     store = Observed()
     blocks = Blocks(make_passage(tiny_model("llama")), dtype=torch.bfloat16, store=store)
@@ -293,7 +294,7 @@ def test_an_output_with_the_identity_of_an_input_that_is_gone_is_an_output() -> 
             others.append(output)
         return output
 
-    recorder = CallRecorder(0, StatesInMemory(), torch.float32, check=False)
+    recorder = CallRecorder(0, ActivationStore(), torch.float32, check=False)
     states = [torch.ones(3)]
     # Inputs that need no gradients are held.
     begin_graph(states)

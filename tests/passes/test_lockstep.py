@@ -13,7 +13,8 @@ from error_parts import raises
 from torch import Tensor, nn
 
 from quantkit.errors import DestinationError, NoSpaceError, UnsupportedError
-from quantkit.passes import spill as spill_module
+from quantkit.passes import activation_store as store_module
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.lockstep import Lockstep, stop
 from quantkit.passes.model_storages import ModelStorages
 from quantkit.passes.spill import Spill, _Saved
@@ -45,8 +46,10 @@ def _keep(spill: Spill, batch: int, *tensors: Tensor) -> None:
 def test_what_was_in_files_returns_byte_for_byte(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_module, "_PIECE", piece)
-    spill, folder = Spill(tmp_path / "spill"), tmp_path / "spill"
+    monkeypatch.setattr(store_module, "_PIECE", piece)
+    folder = tmp_path / "spill"
+    store = ActivationStore(folder)
+    spill = Spill(store)
     base = torch.randn(7, 5)
     view, viewed = base[2:5].t(), base[2:5].t().clone()
     batches = [
@@ -67,19 +70,21 @@ def test_what_was_in_files_returns_byte_for_byte(
     files = sorted(folder.iterdir())
     _keep(spill, 0, *batches[0])  # nothing has changed
     assert sorted(folder.iterdir()) == files
-    assert spill.written_bytes == total
+    assert store.written_bytes == total
     spill.restore(0)
     del tensors, batches
     _keep(spill, 0, base)
     assert len(list(folder.iterdir())) == 1
     spill.close()
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_copies_of_batches_that_did_not_run_are_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spill, checked = Spill(tmp_path / "spill"), list[_Saved]()
+    store = ActivationStore(tmp_path / "spill")
+    spill, checked = Spill(store), list[_Saved]()
     is_gone: Any = vars(_Saved)["is_gone"]
 
     def watch(saved: _Saved) -> bool:
@@ -98,7 +103,8 @@ def test_copies_of_batches_that_did_not_run_are_not_looked_at(
 
 
 def test_what_a_batch_writes_to_a_tensor_of_another_one_is_written_again(tmp_path: Path) -> None:
-    spill, shared = Spill(tmp_path / "spill"), torch.ones(10)
+    store = ActivationStore(tmp_path / "spill")
+    spill, shared = Spill(store), torch.ones(10)
     _keep(spill, 0, shared)
     spill.restore(0)
     shared.add_(1)
@@ -114,10 +120,12 @@ def test_what_a_batch_writes_to_a_tensor_of_another_one_is_written_again(tmp_pat
 
 def test_a_folder_that_is_there_is_not_written_to_and_not_removed(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("kept")
-    spill, held = Spill(tmp_path), torch.ones(9)
+    store = ActivationStore(tmp_path)
+    spill, held = Spill(store), torch.ones(9)
     with raises(DestinationError, path=tmp_path):
         _keep(spill, 0, held)
     spill.close()
+    store.close()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     assert held.eq(1).all()
 
@@ -128,13 +136,15 @@ def test_a_full_disk_is_reported_however_little_is_left_to_write(
 ) -> None:
     real: Any = builtins.open
     monkeypatch.setattr(
-        spill_module, "open", lambda _, mode: real("/dev/full", mode), raising=False
+        store_module, "open", lambda _, mode: real("/dev/full", mode), raising=False
     )
-    spill, held = Spill(tmp_path / "spill"), torch.ones(count)
+    store = ActivationStore(tmp_path / "spill")
+    spill, held = Spill(store), torch.ones(count)
     with raises(NoSpaceError, options=["activation_memory", "resume"]):
         _keep(spill, 0, held)
     assert held.eq(1).all()
     spill.close()
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -167,7 +177,8 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
 ) -> None:
     model, batches, made = _Model(), [torch.randn(1000) for _ in range(5)], dict[int, Tensor]()
     found = list[Tensor]()
-    spill = Spill(tmp_path / "spill", budget)
+    store = ActivationStore(tmp_path / "spill", budget)
+    spill = Spill(store)
     forwards = [
         lambda index=index, one=one: found.append(
             model(one, lambda value: made.update({index: value}))
@@ -192,11 +203,13 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
     )
     assert spill.peak_bytes <= budget
     assert (spill.spilled_bytes == 0) == (budget > 5 * _BYTES)
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
-    spill, found = Spill(tmp_path / "spill"), list[float]()
+    store = ActivationStore(tmp_path / "spill")
+    spill, found = Spill(store), list[float]()
 
     def forward() -> None:
         states, kept = torch.zeros(1000), torch.ones(1000)
@@ -214,7 +227,7 @@ def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
     list(Lockstep([forward, forward], set, spill).iterate_rounds(lambda *_: None))
     assert found == [1300.0] * 2
     each, changed = 4000, 3 * 2 * 4000
-    assert spill.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
+    assert store.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
 
 
 def _walk(*keys: str, log: list[Any], index: int = 0) -> Callable[[], None]:
@@ -263,7 +276,8 @@ def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: st
 def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
     failing: bool, tmp_path: Path
 ) -> None:
-    log, spill = list[Any](), Spill(tmp_path / "spill")
+    store = ActivationStore(tmp_path / "spill")
+    log, spill = list[Any](), Spill(store)
     forwards = [_walk("a", "error" if failing else "b", log=log, index=index) for index in range(3)]
     rounds = Lockstep(forwards, set, spill).iterate_rounds(lambda *_: None)
     assert next(rounds) == "a"
@@ -273,6 +287,7 @@ def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
             next(rounds)
     rounds.close()
     assert log[3 + failing :] == [(index, "ends") for index in range(3)]
+    store.close()
     assert not list(tmp_path.iterdir())
 
 

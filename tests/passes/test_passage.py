@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Inputs, Observer, Passage, Routed, Survey
 from quantkit.passes.site import Site
 from quantkit.passes.spill import Spill
@@ -118,7 +119,7 @@ def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
     kind: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     passage, _, survey = _surveyed(tiny_model(kind))
-    spill = Spill(tmp_path / "spill")
+    spill = Spill(ActivationStore(tmp_path / "spill"))
     found, spilled = _seen(passage, survey, Spill()), _seen(passage, survey, spill)
     assert spill.spilled_bytes > 0
     assert found.keys() == spilled.keys()

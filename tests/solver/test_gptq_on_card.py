@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration import activation_store
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import EFFORTS, activation_bytes
 from quantkit.calibration.estimate import gptq_bytes, gpu_activation_bytes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes import activation_store
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.solver.columns import ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import refit_scales
 from quantkit.solver.grid import Grid, search_scales, weights_at_once
@@ -79,7 +79,7 @@ def test_activations_of_a_gpu_stay_there_while_they_fit(
     assert len(list((tmp_path / "states").iterdir())) == 1
     assert [store.take(key).device.type for key in (0, 1, 2)] == ["meta", "cpu", "cpu"]
     store.put("again", value)
-    assert store.rows("again", torch.tensor([1])).device == META
+    assert store.get("again").device == META
     assert len(brought) == 2
 
 

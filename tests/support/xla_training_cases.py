@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec
 from transformers import AutoModelForCausalLM
 
 from quantkit.base.progress import silent
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.evals.synthetic import open_shape_checkpoint
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.training.blockwise import Blockwise, float_states
 from quantkit.training.optimizer import Schedule, adam, corrections

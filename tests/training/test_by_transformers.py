@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import quantkit
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.layerwise import Batch
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.quality.verify import Verdict
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.training.by_transformers import TransformersEngine

@@ -47,7 +47,7 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from quantkit.calibration.activation_store import ActivationStore
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.distributed.group import join_processes
 from quantkit.distributed.mesh import Mesh
 from quantkit.formats.detect import open_checkpoint

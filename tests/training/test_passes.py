@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.distributed.mesh import ALONE
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.training.passes import Passes

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.base.progress import Progress
-from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NoImprovementError
@@ -24,6 +23,7 @@ from quantkit.formats.output.staging import (
 from quantkit.jobs.output.machine import machine
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.plan import Refinement
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.training.blockwise import Blockwise, float_states
 from quantkit.training.optimizer import Schedule
 from quantkit.training.state import SavedTraining
