@@ -41,7 +41,10 @@ class ModelStorages:
         for module in self._modules[part]:
             if next(_iterate_kept_tensors(module), None) is not None:
                 with_tensors.append(module)
-        self._with_tensors[part] = with_tensors
+        # Most parts have none, and are not visited.
+        self._with_tensors.pop(part, None)
+        if with_tensors:
+            self._with_tensors[part] = with_tensors
 
     def collect(self) -> set[int]:
         """Collect the ids of the storages that the model has now."""
