@@ -13,7 +13,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.calibration.effort import EFFORTS
-from quantkit.calibration.group_solver import GroupSolver
+from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
@@ -61,7 +61,7 @@ def test_later_layers_get_the_quantized_weights_that_they_share(
         stored=(),
     )
     hessians = record_hessians(monkeypatch)
-    results = {}
+    results: dict[str, Result] = {}
     for _, solved in streams.solve_groups(groups, Spill()):
         results |= solved
     assert list(results) == [SHARED, LAST]

@@ -37,7 +37,7 @@ def test_batches_stop_only_at_the_inputs_of_experts_and_few_experts_are_in_memor
         def enter_part(self, part: str) -> None:
             entered.append(part)
 
-    tokens = list(oracle.random_tokens(LENGTH, batch=6, vocabulary=2048).split(2))
+    tokens = list(oracle.random_tokens(LENGTH, batch=6, vocabulary=2048).chunk(3))
     passage = Passage(partwise, source.path)
     # All places where batches stop, not only those that are yielded.
     run_rounds = passage._run_rounds
