@@ -14,6 +14,7 @@ import torch
 from command import Capture, run
 from error_parts import raises
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import quantkit
 from quantkit.calibration import group_solver
@@ -23,7 +24,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
-from quantkit.passes.spill import Spill
+from quantkit.passes import activation_store
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
@@ -223,15 +224,16 @@ def test_full_disk_under_the_activations_is_reported_and_resumable(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _contents(_quantize(demo_model, tmp_path / "whole", text))
-    save, count = Spill._save, []
+    write = activation_store._write
+    paths: list[Path] = []
 
-    def full(self: Spill, folder: Path, storage: Any) -> Any:
-        count.append(folder)
-        if len(count) == 60:
+    def write_until_full(path: Path, value: Tensor) -> None:
+        paths.append(path)
+        if len(paths) == 60:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, folder, storage)
+        write(path, value)
 
-    monkeypatch.setattr(Spill, "_save", full)
+    monkeypatch.setattr(activation_store, "_write", write_until_full)
     with raises(DestinationError, "No space", options=["activation_memory", "resume"]):
         _quantize(demo_model, tmp_path / "out", text, activation_memory=0)
     assert not list((tmp_path / "out.partial").glob(".activations*"))
