@@ -84,7 +84,8 @@ class CpuBackend(Backend):
             return f"activations are {dtype}"
         if scheme.of_small_floats:
             return "weights are small floats; it multiplies integers"
-        if scheme.group_size is not None and scheme.group_size % _COLUMNS:
+        # The blocks of llama.cpp have groups of 16 or 32, and K-quants of 256.
+        if scheme.group_size is not None and scheme.unit % _COLUMNS:
             return f"group size is not a multiple of {_COLUMNS}"
         try:
             self._operators = load_kernels()
@@ -103,14 +104,7 @@ class CpuBackend(Backend):
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
-        # The kernels read memory without gaps; parts of a sharded weight have some.
-        codes = weight.codes.contiguous()
-        scale = weight.scale.contiguous()
-        if weight.zero is None:
-            zero = None
-        else:
-            zero = weight.zero.contiguous()
-        return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
+        return {"packed": self._operators.pack(weight, exact=self._exact)}
 
     def dequantize_rows(
         self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
+from quantkit.tensors.qtensor import QuantTensor
+
 _TYPES = {
     torch.float32: 0,
     torch.float16: 1,
@@ -88,17 +90,14 @@ class CppOperators:
         name: bytes = self.library.quantkit_instructions()
         return name.decode()
 
-    def pack(
-        self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool
-    ) -> Tensor:
-        """Pack a weight [O, I] into bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O,
-        G]; `exact` is for activations of 16 bits.
-        """
+    def pack(self, weight: QuantTensor, *, exact: bool) -> Tensor:
+        """Pack a weight [O, I] into bytes; `exact` is for activations of 16 bits."""
+        fields = _list_fields(weight)
+        layout = (len(weight.codes), weight.scheme.bits, False, exact)
         count = ctypes.c_int64()
-        weight = (codes, scale, zero, bits, exact)
-        self._call("packed_bytes", *weight, ctypes.addressof(count))
+        self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
         packed = _allocate(count.value)
-        self._call("pack", *weight, torch.get_num_threads(), packed)
+        self._call("pack", *fields, *layout, 0, torch.get_num_threads(), packed)
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
@@ -274,6 +273,27 @@ class CppOperators:
             raise RuntimeError(error.decode())
 
 
+def _list_fields(weight: QuantTensor) -> tuple[Tensor | None, ...]:
+    """List the tensors of a weight as ``operators.cpp`` takes them."""
+
+    # The kernels read memory without gaps; parts of a sharded weight have some.
+    def lay_out(field: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        if field is None:
+            return None
+        return field.to(dtype).contiguous() if dtype else field.contiguous()
+
+    # Integers that are multiplied by outer scales are float16 in a `QuantTensor`.
+    inner = None if weight.outer is None else torch.int8
+    return (
+        lay_out(weight.codes),
+        lay_out(weight.scale, inner),
+        lay_out(weight.zero),
+        lay_out(weight.minimum, inner),
+        lay_out(weight.outer),
+        lay_out(weight.outer_minimum),
+    )
+
+
 class Blocks:
     """Blocks that a library has checked; it reads their tensors for as long as they are referred
     to.
@@ -365,10 +385,10 @@ _INT = ctypes.c_int64
 _FLOAT = ctypes.c_double
 _THREADS = ctypes.c_int
 _FLAG = ctypes.c_bool
-_WEIGHT = (*[_View] * 3, _INT, _FLAG)
+_WEIGHT = (*[_View] * 6, _INT, _INT, _FLAG, _FLAG)
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "packed_bytes": (*_WEIGHT, ctypes.c_void_p),
-    "pack": (*_WEIGHT, _THREADS, _Output),
+    "pack": (*_WEIGHT, _INT, _THREADS, _Output),
     "linear": (*[_View] * 3, _INT, _THREADS, _Output),
     "rows": (_View, _View, _INT, _Output),
     "cached_attention": (*[_View] * 7, _INT, _FLOAT, _Optional, _View, _THREADS, _Output),

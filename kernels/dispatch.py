@@ -20,9 +20,10 @@ from quantkit import kernels
 from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.kernels.backend import EXACT_COLUMNS, EXACT_MAX, REFERENCE, Backend, OfferedKernels
+from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values()))
 """In the order of `kernels.BACKENDS`."""
@@ -248,29 +249,49 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
     sizes; in an odd number of groups, or in columns that fill no word of kernels.
     """
     rows = size.rows
-    group = scheme.group_size
-    if size.has_odd_columns:
-        if group is None:
-            columns = size.columns + 72
-        else:
-            columns = group * max(3, size.columns // group | 1)
+    if scheme.group_size is None:
+        columns = size.columns
+        if size.has_odd_columns:
+            columns += 72
     else:
-        if group is None:
-            columns = size.columns
-        else:
-            columns = group * max(1, size.columns // group)
+        units = max(1, size.columns // scheme.unit)
+        if size.has_odd_columns:
+            units = max(3, units | 1)
+        columns = scheme.unit * units
     groups = scheme.groups(columns)
     # The factors of codes and zero points are odd: they take all values, for any power of two.
-    codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
+    codes = ((torch.arange(rows * columns) * 37 + 11) % scheme.levels).to(torch.uint8)
+    codes = codes.view(rows, columns)
     wave = _wave(rows * groups).view(rows, groups)
     scale = torch.where(wave < 0, -1, 1) * 2 ** (-4 - 8 * wave.abs())
+    if scheme.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS):
+        # About half of a group's range, so that values have either sign.
+        minimum = None if scheme.symmetric else scale.roll(1, 0) * (scheme.levels // 2)
+        return QuantTensor.of_blocks(codes, _nest(scale, minimum, scheme, scale_dtype), scheme)
     zero = None
     if not scheme.symmetric:
         points = (torch.arange(rows * groups) * 5 + 3) % scheme.levels
         zero = points.to(torch.uint8).view(rows, groups)
-    return QuantTensor(
-        codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme
-    )
+    return QuantTensor(codes, scale.to(scale_dtype), zero, scheme)
+
+
+def _nest(
+    scale: Tensor, minimum: Tensor | None, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> BlockScales:
+    """Store scales and minima [O, G] as blocks of GGUF do; integers of K-quants take many values of
+    either sign, if they may.
+    """
+    if scheme.scales is Scales.BLOCKS:
+        stored_minimum = None if minimum is None else minimum.to(scale_dtype)
+        return BlockScales(scale.to(scale_dtype), stored_minimum, None, None)
+    step = scheme.unit // (scheme.group_size or 1)
+    numbers = torch.arange(scale.numel()).view_as(scale)
+    outer = scale[:, ::step].half()
+    if minimum is None:
+        return BlockScales(((numbers * 37) % 64 - 32).half(), None, outer, None)
+    outer_minimum = minimum[:, ::step].half()
+    inner = ((numbers * 37) % 64).half()
+    return BlockScales(inner, ((numbers * 29 + 7) % 64).half(), outer, outer_minimum)
 
 
 def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:

@@ -33,10 +33,17 @@ template <typename Vector>
 // What a tile of some tokens takes of 32 columns.
 template <Form Of, int Tokens>
 struct Record {
-  int32_t sums[Tokens];  // of the integers, times `sum_factor`
+  int32_t sums[Tokens];    // of the integers, times `sum_factor`
+  int32_t halves[Tokens];  // the same of the first 16
   float scales[Tokens];
   int8_t values[Tokens][kColumns * width_of(Of)];
 
+  // The sum of one of several parts, 1 or 2, of the columns.
+  template <int Parts>
+  int32_t sum(int token, int part) const {
+    if (Parts == 1) return sums[token];
+    return part ? sums[token] - halves[token] : halves[token];
+  }
   const int16_t* whole(int token) const { return reinterpret_cast<const int16_t*>(values[token]); }
   const int8_t* low(int token) const { return values[token] + kColumns; }
 };
@@ -44,7 +51,7 @@ struct Record {
 // Where the parts of one token's record go.
 struct Destination {
   Form form;
-  int32_t* sum;
+  int32_t *sum, *half;
   float* scale;
   int8_t* values;
 };
@@ -68,7 +75,7 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Destination
   float max_abs;
   std::memcpy(&max_abs, &largest, 4);
   const bool finite = largest < 0x7f800000u, empty = !finite || max_abs < kMinAbs;
-  int32_t integers[kColumns] = {}, total = 0;
+  int32_t integers[kColumns] = {}, half = 0, total = 0;
   if (!empty) {
     const float factor = kMax / max_abs;
 #pragma GCC unroll 1
@@ -76,6 +83,7 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Destination
       integers[i] = static_cast<int32_t>(__builtin_rintf(x[i] * factor));  // ties to even
       total += integers[i];
     }
+    for (int i = 0; i < kColumns / 2; ++i) half += integers[i];
   }
   int16_t* whole = reinterpret_cast<int16_t*>(to.values);
   switch (to.form) {
@@ -104,6 +112,7 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Destination
   }
   *to.scale = finite ? (empty ? 0.f : max_abs / kMax) : std::numeric_limits<float>::quiet_NaN();
   *to.sum = total * sum_factor;
+  *to.half = half * sum_factor;
 }
 
 }  // namespace quantkit

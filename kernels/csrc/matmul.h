@@ -18,28 +18,56 @@ namespace quantkit {
 constexpr int64_t kPanel = 64;  // tokens whose activations stay in cache while the bands pass by
 constexpr int64_t kStretch = 256;  // columns converted to float32 at a time, a multiple of 32
 
-template <int Bits, bool Exact, int Tokens>
+// The inner loop for codes of 4 or 8 bits.
+template <int Bits, bool Exact>
+struct PlainTile {
+  template <int Tokens>
+  using Records = Record<form_for(Bits, Exact, Tokens), Tokens>;
+  template <int Tokens, int Bands>
+  static void run(const Layout& at, const uint8_t* band, const Records<Tokens>* x, float* out, int64_t step) {
+    tile<Bits, Exact, Tokens, Bands>(at, band, x, out, step);
+  }
+};
+
+// The inner loop for weights in blocks; with `Halved`, scales change within a block.
+template <bool Exact, bool Halved>
+struct BlockTile {
+  template <int Tokens>
+  using Records = Record<form_for(8, Exact, Tokens), Tokens>;
+  template <int Tokens, int Bands>
+  static void run(const Layout& at, const uint8_t* band, const Records<Tokens>* x, float* out, int64_t step) {
+    block_tile<Exact, Halved, Tokens, Bands>(at, band, x, out, step);
+  }
+};
+
+template <class Tile, int Tokens = kTokens>
 void tiles(const Layout& at, const uint8_t* band, int64_t bands, const Workspace& x, int64_t token, int64_t count,
            float* out, int64_t step) {
   for (; count >= Tokens; token += Tokens, count -= Tokens, out += Tokens * kRows) {
-    using Records = Record<form_for(Bits, Exact, Tokens), Tokens>;
-    const auto* records = reinterpret_cast<const Records*>(x.records(token));
+    const auto* records = reinterpret_cast<const typename Tile::template Records<Tokens>*>(x.records(token));
     if (Tokens > 1 && bands == kBands)
-      tile<Bits, Exact, Tokens, kBands>(at, band, records, out, step);
+      Tile::template run<Tokens, kBands>(at, band, records, out, step);
     else
       for (int64_t n = 0; n < bands; ++n)
-        tile<Bits, Exact, Tokens, 1>(at, band + n * at.band_bytes(), records, out + n * step, step);
+        Tile::template run<Tokens, 1>(at, band + n * at.band_bytes(), records, out + n * step, step);
   }
-  if constexpr (Tokens > 1) tiles<Bits, Exact, Tokens / 2>(at, band, bands, x, token, count, out, step);
+  if constexpr (Tokens > 1) tiles<Tile, Tokens / 2>(at, band, bands, x, token, count, out, step);
 }
 
 // Some bands, at most kBands, times tokens: out[t * 16 + r], `step` further for each band.
 inline void band_products(const Layout& at, const uint8_t* band, int64_t bands, const Workspace& x, int64_t token,
                           int64_t count, float* out, int64_t step) {
-  if (at.bits == 4 && at.exact) tiles<4, true, kTokens>(at, band, bands, x, token, count, out, step);
-  if (at.bits == 4 && !at.exact) tiles<4, false, kTokens>(at, band, bands, x, token, count, out, step);
-  if (at.bits == 8 && at.exact) tiles<8, true, kTokens>(at, band, bands, x, token, count, out, step);
-  if (at.bits == 8 && !at.exact) tiles<8, false, kTokens>(at, band, bands, x, token, count, out, step);
+  const auto multiply = [&](auto tile) { tiles<decltype(tile)>(at, band, bands, x, token, count, out, step); };
+  if (at.in_blocks()) {
+    if (at.halved())
+      at.exact ? multiply(BlockTile<true, true>()) : multiply(BlockTile<false, true>());
+    else
+      at.exact ? multiply(BlockTile<true, false>()) : multiply(BlockTile<false, false>());
+  } else if (at.bits == 4) {
+    at.exact ? multiply(PlainTile<4, true>()) : multiply(PlainTile<4, false>());
+  } else {
+    at.exact ? multiply(PlainTile<8, true>()) : multiply(PlainTile<8, false>());
+  }
 }
 
 // A packed weight and what is added to its products.

@@ -9,6 +9,7 @@
 
 #include "export.h"
 #include "operands.h"
+#include "rows.h"
 
 namespace quantkit {
 
@@ -18,17 +19,41 @@ std::optional<double> given(double value) {
   return std::isnan(value) ? std::nullopt : std::optional<double>(value);
 }
 
-// How a weight with these codes is packed.
-Layout layout_of(const Tensor& codes, const Tensor& scale, const Tensor* zero, int64_t bits, bool exact) {
-  require(codes.dims == 2 && codes.type == Type::u8, "codes: uint8 [O, I]");
-  require(bits == 4 || bits == 8, "bits: 4 or 8");
-  require(scale.dims == 2 && scale.size(0) == codes.size(0), "scale: [O, G]");
-  const int64_t groups = scale.size(1);
-  require(groups > 0 && codes.size(1) > 0 && codes.size(1) % groups == 0, "groups must divide the columns");
-  Layout at{codes.size(0), codes.size(1), codes.size(1) / groups, bits, zero != nullptr, exact,
-            float_type(scale.type)};
+// The tensors of a weight [O, I], or of some of its rows; null where it has none. Minima are of the type of the scales.
+// With outer scales, [O, I / 256], the others are int8.
+struct Weight {
+  const Tensor *codes, *scale, *zero, *minimum, *outer, *outer_minimum;
+};
+
+// How a weight of these rows in all is packed.
+Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, bool table, bool exact) {
+  const auto& [codes, scale, zero, minimum, outer, outer_minimum] = weight;
+  require(codes->dims == 2 && codes->type == Type::u8, "codes: uint8 [O, I]");
+  require((bits >= 2 && bits <= 6) || bits == 8, "bits: 2 to 6, or 8");
+  require(scale->dims == 2 && scale->size(0) == codes->size(0), "scale: [O, G]");
+  const int64_t columns = codes->size(1), groups = scale->size(1);
+  require(groups > 0 && columns > 0 && columns % groups == 0, "groups must divide the columns");
+  require(!zero || (scale->starts_with(*zero, 2) && zero->type == Type::u8), "zero: uint8 [O, G]");
+  require(!minimum || (scale->starts_with(*minimum, 2) && minimum->type == scale->type && !zero),
+          "minimum: [O, G] in the dtype of the scales, and no zero points");
+  require(!table || (bits == 4 && !zero && !minimum), "a table: of 4 bits, without zero points and minima");
+  Offset offset = zero ? Offset::zeros : minimum ? Offset::minima : table ? Offset::table : Offset::middle;
+  Layout at{rows, columns, columns / groups, bits, offset, exact, float_type(outer ? outer->type : scale->type),
+            outer != nullptr};
+  if (outer) {
+    require(scale->type == Type::i8 && !zero, "scales of nested groups: int8 [O, G], without zero points");
+    require(at.group == kColumns / 2 || at.group == kColumns, "nested group size: 16 or 32");
+    require(columns % kNested == 0 && outer->dims == 2 && outer->size(0) == codes->size(0) &&
+                outer->size(1) == columns / kNested && at.scales == FloatType::f16,
+            "outer: float16 [O, I / 256]");
+    require((outer_minimum != nullptr) == (minimum != nullptr) &&
+                (!outer_minimum || (outer->starts_with(*outer_minimum, 2) && outer_minimum->type == outer->type)),
+            "outer_minimum: float16 [O, I / 256], where there are minima");
+    return at;
+  }
+  require(!outer_minimum, "outer_minimum: only with outer scales");
   require(groups == 1 || at.group % kColumns == 0, "group size: a multiple of 32, or the whole row");
-  require(!zero || (scale.starts_with(*zero, 2) && zero->type == Type::u8), "zero: uint8 [O, G]");
+  require(!zero || bits == 4 || bits == 8, "zero points: of 4 or 8 bits");
   return at;
 }
 
@@ -47,22 +72,36 @@ using namespace quantkit;
 
 QUANTKIT_EXPORT const char* quantkit_instructions() { return kInstructions; }
 
+// The bytes that a weight of `rows` rows takes, as some of them show.
 QUANTKIT_EXPORT const char* quantkit_packed_bytes(const Tensor* codes, const Tensor* scale, const Tensor* zero,
-                                                  int64_t bits, bool exact, int64_t* bytes) {
-  return guarded([&] { *bytes = kHead + layout_of(*codes, *scale, zero, bits, exact).bytes(); });
+                                                  const Tensor* minimum, const Tensor* outer,
+                                                  const Tensor* outer_minimum, int64_t rows, int64_t bits, bool table,
+                                                  bool exact, int64_t* bytes) {
+  return guarded([&] {
+    const Weight weight{codes, scale, zero, minimum, outer, outer_minimum};
+    *bytes = kHead + layout_of(weight, rows, bits, table, exact).bytes();
+  });
 }
 
-QUANTKIT_EXPORT const char* quantkit_pack(const Tensor* codes, const Tensor* scale, const Tensor* zero, int64_t bits,
-                                          bool exact, int threads, uint8_t* packed) {
+// Pack some rows of a weight of `rows` rows, from `first` on.
+QUANTKIT_EXPORT const char* quantkit_pack(const Tensor* codes, const Tensor* scale, const Tensor* zero,
+                                          const Tensor* minimum, const Tensor* outer, const Tensor* outer_minimum,
+                                          int64_t rows, int64_t bits, bool table, bool exact, int64_t first,
+                                          int threads, uint8_t* packed) {
   return guarded([&] {
-    const Layout at = layout_of(*codes, *scale, zero, bits, exact);
+    const Layout at = layout_of({codes, scale, zero, minimum, outer, outer_minimum}, rows, bits, table, exact);
     static_assert(sizeof(Layout) <= kHead && std::has_unique_object_representations_v<Layout>,
                   "layouts must fit their place, and be the same byte by byte");
+    const int64_t count = codes->size(0);
+    require(first >= 0 && first % kRows == 0 && first + count <= rows && (first + count == rows || count % kRows == 0),
+            "rows to pack: whole bands of the weight");
     std::memset(packed, 0, kHead);
     std::memcpy(packed, &at, sizeof(at));
-    Pool::instance().parallel_for(at.bands(), 1, threads, [&](int64_t band) {
-      pack_band(at, band, codes->as<uint8_t>(), scale->as<uint8_t>(), zero ? zero->as<uint8_t>() : nullptr,
-                packed + kHead);
+    const auto bytes = [](const Tensor* tensor) { return tensor ? tensor->as<uint8_t>() : nullptr; };
+    const Source source{first, count, bytes(codes), bytes(scale), bytes(zero), bytes(minimum), bytes(outer),
+                        bytes(outer_minimum)};
+    Pool::instance().parallel_for((count + kRows - 1) / kRows, 1, threads, [&](int64_t band) {
+      pack_band(at, first / kRows + band, source, packed + kHead);
     });
   });
 }
@@ -84,16 +123,10 @@ QUANTKIT_EXPORT const char* quantkit_rows(const Tensor* packed, const Tensor* in
     const Linear by = packed_linear(*packed, nullptr, Type::f32);
     require(by.at.columns == columns, "expected ", by.at.columns, " columns, found ", columns);
     require(index->dims == 1 && index->type == Type::i64, "index: int64 [N]");
-    std::vector<uint8_t> codes(columns);
     for (int64_t i = 0; i < index->numel(); ++i, y += columns) {
       const int64_t row = index->as<int64_t>()[i];
       require(row >= 0 && row < by.at.rows, "row ", row, " of ", by.at.rows);
-      unpack_row(by.at, row, by.bands, codes.data(),
-                 [&](int64_t first, int64_t count, const uint8_t* own, const uint8_t* scale, const uint8_t* zero) {
-                   const float step = load_scale(scale, by.at.scales, 0);
-                   const float low = zero ? *zero : by.at.fixed_zero();
-                   for (int64_t c = 0; c < count; ++c) y[first + c] = (own[c] - low) * step;
-                 });
+      dequantize_row(by.at, row, by.bands, y);
     }
   });
 }

@@ -103,14 +103,16 @@ template <class Records>
     sums[0][h] = _mm256_add_epi32(_mm256_madd_epi16(sums[0][h], shift), _mm256_madd_epi16(low[0][h], ones));
 }
 
-// Of codes of 4 or 8 bits with activations of 16: of each four columns those in the even places, then the others.
-template <int Bits, int Tokens, class Records>
-[[gnu::always_inline]] inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
+// Of codes of 4 or 8 bits, in some lines, with activations of 16, from a column on: of each four columns those in the
+// even places, then the others.
+template <int Bits, int Tokens, int Lines = Bits, class Records>
+[[gnu::always_inline]] inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums,
+                                             int column = 0) {
   const __m256i mask = _mm256_set1_epi16(Bits == 8 ? 255 : 15);
   clear<Tokens>(sums);
   asm volatile("" ::: "memory");  // or the activations of all steps are spread out beforehand
 #pragma GCC unroll 8
-  for (int i = 0; i < Bits; ++i) {
+  for (int i = 0; i < Lines; ++i) {
     const __m256i left = load_vector(codes + i * 64), right = load_vector(codes + i * 64 + 32);
     constexpr int kParts = 16 / Bits;
     const int shifts[] = {0, 8, 4, 12};
@@ -124,7 +126,7 @@ template <int Bits, int Tokens, class Records>
       }
 #pragma GCC unroll 4
       for (int t = 0; t < Tokens; ++t) {
-        const __m256i two = spread(x.whole(t) + i * 2 * kParts + n * 2);
+        const __m256i two = spread(x.whole(t) + column + i * 2 * kParts + n * 2);
         add_words(sums[t][0], w[0], two);
         add_words(sums[t][1], w[1], two);
       }
@@ -141,7 +143,7 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   for (int t = 0; t < Tokens; ++t) total[t][0] = total[t][1] = _mm256_setzero_ps();
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
   const FloatType type = at.scales;
-  const bool zeros = at.zeros;
+  const bool zeros = at.zeros();
   const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
@@ -166,6 +168,66 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
         for (int h = 0; h < 2; ++h) {
           const __m256i sum = _mm256_add_epi32(sums[t][h], zeros ? _mm256_mullo_epi32(zero[h], of_x) : of_x);
           total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale[h], step), total[t][h]);
+        }
+      }
+    }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + t * kRows + h * kHalf, total[t][h]);
+}
+
+// Bytes of 8 rows as floats.
+inline __m256 load_inner(const uint8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+
+// `tile` of weights in blocks. The codes of a block become bytes in memory, as registers are too few for them.
+template <bool Exact, bool Halved, int Tokens, int Bands>
+void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x,
+                float* out, int64_t) {
+  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts;
+  const Layout at = weight;  // in a copy no store can change it
+  const int64_t block_bytes = at.block_bytes(), inner_bytes = at.nested ? at.inner_bytes() : 0, bits = at.bits;
+  const bool minima = at.minima(), table = at.offset == Offset::table;
+  const int32_t zero = at.fixed_zero();
+  __m256 outer[2], outer_minimum[2], scale[2], minimum[2], total[Tokens][2];
+  for (int t = 0; t < Tokens; ++t) total[t][0] = total[t][1] = _mm256_setzero_ps();
+  Heads heads(at);
+  const uint8_t* codes = band;
+  for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += block_bytes) {
+    const bool changed = heads.next(codes);
+    if (changed)
+      for (int h = 0; h < 2; ++h) {
+        const __m256 loaded = load_scales(heads.head, at.scales, heads.offset + h * kHalf);
+        (at.nested ? outer : scale)[h] = loaded;
+        if (!minima) continue;
+        if (at.nested)
+          outer_minimum[h] = load_scales(heads.head, at.scales, kRows + h * kHalf);
+        else
+          minimum[h] = load_scales(heads.head + kLine, at.scales, heads.offset + h * kHalf);
+      }
+    for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
+      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
+    alignas(kLine) Line lines[8];
+    unpack_block(bits, table, codes, lines);
+    for (int p = 0; p < kParts; ++p) {
+      if (at.nested)
+        for (int h = 0; h < 2; ++h) {
+          const uint8_t* inner = heads.inner(p) + h * kHalf;
+          scale[h] = _mm256_mul_ps(outer[h], load_inner(inner));
+          if (minima) minimum[h] = _mm256_mul_ps(outer_minimum[h], load_inner(inner + inner_bytes));
+        }
+      Sums<Tokens> sums;
+      dot_words<8, Tokens, kLines>(reinterpret_cast<const uint8_t*>(lines + p * kLines), *x, sums, p * kLines * 4);
+      for (int t = 0; t < Tokens; ++t) {
+        const int32_t of_x = x->template sum<kParts>(t, p);
+        const __m256i off = _mm256_set1_epi32(zero * of_x);
+        const __m256 by = _mm256_set1_ps(x->scales[t]);
+        const __m256 all = _mm256_set1_ps(static_cast<float>(of_x) * x->scales[t]);
+        for (int h = 0; h < 2; ++h) {
+          const __m256i sum = _mm256_sub_epi32(sums[t][h], off);
+          total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale[h], by), total[t][h]);
+          if (minima) total[t][h] = _mm256_fnmadd_ps(minimum[h], all, total[t][h]);
         }
       }
     }

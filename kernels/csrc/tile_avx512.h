@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "activations.h"
 #include "layout.h"
 
@@ -29,12 +31,12 @@ inline __m512i four_columns(const int8_t* x) {
   return _mm512_set1_epi32(word);
 }
 
-// sums[t][n] += the sums over a block for the 16 rows of band n and token t, whose activations are `apart` bytes from
-// those of the token before. Each product waits for the one before it in the same sum, so all sums go in turn.
-template <int Tokens, int Bands>
+// sums[t][n] += the sums over some lines of a block for the 16 rows of band n and token t, whose activations are `apart`
+// bytes from those of the token before. Each product waits for the one before it in the same sum, so all sums go in turn.
+template <int First = 0, int End = 8, int Tokens, int Bands>
 [[gnu::always_inline]] inline void add_dots(const __m512i (&w)[Bands][8], const int8_t* x, int64_t apart, __m512i (&sums)[Tokens][Bands]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
+  for (int i = First; i < End; ++i)
 #pragma GCC unroll 4
     for (int t = 0; t < Tokens; ++t) {
       const __m512i four = four_columns(x + t * apart + i * 4);
@@ -58,7 +60,7 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   const int64_t groups = at.groups(), per_group = at.blocks_per_group(), apart = at.band_bytes();
   const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const FloatType type = at.scales;
-  const bool zeros = at.zeros;
+  const bool zeros = at.zeros();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t offset = enter_group(g, per_line, head_bytes, codes, head);
@@ -108,6 +110,104 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
           }
         }
       }
+    }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int n = 0; n < Bands; ++n) _mm512_storeu_ps(out + n * step + t * kRows, total[t][n]);
+}
+
+// Bytes of 16 rows as floats.
+inline __m512 load_inner(const uint8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+// What codes of 16 rows are multiplied by, and what is subtracted then, for each part of a block.
+template <int Parts>
+struct RowScales {
+  __m512 outer, outer_minimum, scale[Parts], minimum[Parts];
+
+  // Those of the next block; `changed` is what `Heads::next` returned.
+  [[gnu::always_inline]] void load(const Layout& at, const Heads& heads, int64_t band, bool changed) {
+    const uint8_t* head = heads.head + band;
+    const bool minima = at.minima();
+    if (!at.nested) {
+      if (!changed) return;
+      scale[0] = load_scales(head, at.scales, heads.offset);
+      if (minima) minimum[0] = load_scales(head + kLine, at.scales, heads.offset);
+      return;
+    }
+    if (changed) {
+      outer = load_scales(head, FloatType::f16, 0);
+      if (minima) outer_minimum = load_scales(head, FloatType::f16, kRows);
+    }
+    for (int p = 0; p < Parts; ++p) {
+      const uint8_t* inner = heads.inner(p) + band;
+      scale[p] = _mm512_mul_ps(outer, load_inner(inner));
+      if (minima) minimum[p] = _mm512_mul_ps(outer_minimum, load_inner(inner + at.inner_bytes()));
+    }
+  }
+};
+
+// `tile` of weights in blocks.
+template <bool Exact, bool Halved, int Tokens, int Bands>
+void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x,
+                float* out, int64_t step) {
+  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts;
+  const Layout at = weight;  // in a copy no store can change it
+  const int64_t apart = at.band_bytes(), block_bytes = at.block_bytes(), bits = at.bits;
+  const bool minima = at.minima(), table = at.offset == Offset::table;
+  const int32_t zero = at.fixed_zero();
+  __m512 total[Tokens][Bands];
+  for (int t = 0; t < Tokens; ++t)
+    for (int n = 0; n < Bands; ++n) total[t][n] = _mm512_setzero_ps();
+  RowScales<kParts> scales[Bands];
+  Heads heads(at);
+  const uint8_t* codes = band;
+  for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += block_bytes) {
+    const bool changed = heads.next(codes);
+    __m512i w[Bands][8];
+    for (int n = 0; n < Bands; ++n) {
+      scales[n].load(at, heads, n * apart, changed);
+      const uint8_t* from = codes + n * apart;
+      for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+      Line lines[8];
+      unpack_block(bits, table, from, lines);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) w[n][i] = reinterpret_cast<__m512i>(lines[i]);
+    }
+    constexpr int kSome = Tokens < 4 ? Tokens : 4;  // whose sums stay in registers
+    for (int t = 0; t < Tokens; t += kSome) {
+      constexpr int64_t kApart = sizeof(x->values[0]);
+      const auto add_part = [&](auto part) __attribute__((always_inline)) {
+        constexpr int kPart = part, kFirst = kPart * kLines, kEnd = kFirst + kLines;
+        __m512i sums[kSome][Bands];
+#pragma GCC unroll 4
+        for (int j = 0; j < kSome; ++j)
+          for (int n = 0; n < Bands; ++n) sums[j][n] = _mm512_setzero_si512();
+        add_dots<kFirst, kEnd>(w, x->values[t], kApart, sums);
+        if (Exact) {  // these were the high bytes
+#pragma GCC unroll 4
+          for (int j = 0; j < kSome; ++j)
+            for (int n = 0; n < Bands; ++n) sums[j][n] = _mm512_slli_epi32(sums[j][n], 8);
+          add_dots<kFirst, kEnd>(w, x->low(t), kApart, sums);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < kSome; ++j) {
+          const int32_t of_x = x->template sum<kParts>(t + j, kPart);
+          const __m512 by = _mm512_set1_ps(x->scales[t + j]);
+          const __m512i off = _mm512_set1_epi32(zero * of_x);
+          const __m512 all = _mm512_set1_ps(static_cast<float>(of_x) * x->scales[t + j]);
+          for (int n = 0; n < Bands; ++n) {
+            __m512& to = total[t + j][n];
+            const __m512i sum = _mm512_sub_epi32(sums[j][n], off);
+            to = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scales[n].scale[kPart], by), to);
+            if (minima) to = _mm512_fnmadd_ps(scales[n].minimum[kPart], all, to);
+          }
+        }
+      };
+      add_part(std::integral_constant<int, 0>());
+      if constexpr (Halved) add_part(std::integral_constant<int, 1>());
     }
   }
   for (int t = 0; t < Tokens; ++t)

@@ -39,11 +39,12 @@ inline int32x4_t load_zeros(const uint8_t* from) {
   return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
 }
 
-// Sums over a block for 4 rows.
+// Sums over the lines of a block, 4 or 8, for 4 rows.
 #if defined(__ARM_FEATURE_DOTPROD)
+template <int Lines>
 inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
   int32x4_t sum = vdupq_n_s32(0);
-  for (int half = 0; half < 2; ++half, w += 4) {
+  for (int half = 0; half < Lines / 4; ++half, w += 4) {
     const int8x16_t columns = vld1q_s8(x + half * 16);
     sum = vdotq_laneq_s32(sum, w[0], columns, 0);
     sum = vdotq_laneq_s32(sum, w[1], columns, 1);
@@ -55,9 +56,10 @@ inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
 #else
 // Of 4-bit codes: below 16 times at most 128 they add up to at most 15360 over the eight steps, so 16
 // bits hold them.
+template <int Lines>
 inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
   int16x8_t left = vdupq_n_s16(0), right = left;  // rows 0 1 and 2 3
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < Lines; ++i) {
     int32_t word;
     std::memcpy(&word, x + i * 4, 4);
     const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word));
@@ -69,9 +71,10 @@ inline int32x4_t dot(const int8x16_t* w, const int8_t* x) {
 #endif
 
 // The same with activations of 16 bits.
+template <int Lines>
 inline int32x4_t dot(const int8x16_t* w, const int16_t* x) {
   int32x4_t rows[4] = {};
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < Lines; ++i) {
     const int16x4_t four = vld1_s16(x + i * 4);
     const int16x8_t left = vmovl_s8(vget_low_s8(w[i])), right = vmovl_high_s8(w[i]);
     rows[0] = vmlal_s16(rows[0], vget_low_s16(left), four);
@@ -82,11 +85,11 @@ inline int32x4_t dot(const int8x16_t* w, const int16_t* x) {
   return vpaddq_s32(vpaddq_s32(rows[0], rows[1]), vpaddq_s32(rows[2], rows[3]));
 }
 
-template <Form Of, int Tokens>
-inline int32x4_t dot(const int8x16_t* w, const Record<Of, Tokens>& x, int token) {
-  if constexpr (Of == Form::whole) return dot(w, x.whole(token));
-  const int32x4_t sum = dot(w, x.values[token]);
-  return Of == Form::halves ? vaddq_s32(dot(w, x.low(token)), vshlq_n_s32(sum, 8)) : sum;
+template <int Lines = 8, Form Of, int Tokens>
+inline int32x4_t dot(const int8x16_t* w, const Record<Of, Tokens>& x, int token, int column = 0) {
+  if constexpr (Of == Form::whole) return dot<Lines>(w, x.whole(token) + column);
+  const int32x4_t sum = dot<Lines>(w, x.values[token] + column);
+  return Of == Form::halves ? vaddq_s32(dot<Lines>(w, x.low(token) + column), vshlq_n_s32(sum, 8)) : sum;
 }
 
 // out[t * 16 + r] = row r of the band times token t.
@@ -102,7 +105,7 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
     for (int q = 0; q < kParts; ++q) total[t][q] = vdupq_n_f32(0);
   const int64_t groups = at.groups(), per_group = at.blocks_per_group();
   const FloatType type = at.scales;
-  const bool zeros = at.zeros;
+  const bool zeros = at.zeros();
   const int64_t per_line = at.groups_per_line(), head_bytes = at.head_bytes();
   const uint8_t *codes = band, *head = band;
   for (int64_t g = 0; g < groups; ++g) {
@@ -135,6 +138,63 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
   }
   for (int t = 0; t < Tokens; ++t)
     for (int q = 0; q < kParts; ++q) vst1q_f32(out + t * kRows + q * kQuarter, total[t][q]);
+}
+
+// Bytes of 4 rows as floats.
+inline float32x4_t load_inner(const uint8_t* from) {
+  uint32_t four;
+  std::memcpy(&four, from, 4);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+}
+
+// `tile` of weights in blocks. Codes of 8 bits, and those of a table, are made signed.
+template <bool Exact, bool Halved, int Tokens, int Bands>
+void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x, float* out,
+                int64_t) {
+  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts, kQuarters = kRows / kQuarter;
+  const bool minima = at.minima(), table = at.offset == Offset::table, is_signed = table || at.bits == 8;
+  const uint8x16_t sign = vdupq_n_u8(is_signed ? 128 : 0);
+  const int32_t zero = at.fixed_zero() - (is_signed ? 128 : 0);
+  float32x4_t total[Tokens][kQuarters];
+  for (int t = 0; t < Tokens; ++t)
+    for (int q = 0; q < kQuarters; ++q) total[t][q] = vdupq_n_f32(0);
+  Heads heads(at);
+  const uint8_t* codes = band;
+  for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += at.block_bytes()) {
+    heads.next(codes);
+    if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
+      for (int64_t i = 0; i < at.bits; ++i) __builtin_prefetch(codes + kAhead + i * 64);
+    alignas(kLine) Line lines[8];
+    unpack_block(at.bits, table, codes, lines);
+    for (int q = 0; q < kQuarters; ++q)
+      for (int p = 0; p < kParts; ++p) {
+        float32x4_t scale, minimum = vdupq_n_f32(0);
+        if (at.nested) {
+          const uint8_t* inner = heads.inner(p) + q * kQuarter;
+          scale = vmulq_f32(load_scales(heads.head, at.scales, q * kQuarter), load_inner(inner));
+          if (minima)
+            minimum = vmulq_f32(load_scales(heads.head, at.scales, kRows + q * kQuarter),
+                                load_inner(inner + at.inner_bytes()));
+        } else {
+          scale = load_scales(heads.head, at.scales, heads.offset + q * kQuarter);
+          if (minima) minimum = load_scales(heads.head + kLine, at.scales, heads.offset + q * kQuarter);
+        }
+        int8x16_t w[kLines];
+        for (int i = 0; i < kLines; ++i) {
+          uint8x16_t line;
+          std::memcpy(&line, reinterpret_cast<const uint8_t*>(lines + p * kLines + i) + q * 16, 16);
+          w[i] = vreinterpretq_s8_u8(veorq_u8(line, sign));
+        }
+        for (int t = 0; t < Tokens; ++t) {
+          const int32_t of_x = x->template sum<kParts>(t, p);
+          const int32x4_t sum = vsubq_s32(dot<kLines>(w, *x, t, p * kLines * 4), vdupq_n_s32(zero * of_x));
+          total[t][q] = vfmaq_f32(total[t][q], vcvtq_f32_s32(sum), vmulq_n_f32(scale, x->scales[t]));
+          if (minima) total[t][q] = vfmsq_f32(total[t][q], minimum, vdupq_n_f32(of_x * x->scales[t]));
+        }
+      }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int q = 0; q < kQuarters; ++q) vst1q_f32(out + t * kRows + q * kQuarter, total[t][q]);
 }
 
 }  // namespace quantkit

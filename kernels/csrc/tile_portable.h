@@ -33,12 +33,63 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
       for (int t = 0; t < Tokens; ++t) {
         const int8_t *high = x->values[t], *low = x->low(t);
         int32_t sums[kRows];
-        for (int r = 0; r < kRows; ++r) sums[r] = at.zeros ? -head[kLine + offset + r] * x->sums[t] : x->sums[t];
+        for (int r = 0; r < kRows; ++r) sums[r] = at.zeros() ? -head[kLine + offset + r] * x->sums[t] : x->sums[t];
         for (int c = 0; c < kColumns; ++c) {
           const int16_t factor = Exact ? high[c] * 256 + low[c] : high[c];
           for (int r = 0; r < kRows; ++r) sums[r] += w[c][r] * factor;
         }
         for (int r = 0; r < kRows; ++r) total[t][r] += static_cast<float>(sums[r]) * (scale[r] * x->scales[t]);
+      }
+    }
+  }
+  for (int t = 0; t < Tokens; ++t)
+    for (int r = 0; r < kRows; ++r) out[t * kRows + r] = total[t][r];
+}
+
+// `tile` of weights in blocks.
+template <bool Exact, bool Halved, int Tokens, int Bands>
+void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x, float* out,
+                int64_t) {
+  constexpr int kParts = Halved ? 2 : 1, kWidth = kColumns / kParts;
+  float total[Tokens][kRows] = {};
+  const int32_t zero = at.fixed_zero();
+  Heads heads(at);
+  const uint8_t* codes = band;
+  for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += at.block_bytes()) {
+    heads.next(codes);
+    alignas(kLine) Line lines[8];
+    unpack_block(at.bits, at.offset == Offset::table, codes, lines);
+    alignas(kLine) uint8_t bytes[sizeof(lines)];
+    std::memcpy(bytes, lines, sizeof(lines));
+    int16_t w[kColumns][kRows];
+    for (int c = 0; c < kColumns; ++c)
+      for (int r = 0; r < kRows; ++r) w[c][r] = bytes[c / 4 * 64 + r * 4 + c % 4];
+    for (int p = 0; p < kParts; ++p) {
+      float scale[kRows], minimum[kRows] = {};
+      for (int r = 0; r < kRows; ++r) {
+        if (at.nested) {
+          const uint8_t* inner = heads.inner(p) + r;
+          scale[r] = load_scale(heads.head, at.scales, r) * static_cast<int8_t>(*inner);
+          if (at.minima())
+            minimum[r] = load_scale(heads.head, at.scales, kRows + r) * static_cast<int8_t>(inner[at.inner_bytes()]);
+        } else {
+          scale[r] = load_scale(heads.head, at.scales, heads.offset + r);
+          if (at.minima()) minimum[r] = load_scale(heads.head + kLine, at.scales, heads.offset + r);
+        }
+      }
+      for (int t = 0; t < Tokens; ++t) {
+        const int8_t *high = x->values[t], *low = x->low(t);
+        const int32_t of_x = x->template sum<kParts>(t, p);
+        int32_t sums[kRows];
+        for (int r = 0; r < kRows; ++r) sums[r] = -zero * of_x;
+        for (int c = p * kWidth; c < (p + 1) * kWidth; ++c) {
+          const int16_t factor = Exact ? high[c] * 256 + low[c] : high[c];
+          for (int r = 0; r < kRows; ++r) sums[r] += w[c][r] * factor;
+        }
+        for (int r = 0; r < kRows; ++r) {
+          total[t][r] += static_cast<float>(sums[r]) * (scale[r] * x->scales[t]);
+          total[t][r] -= minimum[r] * (static_cast<float>(of_x) * x->scales[t]);
+        }
       }
     }
   }

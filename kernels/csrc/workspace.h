@@ -46,15 +46,15 @@ inline TileTokens tile_tokens(int64_t token, int64_t tokens) {
 
 // What the sums of activations are multiplied by: the negative of the zero point that all codes have.
 inline int32_t sum_factor(const Layout& at) {
-  if (at.zeros) return 1;
+  if (at.zeros() || at.in_blocks()) return 1;
   return at.bits == 8 && kSigned8 ? 0 : -at.fixed_zero();
 }
 
 class Workspace {
  public:
   Workspace(const Layout& at, int64_t tokens)
-      : bits_(at.bits), exact_(at.exact), factor_(sum_factor(at)), tokens_(tokens),
-        blocks_(at.blocks()), per_token_(8 + kColumns * width_of(form_for(at.bits, at.exact, 1))),
+      : bits_(at.in_blocks() ? 8 : at.bits), exact_(at.exact), factor_(sum_factor(at)), tokens_(tokens),
+        blocks_(at.blocks()), per_token_(kSums + kColumns * width_of(form_for(bits_, at.exact, 1))),
         memory_(new (std::align_val_t(kLine)) uint8_t[tokens * blocks_ * per_token_]) {}
 
   // Quantize some of a token's columns, from a block's first on.
@@ -76,16 +76,17 @@ class Workspace {
     uint8_t* record = memory_.get() + (first * blocks_ + block * count) * per_token_;
     const int64_t index = token - first;
     const Form form = form_for(bits_, exact_, count);
-    const Destination to{form, reinterpret_cast<int32_t*>(record) + index,
-                         reinterpret_cast<float*>(record) + count + index,
-                         reinterpret_cast<int8_t*>(record) + count * 8 + index * kColumns * width_of(form)};
+    int32_t* sums = reinterpret_cast<int32_t*>(record) + index;
+    const Destination to{form, sums, sums + count, reinterpret_cast<float*>(sums + 2 * count),
+                         reinterpret_cast<int8_t*>(record) + count * kSums + index * kColumns * width_of(form)};
     exact_ ? quantize_block<true>(x, factor_, to) : quantize_block<false>(x, factor_, to);
   }
 
+  static constexpr int64_t kSums = 12;  // bytes of a token's sums and scale
   struct Free {
     void operator()(uint8_t* memory) const { operator delete[](memory, std::align_val_t(kLine)); }
   };
-  int64_t bits_;
+  int64_t bits_;  // that the dot product multiplies
   bool exact_;
   int32_t factor_;
   int64_t tokens_, blocks_, per_token_;

@@ -304,10 +304,7 @@ class ExampleBlock:
     def run(self, x: Tensor, step: ExampleStep, stored: Sequence[CachedRows] | None) -> Tensor:
         """Through the operator; hidden states [B, T, D]."""
         own, of = self.features, self.tensors
-        packed = {
-            name: self.ops.pack(weight.codes, weight.scale, weight.zero, 8, True)
-            for name, weight in self.weights.items()
-        }
+        packed = {name: self.ops.pack(weight, exact=True) for name, weight in self.weights.items()}
         attention = [
             of["attention_before"],
             packed["qkv"],
@@ -475,8 +472,9 @@ def test_activations_are_right_to_float32(variant: str) -> None:
         codes = torch.full((rows, columns), 128, dtype=torch.uint8)
         for place in ones:
             codes[place] += 1
-        weight: Tensor = ops.pack(codes, torch.ones(rows, 1), None, 8, True)
-        return weight
+        weight = QuantTensor(codes, torch.ones(rows, 1), None, QuantScheme.parse("int8"))
+        product: Tensor = ops.pack(weight, exact=True)
+        return product
 
     gates = torch.cat([torch.linspace(-12, 12, 997), 10 ** torch.linspace(-6, 30, 100)])
     for activation, limit in ACTIVATIONS:

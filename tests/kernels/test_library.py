@@ -85,8 +85,12 @@ def _loaded(installed: Path, **environment: str) -> str:
         "from quantkit.kernels.library import describe_kernels, load_kernels\n"
         "before = describe_kernels()\n"
         "found = load_kernels()\n"
-        "weight = torch.full((20, 64), 129, dtype=torch.uint8), torch.ones(20, 1), None, 8, True\n"
-        "right = found.linear(torch.ones(3, 64), found.pack(*weight), None, 20).eq(64).all()\n"
+        "from quantkit.tensors.qtensor import QuantTensor\n"
+        "from quantkit.tensors.scheme import QuantScheme\n"
+        "codes = torch.full((20, 64), 129, dtype=torch.uint8)\n"
+        "weight = QuantTensor(codes, torch.ones(20, 1), None, QuantScheme(8, None))\n"
+        "packed = found.pack(weight, exact=True)\n"
+        "right = found.linear(torch.ones(3, 64), packed, None, 20).eq(64).all()\n"
         "print('; '.join([before, describe_kernels(), 'right' if right else 'wrong']))\n"
     )
     clean = {

@@ -1,0 +1,108 @@
+"""The C++ kernels on llama.cpp's block types: values against the gguf package, products against
+float64.
+"""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from instruction_sets import HERE
+from torch import Tensor
+
+from quantkit.files.gguf_types import GgmlType
+from quantkit.formats.codecs.ggml import CODED_TYPES
+from quantkit.kernels.library import load_kernels
+from quantkit.tensors.qtensor import QuantTensor
+
+pytestmark = pytest.mark.cpu_kernels
+
+KINDS = {kind: CODED_TYPES[kind] for kind in CODED_TYPES}
+# Where the float16 numbers of a block are.
+FLOATS = {
+    GgmlType.Q4_0: (0,),
+    GgmlType.Q8_0: (0,),
+    GgmlType.Q4_1: (0, 2),
+    GgmlType.Q5_0: (0,),
+    GgmlType.Q5_1: (0, 2),
+    GgmlType.Q3_K: (108,),
+    GgmlType.Q4_K: (0, 2),
+    GgmlType.Q5_K: (0, 2),
+    GgmlType.Q6_K: (208,),
+}
+COLUMNS = (32, 256, 512, 576, 640, 768, 896, 4864)
+
+
+def draw_blocks(kind: GgmlType, rows: int, columns: int) -> Tensor:
+    """Draw rows of blocks [O, N] whose bytes take all values, with scales of either sign."""
+    blocks = torch.randint(0, 256, (rows * columns // kind.block, kind.block_bytes))
+    blocks = blocks.to(torch.uint8)
+    for offset in FLOATS[kind]:
+        scales = (torch.randn(len(blocks), 1) / 50).half()
+        blocks[:, offset : offset + 2] = scales.view(torch.uint8)
+    return blocks.view(rows, -1)
+
+
+def dequantize(kind: GgmlType, blocks: Tensor) -> Tensor:
+    """Dequantize rows of blocks with the gguf package."""
+    ggml = gguf.GGMLQuantizationType[kind.name]
+    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), ggml))
+
+
+def columns_of(kind: GgmlType) -> list[int]:
+    return [columns for columns in COLUMNS if columns % kind.block == 0]
+
+
+def measure_limit(x: Tensor, wide: Tensor, weight: QuantTensor, largest: int) -> Tensor:
+    """Compute how far products [M, O] may be off when each 32 of x are rounded to integers of at
+    most `largest`, and sums to float32.
+    """
+    blocks = x.double().unflatten(1, (-1, 32))
+    steps = blocks.abs().amax(-1) / largest
+    rounding = 0.5001 * steps @ wide.abs().unflatten(1, (-1, 32)).sum(-1).t()
+    # Minima are subtracted after the products with codes are added up.
+    minimum = weight.block_scales.offsets if weight.block_scales is not None else None
+    sizes = wide.abs()
+    if minimum is not None:
+        group = wide.shape[1] // minimum.shape[1]
+        sizes = sizes + 2 * minimum.double().abs().repeat_interleave(group, 1)
+    sums = torch.finfo(torch.float32).eps * wide.shape[1] / 8 * (x.double().abs() @ sizes.t())
+    return rounding + sums
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_packed_rows_are_those_of_gguf_bit_for_bit(kind: GgmlType, variant: str) -> None:
+    ops = load_kernels(variant)
+    for columns in columns_of(kind):
+        for rows in (1, 16, 37):
+            blocks = draw_blocks(kind, rows, columns)
+            packed = ops.pack(KINDS[kind].decode(blocks), exact=True)
+            index = torch.arange(rows).flip(0)
+            right = dequantize(kind, blocks)[index]
+            assert torch.equal(ops.rows(packed, index, columns), right), (rows, columns)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_products_are_right(kind: GgmlType, exact: bool, variant: str) -> None:
+    ops = load_kernels(variant)
+    largest = 127 * 256 if exact else 127
+    for columns in columns_of(kind):
+        rows = 37 if columns < 1000 else 19
+        blocks = draw_blocks(kind, rows, columns)
+        weight = KINDS[kind].decode(blocks)
+        wide = dequantize(kind, blocks).double()
+        packed = ops.pack(weight, exact=exact)
+        alone: list[Tensor] = []
+        x = torch.randn(33, columns)
+        limit = measure_limit(x, wide, weight, largest)
+        for tokens in (1, 2, 3, 7, 16, 33):
+            product = ops.linear(x[:tokens], packed, None, rows)
+            off = (product.double() - x[:tokens].double() @ wide.t()).abs()
+            assert (off <= limit[:tokens]).all(), (columns, tokens)
+            alone.append(product)
+        # A row's result does not depend on the others.
+        for product in alone:
+            assert torch.equal(product, alone[-1][: len(product)]), columns
