@@ -275,6 +275,12 @@ class Backend:
             zero = {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        """Join the rows of prepared weights with different schemes to those of one; None if the
+        backend multiplies weights of one scheme only.
+        """
+        return None
+
     def dequantize_rows(
         self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
     ) -> Tensor:

@@ -106,6 +106,9 @@ class CpuBackend(Backend):
     def prepare(self, weight: QuantTensor) -> Prepared:
         return {"packed": self._operators.pack(weight, exact=self._exact)}
 
+    def join(self, parts: Sequence[Prepared]) -> Prepared:
+        return {"packed": self._operators.join([part["packed"] for part in parts])}
+
     def dequantize_rows(
         self, prepared: Prepared, scheme: QuantScheme, in_features: int, index: Tensor
     ) -> Tensor:

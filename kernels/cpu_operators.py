@@ -100,6 +100,12 @@ class CppOperators:
         self._call("pack", *fields, *layout, 0, torch.get_num_threads(), packed)
         return packed
 
+    def join(self, packed: Sequence[Tensor]) -> Tensor:
+        """Copy packed weights with the same columns one after the other; their rows are then those
+        of one weight.
+        """
+        return torch.cat(list(packed), out=_allocate(sum(weight.numel() for weight in packed)))
+
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
         """Compute ``x @ weight.T + bias``: [..., I] to [..., O]; O is `rows`."""
         x = x.contiguous()

@@ -21,7 +21,8 @@ struct Gating {
 
 struct FeedForward {
   Branch branch;
-  Linear gate_up, down;
+  Stack gate_up;
+  Linear down;
   Gating gating;
 };
 
@@ -49,7 +50,7 @@ inline void gated(const Gating& by, const float* gate, const float* up, int64_t 
 
 // The half, hidden states x [rows, D] in place.
 inline void run_feed_forward(const FeedForward& half, float* x, int64_t rows, int threads) {
-  const int64_t hidden = half.gate_up.at.columns, inner = half.down.at.columns, max_rows = std::min(rows, kInnerRows);
+  const int64_t hidden = half.gate_up.columns, inner = half.down.at.columns, max_rows = std::min(rows, kInnerRows);
   const auto scratch = uninitialized(half.branch.input_norm ? max_rows * hidden : 0);
   const auto gates = uninitialized(max_rows * 2 * inner), inners = uninitialized(max_rows * inner);
   for (int64_t count; rows > 0; rows -= count, x += count * hidden) {

@@ -77,28 +77,71 @@ struct Linear {
   const void* bias;  // [O] in the type of x, or null
 };
 
-// y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], all of one type, on a number of threads.
-// With `add` the result is added to y, which is float32 then.
-inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t tokens, int threads, void* y,
-                   bool add = false) {
-  const Layout& at = linear.at;
-  const Workspace workspace(at, tokens);
-  if (at.rows * at.columns * tokens < kMinParallelWork) threads = 1;
+// Linears of the same input, which may be packed in different ways; their outputs are one after the other.
+struct Stack {
+  std::vector<Linear> parts;
+  int64_t rows, columns;  // of all
+};
+
+// Activations [tokens, columns] as integers, for each of some linears; those that take the same integers share them.
+class Inputs {
+ public:
+  Inputs(const Linear* parts, int64_t count, int64_t tokens) {
+    for (int64_t p = 0; p < count; ++p) {
+      int64_t same = 0;
+      while (same < p && !parts[same].at.like(parts[p].at)) ++same;
+      if (same == p) {
+        of_part_.push_back(workspaces_.size());
+        workspaces_.emplace_back(parts[p].at, tokens);
+      } else {
+        of_part_.push_back(of_part_[same]);
+      }
+    }
+  }
+
+  void quantize(const float* x, int64_t count, int64_t token, int64_t block) const {
+    for (const Workspace& workspace : workspaces_) workspace.quantize(x, count, token, block);
+  }
+
+  const Workspace& operator[](int64_t part) const { return workspaces_[of_part_[part]]; }
+
+ private:
+  std::vector<Workspace> workspaces_;
+  std::vector<int64_t> of_part_;
+};
+
+// y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], all of one type, on a number of threads, for some linears whose
+// rows are `all_rows` together. With `add` the result is added to y, which is float32 then.
+inline void matmul(const Linear* parts, int64_t part_count, int64_t all_rows, const void* x, FloatType type,
+                   int64_t tokens, int threads, void* y, bool add = false) {
+  const int64_t columns = parts->at.columns;
+  const Inputs inputs(parts, part_count, tokens);
+  if (all_rows * columns * tokens < kMinParallelWork) threads = 1;
   Pool& pool = Pool::instance();
   pool.parallel_for(tokens, 1, threads, [&](int64_t token) {
     float row[kStretch];
-    for (int64_t from = 0; from < at.columns; from += kStretch) {
-      const int64_t count = std::min(kStretch, at.columns - from);
-      const float* values = load_floats(x, type, token * at.columns + from, count, row);
-      workspace.quantize(values, count, token, from / kColumns);
+    for (int64_t from = 0; from < columns; from += kStretch) {
+      const int64_t count = std::min(kStretch, columns - from);
+      const float* values = load_floats(x, type, token * columns + from, count, row);
+      inputs.quantize(values, count, token, from / kColumns);
     }
   });
-  const int64_t panels = (tokens + kPanel - 1) / kPanel, pieces = (at.bands() + kBands - 1) / kBands;
+  const auto pieces_of = [](const Linear& part) { return (part.at.bands() + kBands - 1) / kBands; };
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  int64_t pieces = 0;
+  for (int64_t p = 0; p < part_count; ++p) pieces += pieces_of(parts[p]);
   pool.parallel_for(panels * pieces, 1, threads, [&](int64_t index) {
     const int64_t token = index / pieces * kPanel, count = std::min(kPanel, tokens - token);
-    const int64_t band = index % pieces * kBands, bands = std::min<int64_t>(kBands, at.bands() - band);
+    int64_t p = 0, piece = index % pieces, before = 0;  // rows of the parts before
+    for (; piece >= pieces_of(parts[p]); ++p) {
+      piece -= pieces_of(parts[p]);
+      before += parts[p].at.rows;
+    }
+    const Linear& linear = parts[p];
+    const Layout& at = linear.at;
+    const int64_t band = piece * kBands, bands = std::min<int64_t>(kBands, at.bands() - band);
     alignas(64) float out[kBands][kPanel * kRows];
-    band_products(at, linear.bands + band * at.band_bytes(), bands, workspace, token, count, out[0], kPanel * kRows);
+    band_products(at, linear.bands + band * at.band_bytes(), bands, inputs[p], token, count, out[0], kPanel * kRows);
     for (int64_t n = 0; n < bands; ++n) {
       const int64_t row = (band + n) * kRows, rows = std::min(kRows, at.rows - row);
       float scratch[kRows], bias[kRows] = {};
@@ -107,7 +150,7 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
         for (int64_t t = 0; t < count; ++t) {
           float* of = out[n] + t * kRows;
           for (int64_t r = 0; r < kRows; ++r) of[r] += bias[r];
-          const int64_t offset = (token + t) * at.rows + row;
+          const int64_t offset = (token + t) * all_rows + before + row;
           if (add) {
             float* sums = static_cast<float*>(y) + offset;
             for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
@@ -122,6 +165,15 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
         add_bias_and_store(rows);
     }
   });
+}
+
+inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t tokens, int threads, void* y,
+                   bool add = false) {
+  matmul(&linear, 1, linear.at.rows, x, type, tokens, threads, y, add);
+}
+
+inline void matmul(const Stack& stack, const void* x, FloatType type, int64_t tokens, int threads, void* y) {
+  matmul(stack.parts.data(), stack.parts.size(), stack.rows, x, type, tokens, threads, y);
 }
 
 // The sums of one tile of `add_products`.

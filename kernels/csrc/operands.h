@@ -36,15 +36,38 @@ inline CacheType cache_type(Type type) {
   return type == Type::i8 ? CacheType::i8 : static_cast<CacheType>(float_type(type));
 }
 
-// A packed weight and its bias, which is of the type of the activations.
-inline Linear packed_linear(const Tensor& packed, const Tensor* bias, Type type) {
-  require(packed.type == Type::u8 && packed.numel() >= kHead, "not a weight packed here");
+// Packed weights, one after the other, and the bias of all, which is of the type of the activations.
+inline Stack packed_stack(const Tensor& packed, const Tensor* bias, Type type) {
+  require(packed.type == Type::u8, "not a weight packed here");
+  Stack stack{{}, 0, 0};
   const uint8_t* bytes = packed.as<uint8_t>();
-  Layout at;
-  std::memcpy(&at, bytes, sizeof(at));
-  require(packed.numel() == kHead + at.bytes(), "not a weight packed here");
-  require(!bias || (bias->type == type && bias->numel() == at.rows), "bias: [O] in the dtype of x");
-  return Linear{at, bytes + kHead, bias ? bias->data : nullptr};
+  for (int64_t rest = packed.numel(); rest > 0 || stack.parts.empty();) {
+    require(rest >= kHead, "not a weight packed here");
+    Layout at;
+    std::memcpy(&at, bytes, sizeof(at));
+    require(rest >= kHead + at.bytes() && (stack.parts.empty() || at.columns == stack.columns),
+            "not a weight packed here");
+    stack.parts.push_back({at, bytes + kHead, nullptr});
+    stack.rows += at.rows;
+    stack.columns = at.columns;
+    bytes += kHead + at.bytes();
+    rest -= kHead + at.bytes();
+  }
+  if (!bias) return stack;
+  require(bias->type == type && bias->numel() == stack.rows, "bias: [O] in the dtype of x");
+  const uint8_t* values = bias->as<uint8_t>();
+  for (Linear& part : stack.parts) {
+    part.bias = values;
+    values += part.at.rows * bytes_of(float_type(type));
+  }
+  return stack;
+}
+
+// The same of a single weight.
+inline Linear packed_linear(const Tensor& packed, const Tensor* bias, Type type) {
+  const Stack stack = packed_stack(packed, bias, type);
+  require(stack.parts.size() == 1, "a single packed weight is expected");
+  return stack.parts[0];
 }
 
 // Keys or values of a cache [slots, K, S, Dh], and the scales [slots, K, S] that those in int8 have.
@@ -116,7 +139,14 @@ struct FeedForwardTensors {
   enum { input_norm, gate_up, gate_up_bias, down, down_bias, output_norm, count };
 };
 
-// The packed weight of a list, which its bias follows.
+// The packed weights of a list, which their bias follows.
+inline Stack listed_stack(const Tensors& tensors, int64_t at, const char* what) {
+  const Tensor* packed = tensors[at];
+  require(packed, what, ": no weight");
+  return packed_stack(*packed, tensors[at + 1], Type::f32);
+}
+
+// The same of a single weight.
 inline Linear listed_linear(const Tensors& tensors, int64_t at, const char* what) {
   const Tensor* packed = tensors[at];
   require(packed, what, ": no weight");
@@ -135,11 +165,12 @@ inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, i
                                        std::optional<double> clip, double eps, double multiplier) {
   using At = AttentionTensors;
   require(tensors.count == At::count, "attention: ", int64_t{At::count}, " tensors");
-  const Linear qkv = listed_linear(tensors, At::qkv, "qkv"), out = listed_linear(tensors, At::out, "out");
+  const Stack qkv = listed_stack(tensors, At::qkv, "qkv");
+  const Linear out = listed_linear(tensors, At::out, "out");
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && out.at.columns % (2 * heads) == 0,
           "heads do not divide");
   const int64_t size = out.at.columns / heads;
-  require(qkv.at.columns == hidden && qkv.at.rows == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
+  require(qkv.columns == hidden && qkv.rows == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
           "weights that do not go together");
   // Norms of each head, or of all together, by the size of their weights.
   const auto normed = [size](const Tensor* norm, int64_t count) {
@@ -167,9 +198,9 @@ inline FeedForward checked_feed_forward(const Tensors& tensors, int64_t hidden, 
                                         double multiplier) {
   using At = FeedForwardTensors;
   require(tensors.count == At::count, "feed-forward: ", int64_t{At::count}, " tensors");
-  const Linear wide = listed_linear(tensors, At::gate_up, "gate and up");
+  const Stack wide = listed_stack(tensors, At::gate_up, "gate and up");
   const Linear narrow = listed_linear(tensors, At::down, "down");
-  require(wide.at.columns == hidden && wide.at.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
+  require(wide.columns == hidden && wide.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
   const Branch branch =
       checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier);

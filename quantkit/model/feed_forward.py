@@ -199,7 +199,8 @@ def _list_if_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]
     quantized: list[QuantLinear] = []
     kinds = set()
     for linear in linears:
-        if not isinstance(linear, QuantLinear):
+        # Kernels for experts take one weight of each.
+        if not isinstance(linear, QuantLinear) or linear.joined:
             return []
         quantized.append(linear)
         kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))

@@ -120,6 +120,9 @@ def fuse_blocks(
             offered = linear.backend.offer_kernels()
             if offered is None or offered.block is None:
                 return None
+            # Kernels for experts take one weight of each, also of the shared ones.
+            if linear.joined and isinstance(block.mlp, Experts) and linear is not block.self_attn.qkv_proj:
+                return None
             linears.append(linear)
             kernels.append(offered.block)
         # Experts run in the block through their bank.

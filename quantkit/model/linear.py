@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.late import LateModule
-from quantkit.kernels.backend import Backend
+from quantkit.kernels.backend import Backend, Prepared
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
+from quantkit.tensors.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.kernels import dispatch
@@ -27,6 +28,8 @@ _FLOAT_ELEMENTS = 1 << 21
 _TILE = 16
 # Rows of an embedding in a backend's self-test.
 _TRIED = 64
+# The tensors of a `QuantTensor`.
+_FIELDS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +63,12 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
 
 
 class QuantLinear(nn.Module):
-    """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers."""
+    """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers.
+
+    Attributes:
+        scheme: of the weight, or of its first rows if `joined` ones follow.
+        joined: schemes of rows that follow, with which `join_linears` has made it.
+    """
 
     def __init__(
         self,
@@ -75,20 +83,23 @@ class QuantLinear(nn.Module):
             RequestError: if none of the allowed backends supports the weight, see `select_backend`.
         """
         super().__init__()
+        self.joined: tuple[QuantScheme, ...] = ()
         self.scheme = weight.scheme
         self.scale_dtype = weight.scale.dtype
         self.out_features, self.in_features = weight.shape
         self.backend = dispatch.select_backend(
             weight.scheme, device, dtype, weight.scale.dtype, allowed
         )
-        prepared = self.backend.prepare(weight.to(device))
-        self._prepared_names = tuple(prepared)
-        for name, tensor in prepared.items():
-            self.register_buffer(name, tensor)
+        self._register(self.backend.prepare(weight.to(device)))
         if bias is None:
             self.bias = None
         else:
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
+
+    def _register(self, prepared: Prepared) -> None:
+        self._prepared_names = tuple(prepared)
+        for name, tensor in prepared.items():
+            self.register_buffer(name, tensor)
 
     @property
     def backend_tensors(self) -> dict[str, Tensor]:
@@ -109,6 +120,24 @@ class QuantLinear(nn.Module):
         )
 
 
+def join_linears(linears: Sequence[QuantLinear], bias: Tensor | None) -> QuantLinear | None:
+    """Join the rows of linears without biases in the first one, and add a bias [O]; None if their
+    backends differ, or do not join weights of different schemes.
+    """
+    first, *following = linears
+    if any(linear.backend is not first.backend for linear in following):
+        return None
+    prepared = first.backend.join([linear.backend_tensors for linear in linears])
+    if prepared is None:
+        return None
+    first._register(prepared)
+    first.joined = tuple(linear.scheme for linear in following)
+    first.out_features = sum(linear.out_features for linear in linears)
+    if bias is not None:
+        first.bias = nn.Parameter(bias, requires_grad=False)
+    return first
+
+
 def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
     """Look up the rows [..., D] of tokens [...]: floats in their dtype, codes dequantized to
     float32.
@@ -121,13 +150,10 @@ def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
 class QuantEmbedding(nn.Module):
     """An embedding [V, D] of codes, whose rows are rounded once, to the activations' dtype.
 
-    With a tied `head` made from the same weight, both use the head's memory, in the layout of its
-    backend. Otherwise the codes keep their layout.
+    With a `head` made from the same weight, rows are those of the head, in the layout of its
+    backend: a tied head needs no second copy, and codes of few bits take no byte each. Otherwise
+    the codes keep their layout.
     """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
 
     def __init__(
         self,
@@ -145,17 +171,16 @@ class QuantEmbedding(nn.Module):
             self.head = head
         if self.head is None:
             on_device = weight.to(device)
-            self.register_buffer("codes", on_device.codes)
-            self.register_buffer("scale", on_device.scale)
-            self.register_buffer("zero", on_device.zero)
+            for name in _FIELDS:
+                self.register_buffer(name, getattr(on_device, name))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up tokens, [...] to [..., D]."""
         if self.head is not None:
             rows = self.head.rows(tokens.flatten()).view(*tokens.shape, -1)
         else:
-            weight = QuantTensor(self.codes, self.scale, self.zero, self.scheme)
-            rows = embedding_rows(tokens, weight)
+            fields = {name: getattr(self, name) for name in _FIELDS}
+            rows = embedding_rows(tokens, QuantTensor(**fields, scheme=self.scheme))
         return rows.to(self._dtype)
 
     def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:

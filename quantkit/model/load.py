@@ -7,7 +7,7 @@ Linears with the same inputs are fused: one product of many rows is faster than 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from quantkit.kernels.backend import Backend
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import resolve_device
 from quantkit.model.feed_forward import stack_experts
-from quantkit.model.linear import QuantEmbedding, QuantLinear
+from quantkit.model.linear import QuantEmbedding, QuantLinear, join_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
 from quantkit.tensors.scheme import QuantScheme
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantkit.distributed import shard
     from quantkit.formats import kv_scales
     from quantkit.kernels import dispatch
-    from quantkit.model import cache_rounding, install_kernels, tensor_parallel
+    from quantkit.model import cache_rounding, install_kernels, stored_codes, tensor_parallel
 else:
     cache_rounding = LateModule("quantkit.model.cache_rounding")
     shard = LateModule("quantkit.distributed.shard")
@@ -47,6 +47,7 @@ else:
     tensor_parallel = LateModule("quantkit.model.tensor_parallel")
     dispatch = LateModule("quantkit.kernels.dispatch")
     install_kernels = LateModule("quantkit.model.install_kernels")
+    stored_codes = LateModule("quantkit.model.stored_codes")
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ def load_model(
     device = resolve_device(group.device if device is None else device)
     dtype = dtype or choose_default_dtype(checkpoint)
     shard.require_shareable(checkpoint, group)
+    # Processes that share a model cut rows within blocks, as only floats can be.
+    if group.size == 1:
+        checkpoint = stored_codes.keep_runnable_codes(checkpoint, device, dtype, allowed)
     tp = tensor_parallel.TensorParallel(checkpoint, group)
     require_kernels(tp.checkpoint, device, dtype, allowed)
     with meta_init():
@@ -204,22 +208,19 @@ def fill_parameters(
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _install_embedding(module, parent, value, device, dtype, allowed)
             else:
-                weight = _stack_quantized_rows(checkpoint, value, sources)
-                # Linears with different schemes cannot be fused.
-                if weight is None:
-                    fused = owner
-                    sources = [owner]
-                    weight = value
-                bias_names = [f"{source}.bias" for source in sources]
-                biases: list[Tensor] = []
-                for bias_name in bias_names:
-                    if bias_name in parameters:
-                        biases.append(narrow_to_floats(checkpoint.load(bias_name)))
-                bias = torch.cat(biases) if biases else None
-                linear = QuantLinear(weight, bias, device, dtype, allowed)
+                linear, fused, sources = _fuse_quantized(
+                    checkpoint,
+                    value,
+                    sources,
+                    fused,
+                    parameters=parameters,
+                    device=device,
+                    dtype=dtype,
+                    allowed=allowed,
+                )
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
-                del weight
+                del linear
             # The backend has its own copy in its layout. Return this one to the system before the
             # next weight is loaded.
             del value
@@ -255,26 +256,59 @@ def _install_embedding(
 ) -> None:
     """Install a quantized embedding, and the head if it is tied to the embedding."""
     head = None
-    if isinstance(model, Decoder) and model.lm_head is None:
-        head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
+    is_tied = isinstance(model, Decoder) and model.lm_head is None
+    # An embedding in blocks of GGUF is packed like a head, because its codes would take a byte
+    # each.
+    if is_tied or weight.block_scales is not None:
+        head = QuantLinear(weight, None, device, dtype, allowed)
+    if is_tied:
+        model.lm_head = head
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
-def _stack_quantized_rows(
-    checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]
-) -> QuantTensor | None:
-    """Concatenate the weights of several linears, of which the first is already loaded; None if
-    one is of floats, or they differ in scheme or dtype of the scales.
+def _fuse_quantized(
+    checkpoint: Checkpoint,
+    first: QuantTensor,
+    modules: list[str],
+    fused: str,
+    *,
+    parameters: Collection[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    allowed: Sequence[Backend],
+) -> tuple[QuantLinear, str, list[str]]:
+    """Fuse several linears, of which the first is already loaded, to one, if all are quantized and
+    a backend multiplies them together. Returns the linear, its name and the linears that it
+    replaces: the first one alone if they cannot be fused.
     """
-    if len(modules) == 1:
-        return first
-    weights = [first]
+    weights: list[QuantTensor] = [first]
     for module in modules[1:]:
         weight = checkpoint.load(f"{module}.weight")
         if not isinstance(weight, QuantTensor):
-            return None
+            break
         weights.append(weight)
-    return concatenate_if_uniform(weights)
+
+    def load_biases(modules: Sequence[str]) -> Tensor | None:
+        biases: list[Tensor] = []
+        for module in modules:
+            if f"{module}.bias" in parameters:
+                biases.append(narrow_to_floats(checkpoint.load(f"{module}.bias")))
+        return torch.cat(biases) if biases else None
+
+    if len(weights) == len(modules):
+        stacked = concatenate_if_uniform(weights)
+        if stacked is not None:
+            linear = QuantLinear(stacked, load_biases(modules), device, dtype, allowed)
+            return linear, fused, modules
+        parts = [QuantLinear(weight, None, device, dtype, allowed) for weight in weights]
+        bias = load_biases(modules)
+        if bias is not None:
+            bias = bias.to(device, dtype)
+        joined = join_linears(parts, bias)
+        if joined is not None:
+            return joined, fused, modules
+    owner = modules[0]
+    return QuantLinear(first, load_biases([owner]), device, dtype, allowed), owner, [owner]
 
 
 def _replace(
