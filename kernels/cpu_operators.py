@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import register_fake
 
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import Codes
 
 _TYPES = {
     torch.float32: 0,
@@ -93,7 +94,8 @@ class CppOperators:
     def pack(self, weight: QuantTensor, *, exact: bool) -> Tensor:
         """Pack a weight [O, I] into bytes; `exact` is for activations of 16 bits."""
         fields = _list_fields(weight)
-        layout = (len(weight.codes), weight.scheme.bits, False, exact)
+        has_table = weight.scheme.codes is Codes.TABLE
+        layout = (len(weight.codes), weight.scheme.bits, has_table, exact)
         count = ctypes.c_int64()
         self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
         packed = _allocate(count.value)

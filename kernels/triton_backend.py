@@ -30,7 +30,7 @@ from quantkit.kernels.triton_tiles import (
 )
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 TUNE_SETTING = "QUANTKIT_TUNE"
 """Environment variable: 1 measures tile configs at load for shapes that have none."""
@@ -70,7 +70,10 @@ class TritonBackend(Backend):
             return "runs on GPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
-        of_int4 = scheme.bits == 4 and scheme.group_size in _GROUPS and not scheme.of_small_floats
+        # Blocks of llama.cpp have minima, or scales of scales.
+        of_int4 = (
+            scheme.is_int4 and scheme.group_size in _GROUPS and scheme.scales is Scales.FLOATS
+        )
         if not (scheme == QuantScheme(8, None) or of_int4):
             return "serves int8 per row, and int4 in groups of 32, 64 or 128"
         if importlib.util.find_spec("triton") is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.tensors import float_codes
 from quantkit.tensors.block_scales import BlockScales
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import TABLE, Codes, QuantScheme, Scales
 
 
 class Solver(StrEnum):
@@ -225,6 +225,10 @@ class QuantTensor:
             if offsets is not None:
                 scaled = values.mul_(steps.unsqueeze(-1))
                 return scaled.sub_(offsets.unsqueeze(-1)).view(rows, columns)
+        if self.scheme.codes is Codes.TABLE:
+            table = torch.tensor(TABLE, dtype=torch.float32, device=self.codes.device)
+            values = table[self.codes.view(rows, groups, -1).int()]
+            return values.mul_(steps.unsqueeze(-1)).view(rows, columns)
         # The difference of two codes is exact in float32, so only the product is rounded.
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
         return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)

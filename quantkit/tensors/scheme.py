@@ -33,9 +33,9 @@ class Scales(StrEnum):
 
     # A float; an integer zero point.
     FLOATS = "floats"
-    # A float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX.
+    # A float; a minimum in floats: GGUF's Q5_0, Q4_1, Q5_1 and IQ4_NL, in float16, and MLX.
     BLOCKS = "blocks"
-    # Integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants.
+    # Integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants and IQ4_XS.
     SUPER_BLOCKS = "super-blocks"
     # A float for `TILE` rows and as many columns.
     TILES = "tiles"
@@ -46,15 +46,19 @@ class Scales(StrEnum):
 
 
 class Codes(StrEnum):
-    """What codes are: integers with equal steps, or small floats."""
+    """What codes are: integers with equal steps or from a table, or small floats."""
 
     INTEGERS = "integers"
     # A sign, 2 bits of exponent, 1 of mantissa: 0 to 6.
     E2M1 = "e2m1"
     # Torch's float8_e4m3fn: 0 to 448.
     E4M3 = "e4m3"
+    # Numbers of the integers in `TABLE`, of IQ4_NL and IQ4_XS.
+    TABLE = "table"
 
 
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""ggml's kvalues_iq4nl."""
 _FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
 _FLOAT_NAMES = {
     Scales.FLOATS: "fp8",
@@ -72,18 +76,19 @@ TILE = 128
 @dataclass(frozen=True)
 class QuantScheme:
     """How one weight matrix [O, I] is stored: as integers, ``w = scale * (code - zero)`` or
-    ``w = scale * code - minimum``; or as small floats, ``w = scale * code``.
+    ``w = scale * code - minimum``; or as small floats, ``w = scale * code``, or in a table, ``w =
+    scale * TABLE[code]``.
 
     Checkpoints that others made may have any that can be constructed; users are offered those of
     `SCHEMES`.
 
     Attributes:
-        bits: bits per code: 4 or 8; 3 to 6 in blocks of GGUF; 4, 5 or 8 with minima in floats.
+        bits: bits per code: 4 or 8; 2 to 6 in blocks of GGUF; 4, 5 or 8 with minima in floats.
         group_size: inputs that share a scale; ``None`` means one scale per row.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its
             own, or a minimum.
         scales: how scales are stored.
-        codes: what codes are; small floats are symmetric.
+        codes: what codes are; small floats and those of a table are symmetric.
 
     Raises:
         RequestError: for other bits, a group size that is no multiple of 8, or values of other
@@ -102,7 +107,7 @@ class QuantScheme:
         if self.group_size is not None:
             object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
         # GGUF's blocks of 32 and its K-quants.
-        expected: tuple[int, ...] = (3, 4, 5, 6)
+        expected: tuple[int, ...] = (2, 3, 4, 5, 6)
         if self.scales is Scales.FLOATS or self.of_small_floats:
             expected = (4, 8)
         # MLX has 8 bits with minima as well.
@@ -115,6 +120,9 @@ class QuantScheme:
             )
         if self.of_small_floats:
             fits = _FLOAT_BITS.get(self.codes) == self.bits
+        elif self.codes is Codes.TABLE:
+            in_blocks = self.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS)
+            fits = in_blocks and self.bits == 4 and self.symmetric
         else:
             fits = self.scales not in _OF_SMALL_FLOATS
         if not fits:
@@ -163,6 +171,8 @@ class QuantScheme:
     def __str__(self) -> str:
         if self.of_small_floats:
             return _FLOAT_NAMES[self.scales]
+        if self.codes is Codes.TABLE:
+            return "iq4_xs" if self.scales is Scales.SUPER_BLOCKS else "iq4_nl"
         if self.scales is Scales.SUPER_BLOCKS:
             return f"q{self.bits}_k"
         if self.scales is not Scales.FLOATS:
@@ -181,12 +191,12 @@ class QuantScheme:
     @property
     def of_small_floats(self) -> bool:
         """Return whether codes are small floats, whose steps differ."""
-        return self.codes is not Codes.INTEGERS
+        return self.codes in _FLOAT_BITS
 
     @property
     def is_int4(self) -> bool:
         """Return whether codes are integers of 4 bits."""
-        return self.bits == 4 and not self.of_small_floats
+        return self.bits == 4 and self.codes is Codes.INTEGERS
 
     @property
     def has_minima(self) -> bool:
@@ -318,6 +328,10 @@ Q3_K = QuantScheme(3, 16, True, Scales.SUPER_BLOCKS)
 Q6_K = QuantScheme(6, 16, True, Scales.SUPER_BLOCKS)
 Q4_K = QuantScheme(4, 32, False, Scales.SUPER_BLOCKS)
 Q5_K = QuantScheme(5, 32, False, Scales.SUPER_BLOCKS)
+Q2_K = QuantScheme(2, 16, False, Scales.SUPER_BLOCKS)
+IQ4_NL = QuantScheme(4, 32, True, Scales.BLOCKS, Codes.TABLE)
+IQ4_XS = QuantScheme(4, 32, True, Scales.SUPER_BLOCKS, Codes.TABLE)
+# Q2_K, IQ4_NL and IQ4_XS are read and run, but not solved for.
 _BLOCKS = (Q3_K, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1)
 # Q4_0 and Q8_0 are also int4-g32 and int8-g32, as `str` calls them, so GGUF's names are added.
 GGUF_SCHEMES = {str(scheme): scheme for scheme in (*_BLOCKS, Q8_0)}

@@ -29,6 +29,9 @@ FLOATS = {
     GgmlType.Q4_K: (0, 2),
     GgmlType.Q5_K: (0, 2),
     GgmlType.Q6_K: (208,),
+    GgmlType.Q2_K: (80, 82),
+    GgmlType.IQ4_NL: (0,),
+    GgmlType.IQ4_XS: (0,),
 }
 COLUMNS = (32, 256, 512, 576, 640, 768, 896, 4864)
 

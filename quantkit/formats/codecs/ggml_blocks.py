@@ -6,8 +6,9 @@ byte: byte j holds those of weights j (low) and j + 16.
 
 K-quants, blocks of 256 weights: a float16 ``d`` and, in asymmetric ones, ``dmin``; integers for
 groups of 32 (``Q4_K``, ``Q5_K``) or 16 weights; the codes' lower bits, which two or four weights
-share a byte for, and their higher bits apart. Sources: ggml's block_q4_1, block_q5_0, block_q5_1,
-block_q3_K, block_q4_K, block_q5_K, block_q6_K.
+share a byte for, and their higher bits apart. ``IQ4_NL`` and ``IQ4_XS`` are blocks of either kind
+whose codes are numbers of a table. Sources: ggml's block_q4_1, block_q5_0, block_q5_1, block_q2_K,
+block_q3_K, block_q4_K, block_q5_K, block_q6_K, block_iq4_nl, block_iq4_xs.
 """
 
 from __future__ import annotations
@@ -214,6 +215,54 @@ def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
     return codes, block_scales.BlockScales(inner.half() - 32, None, _as_float16(outer), None)
 
 
+def _pack_q2(codes: Tensor, scales: BlockScales) -> Tensor:
+    """Pack a scale (low) and a minimum (high) of 4 bits in each byte, the codes, ``d``, ``dmin``."""
+    assert (
+        scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
+    )
+    inner = scales.scale.to(torch.uint8) | scales.minimum.to(torch.uint8) << 4
+    outer = (_as_bytes(scales.outer), _as_bytes(scales.outer_minimum))
+    return torch.cat((inner, _pack_planes(codes, 2, 32), *outer), 1)
+
+
+def _unpack_q2(data: Tensor) -> tuple[Tensor, BlockScales]:
+    inner, codes, outer, outer_minimum = torch.split(
+        data, [16, 64, _FLOAT16_BYTES, _FLOAT16_BYTES], 1
+    )
+    scales = block_scales.BlockScales(
+        (inner & 0xF).half(), (inner >> 4).half(), _as_float16(outer), _as_float16(outer_minimum)
+    )
+    return _unpack_planes(codes, 2, 32), scales
+
+
+def _pack_iq4_nl(codes: Tensor, scales: BlockScales) -> Tensor:
+    return torch.cat((_as_bytes(scales.scale), _pack_nibbles(codes, 16)), 1)
+
+
+def _unpack_iq4_nl(data: Tensor) -> tuple[Tensor, BlockScales]:
+    scale, codes = torch.split(data, [_FLOAT16_BYTES, 16], 1)
+    scales = block_scales.BlockScales(_as_float16(scale), None, None, None)
+    return _unpack_nibbles(codes, 16), scales
+
+
+def _pack_iq4_xs(codes: Tensor, scales: BlockScales) -> Tensor:
+    """Pack ``d``, then the scales plus 32: their high two bits by fours, and their low nibbles by
+    twos; last the codes.
+    """
+    assert scales.outer is not None
+    inner = (scales.scale + 32).to(torch.uint8)
+    high = _pack_planes(inner >> 4, 2, 1)
+    low = _pack_nibbles(inner & 0xF, 1)
+    return torch.cat((_as_bytes(scales.outer), high, low, _pack_nibbles(codes, 16)), 1)
+
+
+def _unpack_iq4_xs(data: Tensor) -> tuple[Tensor, BlockScales]:
+    outer, high, low, codes = torch.split(data, [_FLOAT16_BYTES, 2, 4, 128], 1)
+    inner = _unpack_nibbles(low, 1) | _unpack_planes(high, 2, 1) << 4
+    scales = block_scales.BlockScales(inner.half() - 32, None, _as_float16(outer), None)
+    return _unpack_nibbles(codes, 16), scales
+
+
 LAYOUTS = {
     GgmlType.Q4_1: _build_small_layout(schemes.Q4_1),
     GgmlType.Q5_0: _build_small_layout(schemes.Q5_0),
@@ -222,5 +271,8 @@ LAYOUTS = {
     GgmlType.Q4_K: BlockLayout(schemes.Q4_K, _pack_q4, _unpack_q4),
     GgmlType.Q5_K: BlockLayout(schemes.Q5_K, _pack_q5, _unpack_q5),
     GgmlType.Q6_K: BlockLayout(schemes.Q6_K, _pack_q6, _unpack_q6),
+    GgmlType.Q2_K: BlockLayout(schemes.Q2_K, _pack_q2, _unpack_q2),
+    GgmlType.IQ4_NL: BlockLayout(schemes.IQ4_NL, _pack_iq4_nl, _unpack_iq4_nl),
+    GgmlType.IQ4_XS: BlockLayout(schemes.IQ4_XS, _pack_iq4_xs, _unpack_iq4_xs),
 }
 """By type."""

@@ -42,10 +42,13 @@ _FILE_TYPES = {
     GgmlType.Q8_0: 7,
     GgmlType.Q5_0: 8,
     GgmlType.Q5_1: 9,
+    GgmlType.Q2_K: 10,
     GgmlType.Q3_K: 12,
     GgmlType.Q4_K: 15,
     GgmlType.Q5_K: 17,
     GgmlType.Q6_K: 18,
+    GgmlType.IQ4_NL: 25,
+    GgmlType.IQ4_XS: 30,
     GgmlType.BF16: 32,
 }
 """``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""

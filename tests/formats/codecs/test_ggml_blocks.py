@@ -168,7 +168,9 @@ def in_blocks(kind: BlockType, rows: int = 3) -> QuantTensor:
     """Codes, integers and float16 scales of the whole range."""
     groups, blocks = 512 // (kind.scheme.group_size or 1), 512 // kind.type.block
     nested, asymmetric = kind.scheme.scales is Scales.SUPER_BLOCKS, not kind.scheme.symmetric
-    integers = {3: (-32, 32), 6: (-128, 128)}.get(kind.scheme.bits, (0, 64))
+    integers = {2: (0, 16), 3: (-32, 32), 6: (-128, 128)}.get(kind.scheme.bits, (0, 64))
+    if kind.type is GgmlType.IQ4_XS:
+        integers = (-32, 32)
 
     def inner() -> Tensor:
         if nested:
