@@ -4,9 +4,9 @@ float64.
 
 from __future__ import annotations
 
-import gguf
 import pytest
 import torch
+from block_bytes import dequantize, draw_blocks
 from instruction_sets import HERE
 from torch import Tensor
 
@@ -18,38 +18,7 @@ from quantkit.tensors.qtensor import QuantTensor
 pytestmark = pytest.mark.cpu_kernels
 
 KINDS = {kind: CODED_TYPES[kind] for kind in CODED_TYPES}
-# Where the float16 numbers of a block are.
-FLOATS = {
-    GgmlType.Q4_0: (0,),
-    GgmlType.Q8_0: (0,),
-    GgmlType.Q4_1: (0, 2),
-    GgmlType.Q5_0: (0,),
-    GgmlType.Q5_1: (0, 2),
-    GgmlType.Q3_K: (108,),
-    GgmlType.Q4_K: (0, 2),
-    GgmlType.Q5_K: (0, 2),
-    GgmlType.Q6_K: (208,),
-    GgmlType.Q2_K: (80, 82),
-    GgmlType.IQ4_NL: (0,),
-    GgmlType.IQ4_XS: (0,),
-}
 COLUMNS = (32, 256, 512, 576, 640, 768, 896, 4864)
-
-
-def draw_blocks(kind: GgmlType, rows: int, columns: int) -> Tensor:
-    """Draw rows of blocks [O, N] whose bytes take all values, with scales of either sign."""
-    blocks = torch.randint(0, 256, (rows * columns // kind.block, kind.block_bytes))
-    blocks = blocks.to(torch.uint8)
-    for offset in FLOATS[kind]:
-        scales = (torch.randn(len(blocks), 1) / 50).half()
-        blocks[:, offset : offset + 2] = scales.view(torch.uint8)
-    return blocks.view(rows, -1)
-
-
-def dequantize(kind: GgmlType, blocks: Tensor) -> Tensor:
-    """Dequantize rows of blocks with the gguf package."""
-    ggml = gguf.GGMLQuantizationType[kind.name]
-    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), ggml))
 
 
 def columns_of(kind: GgmlType) -> list[int]:
