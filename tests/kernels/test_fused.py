@@ -184,7 +184,9 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     assert (found - whole).abs().max() < 0.05 * whole.std()
 
 
-def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> None:
+def test_linears_that_are_quantized_differently_become_one_and_floats_stay_apart(
+    tmp_path: Path,
+) -> None:
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
     plan = Recipe(
         QuantScheme.parse("int8"),
@@ -195,9 +197,16 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     )
     quantkit.quantize(folder, tmp_path / "quantized", plan, method="rtn", accept_quality_loss=True)
     model = load_model(tmp_path / "quantized", dtype=torch.float32)
-    names = {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    assert "model.layers.0.self_attn.qkv_proj" in names
-    assert {"model.layers.1.self_attn.k_proj", "model.layers.2.mlp.gate_proj"} < names
+    quantized = {
+        name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)
+    }
+    assert quantized["model.layers.0.self_attn.qkv_proj"].joined == ()
+    int8 = QuantScheme.parse("int8")
+    assert quantized["model.layers.1.self_attn.qkv_proj"].joined == (
+        QuantScheme.parse("int4-g32"),
+        int8,
+    )
+    assert "model.layers.2.mlp.gate_proj" in quantized
     assert model.ops.blocks is None
     reference = load_model(tmp_path / "quantized", dtype=torch.float32, backend="reference")
     tokens = oracle.random_tokens(9)
