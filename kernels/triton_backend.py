@@ -71,9 +71,7 @@ class TritonBackend(Backend):
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
         # Blocks of llama.cpp have minima, or scales of scales.
-        of_int4 = (
-            scheme.is_int4 and scheme.group_size in _GROUPS and scheme.scales is Scales.FLOATS
-        )
+        of_int4 = scheme.is_int4 and scheme.group_size in _GROUPS and scheme.scales is Scales.FLOATS
         if not (scheme == QuantScheme(8, None) or of_int4):
             return "serves int8 per row, and int4 in groups of 32, 64 or 128"
         if importlib.util.find_spec("triton") is None:

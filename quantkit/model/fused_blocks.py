@@ -121,7 +121,11 @@ def fuse_blocks(
             if offered is None or offered.block is None:
                 return None
             # Kernels for experts take one weight of each, also of the shared ones.
-            if linear.joined and isinstance(block.mlp, Experts) and linear is not block.self_attn.qkv_proj:
+            if (
+                linear.joined
+                and isinstance(block.mlp, Experts)
+                and linear is not block.self_attn.qkv_proj
+            ):
                 return None
             linears.append(linear)
             kernels.append(offered.block)

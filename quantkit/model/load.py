@@ -256,13 +256,11 @@ def _install_embedding(
 ) -> None:
     """Install a quantized embedding, and the head if it is tied to the embedding."""
     head = None
-    is_tied = isinstance(model, Decoder) and model.lm_head is None
-    # An embedding in blocks of GGUF is packed like a head, because its codes would take a byte
-    # each.
-    if is_tied or weight.block_scales is not None:
+    if isinstance(model, Decoder) and model.lm_head is None:
+        head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
+    elif weight.block_scales is not None:
+        # Packed like a head, although it is none: unpacked, codes of few bits take a byte each.
         head = QuantLinear(weight, None, device, dtype, allowed)
-    if is_tied:
-        model.lm_head = head
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 

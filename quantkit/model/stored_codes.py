@@ -56,9 +56,7 @@ class RunnableCodes(CheckpointView):
             return self._source
         try:
             # Its self-tests run once for each scheme.
-            select_backend(
-                spec.scheme, self._device, self._dtype, spec.dtype.torch, self._backends
-            )
+            select_backend(spec.scheme, self._device, self._dtype, spec.dtype.torch, self._backends)
         except RequestError:
             return self._source
         return self._coded

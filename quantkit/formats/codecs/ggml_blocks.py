@@ -216,7 +216,7 @@ def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
 
 
 def _pack_q2(codes: Tensor, scales: BlockScales) -> Tensor:
-    """Pack a scale (low) and a minimum (high) of 4 bits in each byte, the codes, ``d``, ``dmin``."""
+    """Pack scales (low) and minima (high) of 4 bits in 16 bytes, the codes, ``d``, ``dmin``."""
     assert (
         scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
     )
