@@ -38,11 +38,11 @@ struct Record {
   float scales[Tokens];
   int8_t values[Tokens][kColumns * width_of(Of)];
 
-  // The sum of one of several parts, 1 or 2, of the columns.
-  template <int Parts>
-  int32_t sum(int token, int part) const {
-    if (Parts == 1) return sums[token];
-    return part ? sums[token] - halves[token] : halves[token];
+  // The sum of all columns, or of one of two halves.
+  template <int Halves>
+  int32_t sum(int token, int half) const {
+    if (Halves == 1) return sums[token];
+    return half ? sums[token] - halves[token] : halves[token];
   }
   const int16_t* whole(int token) const { return reinterpret_cast<const int16_t*>(values[token]); }
   const int8_t* low(int token) const { return values[token] + kColumns; }

@@ -22,64 +22,118 @@ constexpr int64_t kRows = 16;
 constexpr int64_t kColumns = 32;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// A line, in as many registers as the processor needs for it; compilers make vector code of its operators.
-typedef uint8_t Line __attribute__((vector_size(kLine)));
-typedef uint16_t Pairs __attribute__((vector_size(kLine)));
+// A register of a line's bytes; compilers make vector code of its operators, good code only of the processor's own width.
+#if defined(__AVX512BW__)
+constexpr int kPart = 64;
+#elif defined(__AVX2__)
+constexpr int kPart = 32;
+#else
+constexpr int kPart = 16;
+#endif
+typedef uint8_t Part __attribute__((vector_size(kPart)));
+typedef uint16_t PartPairs __attribute__((vector_size(kPart)));
+constexpr int kLineParts = kLine / kPart;
 
-inline Line load_line(const uint8_t* from) {
-  Line line;
-  std::memcpy(&line, __builtin_assume_aligned(from, kLine), sizeof(line));
-  return line;
+struct alignas(kLine) Line {
+  Part parts[kLineParts];
+};
+
+// The codes of a block, a byte each.
+struct Codes {
+  Line lines[8];
+
+  const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(lines); }
+  uint8_t operator()(int64_t row, int64_t column) const { return bytes()[column / 4 * kLine + row * 4 + column % 4]; }
+};
+
+inline Part load_part(const uint8_t* from) {
+  Part part;
+  std::memcpy(&part, __builtin_assume_aligned(from, kPart), sizeof(part));
+  return part;
 }
 
-// Bytes shifted to the left, or to the right if `by` is negative; bits from a neighbouring byte come in.
-template <int By>
-[[gnu::always_inline]] inline Line shifted(Line line) {
-  if constexpr (By >= 0)
-    return reinterpret_cast<Line>(reinterpret_cast<Pairs>(line) << By);
-  else
-    return reinterpret_cast<Line>(reinterpret_cast<Pairs>(line) >> -By);
+// What a plane, whose lowest bit is bit `Low` of a code, adds to a line's codes.
+template <int Plane, int Low, int Index>
+[[gnu::always_inline]] inline Part plane_part(const uint8_t* from, int part) {
+  constexpr int kPerLine = 8 / Plane, kShift = Low - Index % kPerLine * Plane;
+  constexpr uint8_t kMask = ((1 << Plane) - 1) << Low;
+  // Shifts of bytes take two steps on most processors; in shifts of pairs, bits of the neighbour are masked off.
+  PartPairs bits = reinterpret_cast<PartPairs>(load_part(from + Index / kPerLine * kLine + part * kPart));
+  if constexpr (kShift > 0) bits = bits << kShift;
+  if constexpr (kShift < 0) bits = bits >> -kShift;
+  return reinterpret_cast<Part>(bits) & (Part{} + kMask);
 }
 
-// Add a plane of some bits to lines of codes, from a code's lowest bit `Low` on.
-template <int Plane, int Low, int Index = 0>
-[[gnu::always_inline]] inline void add_plane(const uint8_t* from, Line (&codes)[8]) {
-  if constexpr (Index < 8) {
-    constexpr int kPerLine = 8 / Plane, kFirst = Index % kPerLine * Plane;
-    constexpr uint8_t kMask = ((1 << Plane) - 1) << Low;
-    const Line bits = shifted<Low - kFirst>(load_line(from + Index / kPerLine * kLine)) & (Line{} + kMask);
-    codes[Index] = Low == 0 ? bits : codes[Index] | bits;
-    add_plane<Plane, Low, Index + 1>(from, codes);
-  }
-}
-
-template <int Bits>
-[[gnu::always_inline]] inline void unpack_lines(const uint8_t* from, Line (&codes)[8]) {
+template <int Bits, int Index>
+[[gnu::always_inline]] inline Part codes_part(const uint8_t* from, int part) {
   if constexpr (Bits == 8) {
-    for (int i = 0; i < 8; ++i) codes[i] = load_line(from + i * kLine);
+    return load_part(from + Index * kLine + part * kPart);
   } else {
     constexpr int kFirst = Bits >= 4 ? 4 : 2, kRest = Bits - kFirst;
-    add_plane<kFirst, 0>(from, codes);
-    if constexpr (kRest > 0) add_plane<kRest, kFirst>(from + kFirst * kLine, codes);
+    Part codes = plane_part<kFirst, 0, Index>(from, part);
+    if constexpr (kRest > 0) codes |= plane_part<kRest, kFirst, Index>(from + kFirst * kLine, part);
+    return codes;
   }
 }
 
-// Make a plane of lines of codes: the inverse of `add_plane`.
-template <int Plane, int Low>
-inline void put_plane(const Line (&codes)[8], uint8_t* to) {
-  constexpr int kPerLine = 8 / Plane;
-  for (int line = 0; line < Plane; ++line) {
-    Line sum{};
-    for (int i = 0; i < kPerLine; ++i)
-      sum |= (codes[line * kPerLine + i] >> Low & static_cast<uint8_t>((1 << Plane) - 1)) << i * Plane;
-    std::memcpy(to + line * kLine, &sum, sizeof(sum));
+// What the codes of 4 bits of IQ4_NL and IQ4_XS stand for, plus 128 (ggml's kvalues_iq4nl).
+alignas(16) constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+[[gnu::always_inline]] inline Part look_up(Part codes) {
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+  return reinterpret_cast<Part>(_mm512_shuffle_epi8(table, reinterpret_cast<__m512i>(codes)));
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+  return reinterpret_cast<Part>(_mm256_shuffle_epi8(table, reinterpret_cast<__m256i>(codes)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Part>(vqtbl1q_u8(vld1q_u8(kTable), reinterpret_cast<uint8x16_t>(codes)));
+#else
+  for (int i = 0; i < kPart; ++i) codes[i] = kTable[codes[i]];
+  return codes;
+#endif
+}
+
+template <int Bits, bool Table = false, int Index = 0>
+[[gnu::always_inline]] inline void unpack_lines(const uint8_t* from, Codes& codes) {
+  if constexpr (Index < 8) {
+    for (int part = 0; part < kLineParts; ++part) {
+      const Part own = codes_part<Bits, Index>(from, part);
+      codes.lines[Index].parts[part] = Table ? look_up(own) : own;
+    }
+    unpack_lines<Bits, Table, Index + 1>(from, codes);
   }
+}
+
+// Unpack the codes of a block, or look them up in the table.
+[[gnu::always_inline]] inline void unpack_block(int64_t bits, bool table, const uint8_t* from, Codes& codes) {
+  switch (bits) {
+    case 2: return unpack_lines<2>(from, codes);
+    case 3: return unpack_lines<3>(from, codes);
+    case 4: return table ? unpack_lines<4, true>(from, codes) : unpack_lines<4>(from, codes);
+    case 5: return unpack_lines<5>(from, codes);
+    case 6: return unpack_lines<6>(from, codes);
+    default: return unpack_lines<8>(from, codes);
+  }
+}
+
+// Put a plane of codes into its lines.
+template <int Plane, int Low>
+inline void put_plane(const Codes& codes, uint8_t* to) {
+  constexpr int kPerLine = 8 / Plane;
+  for (int line = 0; line < Plane; ++line)
+    for (int byte = 0; byte < kLine; ++byte) {
+      int sum = 0;
+      for (int i = 0; i < kPerLine; ++i)
+        sum |= (codes.bytes()[(line * kPerLine + i) * kLine + byte] >> Low & ((1 << Plane) - 1)) << i * Plane;
+      to[line * kLine + byte] = static_cast<uint8_t>(sum);
+    }
 }
 
 template <int Bits>
-inline void pack_lines(const Line (&codes)[8], uint8_t* to) {
+inline void pack_lines(const Codes& codes, uint8_t* to) {
   if constexpr (Bits == 8) {
-    std::memcpy(to, codes, sizeof(codes));
+    std::memcpy(to, codes.bytes(), sizeof(codes));
   } else {
     constexpr int kFirst = Bits >= 4 ? 4 : 2, kRest = Bits - kFirst;
     put_plane<kFirst, 0>(codes, to);
@@ -89,8 +143,8 @@ inline void pack_lines(const Line (&codes)[8], uint8_t* to) {
 
 // Pack the codes of up to 16 rows, `step` bytes apart, and up to 32 columns into a block; the others are 0.
 inline void pack_block(int64_t bits, const uint8_t* from, int64_t step, int64_t rows, int64_t columns, uint8_t* to) {
-  alignas(kLine) Line codes[8] = {};
-  uint8_t* bytes = reinterpret_cast<uint8_t*>(codes);
+  Codes codes = {};
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(codes.lines);
   for (int64_t r = 0; r < rows; ++r, from += step)
     for (int64_t c = 0; c < columns; c += 4)
       std::memcpy(bytes + c / 4 * kLine + r * 4, from + c, std::min<int64_t>(4, columns - c));
@@ -101,51 +155,6 @@ inline void pack_block(int64_t bits, const uint8_t* from, int64_t step, int64_t 
     case 5: return pack_lines<5>(codes, to);
     case 6: return pack_lines<6>(codes, to);
     default: return pack_lines<8>(codes, to);
-  }
-}
-
-// What the codes of 4 bits of IQ4_NL and IQ4_XS stand for, plus 128 (ggml's kvalues_iq4nl).
-alignas(16) constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-
-[[gnu::always_inline]] inline void look_up(Line (&codes)[8]) {
-#if defined(__AVX512BW__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
-  for (Line& line : codes)
-    line = reinterpret_cast<Line>(_mm512_shuffle_epi8(table, reinterpret_cast<__m512i>(line)));
-#elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
-  for (Line& line : codes) {
-    __m256i halves[2];
-    std::memcpy(halves, &line, sizeof(line));
-    for (__m256i& half : halves) half = _mm256_shuffle_epi8(table, half);
-    std::memcpy(&line, halves, sizeof(line));
-  }
-#elif defined(__aarch64__)
-  const uint8x16_t table = vld1q_u8(kTable);
-  for (Line& line : codes) {
-    uint8x16_t quarters[4];
-    std::memcpy(quarters, &line, sizeof(line));
-    for (uint8x16_t& quarter : quarters) quarter = vqtbl1q_u8(table, quarter);
-    std::memcpy(&line, quarters, sizeof(line));
-  }
-#else
-  for (Line& line : codes)
-    for (int i = 0; i < kLine; ++i) line[i] = kTable[line[i]];
-#endif
-}
-
-// The codes of a block as lines of bytes.
-[[gnu::always_inline]] inline void unpack_block(int64_t bits, bool table, const uint8_t* from, Line (&codes)[8]) {
-  switch (bits) {
-    case 2: return unpack_lines<2>(from, codes);
-    case 3: return unpack_lines<3>(from, codes);
-    case 4:
-      unpack_lines<4>(from, codes);
-      if (table) look_up(codes);
-      return;
-    case 5: return unpack_lines<5>(from, codes);
-    case 6: return unpack_lines<6>(from, codes);
-    default: return unpack_lines<8>(from, codes);
   }
 }
 

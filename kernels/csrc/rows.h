@@ -18,8 +18,8 @@ inline void dequantize_row(const Layout& at, int64_t row, const uint8_t* bands, 
   Heads heads(at);
   for (int64_t first = 0; first < at.columns; first += kColumns) {
     heads.next(codes);
-    alignas(kLine) Line lines[8];
-    unpack_block(at.bits, at.offset == Offset::table, codes, lines);
+    Codes block;
+    unpack_block(at.bits, at.offset == Offset::table, codes, block);
     codes += at.block_bytes();
     for (int64_t part = 0; part < parts; ++part) {
       float step, low = 0, zero = static_cast<float>(at.fixed_zero());
@@ -35,8 +35,7 @@ inline void dequantize_row(const Layout& at, int64_t row, const uint8_t* bands, 
       }
       const int64_t from = part * width, end = std::min(from + width, at.columns - first);
       for (int64_t c = from; c < end; ++c) {
-        uint8_t code;
-        std::memcpy(&code, reinterpret_cast<const uint8_t*>(lines) + c / 4 * kLine + r * 4 + c % 4, 1);
+        const uint8_t code = block(r, c);
         y[first + c] = at.minima() ? code * step - low : (code - zero) * step;
       }
     }

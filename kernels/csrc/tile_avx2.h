@@ -185,7 +185,7 @@ inline __m256 load_inner(const uint8_t* from) {
 template <bool Exact, bool Halved, int Tokens, int Bands>
 void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x,
                 float* out, int64_t) {
-  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts;
+  constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves;
   const Layout at = weight;  // in a copy no store can change it
   const int64_t block_bytes = at.block_bytes(), inner_bytes = at.nested ? at.inner_bytes() : 0, bits = at.bits;
   const bool minima = at.minima(), table = at.offset == Offset::table;
@@ -208,9 +208,9 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
       }
     for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
       _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
-    alignas(kLine) Line lines[8];
-    unpack_block(bits, table, codes, lines);
-    for (int p = 0; p < kParts; ++p) {
+    Codes block;
+    unpack_block(bits, table, codes, block);
+    for (int p = 0; p < kHalves; ++p) {
       if (at.nested)
         for (int h = 0; h < 2; ++h) {
           const uint8_t* inner = heads.inner(p) + h * kHalf;
@@ -218,9 +218,9 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
           if (minima) minimum[h] = _mm256_mul_ps(outer_minimum[h], load_inner(inner + inner_bytes));
         }
       Sums<Tokens> sums;
-      dot_words<8, Tokens, kLines>(reinterpret_cast<const uint8_t*>(lines + p * kLines), *x, sums, p * kLines * 4);
+      dot_words<8, Tokens, kLines>(block.bytes() + p * kLines * kLine, *x, sums, p * kLines * 4);
       for (int t = 0; t < Tokens; ++t) {
-        const int32_t of_x = x->template sum<kParts>(t, p);
+        const int32_t of_x = x->template sum<kHalves>(t, p);
         const __m256i off = _mm256_set1_epi32(zero * of_x);
         const __m256 by = _mm256_set1_ps(x->scales[t]);
         const __m256 all = _mm256_set1_ps(static_cast<float>(of_x) * x->scales[t]);

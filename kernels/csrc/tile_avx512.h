@@ -121,10 +121,10 @@ inline __m512 load_inner(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-// What codes of 16 rows are multiplied by, and what is subtracted then, for each part of a block.
-template <int Parts>
+// What codes of 16 rows are multiplied by, and what is subtracted then, for the block or each half of it.
+template <int Halves>
 struct RowScales {
-  __m512 outer, outer_minimum, scale[Parts], minimum[Parts];
+  __m512 outer, outer_minimum, scale[Halves], minimum[Halves];
 
   // Those of the next block; `changed` is what `Heads::next` returned.
   [[gnu::always_inline]] void load(const Layout& at, const Heads& heads, int64_t band, bool changed) {
@@ -140,10 +140,10 @@ struct RowScales {
       outer = load_scales(head, FloatType::f16, 0);
       if (minima) outer_minimum = load_scales(head, FloatType::f16, kRows);
     }
-    for (int p = 0; p < Parts; ++p) {
-      const uint8_t* inner = heads.inner(p) + band;
-      scale[p] = _mm512_mul_ps(outer, load_inner(inner));
-      if (minima) minimum[p] = _mm512_mul_ps(outer_minimum, load_inner(inner + at.inner_bytes()));
+    for (int h = 0; h < Halves; ++h) {
+      const uint8_t* inner = heads.inner(h) + band;
+      scale[h] = _mm512_mul_ps(outer, load_inner(inner));
+      if (minima) minimum[h] = _mm512_mul_ps(outer_minimum, load_inner(inner + at.inner_bytes()));
     }
   }
 };
@@ -152,7 +152,7 @@ struct RowScales {
 template <bool Exact, bool Halved, int Tokens, int Bands>
 void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x,
                 float* out, int64_t step) {
-  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts;
+  constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves;
   const Layout at = weight;  // in a copy no store can change it
   const int64_t apart = at.band_bytes(), block_bytes = at.block_bytes(), bits = at.bits;
   const bool minima = at.minima(), table = at.offset == Offset::table;
@@ -160,7 +160,7 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
   __m512 total[Tokens][Bands];
   for (int t = 0; t < Tokens; ++t)
     for (int n = 0; n < Bands; ++n) total[t][n] = _mm512_setzero_ps();
-  RowScales<kParts> scales[Bands];
+  RowScales<kHalves> scales[Bands];
   Heads heads(at);
   const uint8_t* codes = band;
   for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += block_bytes) {
@@ -171,16 +171,16 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
       const uint8_t* from = codes + n * apart;
       for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
-      Line lines[8];
-      unpack_block(bits, table, from, lines);
+      Codes block;
+      unpack_block(bits, table, from, block);
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) w[n][i] = reinterpret_cast<__m512i>(lines[i]);
+      for (int i = 0; i < 8; ++i) w[n][i] = reinterpret_cast<__m512i>(block.lines[i].parts[0]);
     }
     constexpr int kSome = Tokens < 4 ? Tokens : 4;  // whose sums stay in registers
     for (int t = 0; t < Tokens; t += kSome) {
       constexpr int64_t kApart = sizeof(x->values[0]);
-      const auto add_part = [&](auto part) __attribute__((always_inline)) {
-        constexpr int kPart = part, kFirst = kPart * kLines, kEnd = kFirst + kLines;
+      const auto add_half = [&](auto half) __attribute__((always_inline)) {
+        constexpr int kHalf = half, kFirst = kHalf * kLines, kEnd = kFirst + kLines;
         __m512i sums[kSome][Bands];
 #pragma GCC unroll 4
         for (int j = 0; j < kSome; ++j)
@@ -194,20 +194,20 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
         }
 #pragma GCC unroll 4
         for (int j = 0; j < kSome; ++j) {
-          const int32_t of_x = x->template sum<kParts>(t + j, kPart);
+          const int32_t of_x = x->template sum<kHalves>(t + j, kHalf);
           const __m512 by = _mm512_set1_ps(x->scales[t + j]);
           const __m512i off = _mm512_set1_epi32(zero * of_x);
           const __m512 all = _mm512_set1_ps(static_cast<float>(of_x) * x->scales[t + j]);
           for (int n = 0; n < Bands; ++n) {
             __m512& to = total[t + j][n];
             const __m512i sum = _mm512_sub_epi32(sums[j][n], off);
-            to = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scales[n].scale[kPart], by), to);
-            if (minima) to = _mm512_fnmadd_ps(scales[n].minimum[kPart], all, to);
+            to = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scales[n].scale[kHalf], by), to);
+            if (minima) to = _mm512_fnmadd_ps(scales[n].minimum[kHalf], all, to);
           }
         }
       };
-      add_part(std::integral_constant<int, 0>());
-      if constexpr (Halved) add_part(std::integral_constant<int, 1>());
+      add_half(std::integral_constant<int, 0>());
+      if constexpr (Halved) add_half(std::integral_constant<int, 1>());
     }
   }
   for (int t = 0; t < Tokens; ++t)

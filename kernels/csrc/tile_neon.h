@@ -151,7 +151,7 @@ inline float32x4_t load_inner(const uint8_t* from) {
 template <bool Exact, bool Halved, int Tokens, int Bands>
 void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x, float* out,
                 int64_t) {
-  constexpr int kParts = Halved ? 2 : 1, kLines = 8 / kParts, kQuarters = kRows / kQuarter;
+  constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves, kQuarters = kRows / kQuarter;
   const bool minima = at.minima(), table = at.offset == Offset::table, is_signed = table || at.bits == 8;
   const uint8x16_t sign = vdupq_n_u8(is_signed ? 128 : 0);
   const int32_t zero = at.fixed_zero() - (is_signed ? 128 : 0);
@@ -164,10 +164,10 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
     heads.next(codes);
     if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
       for (int64_t i = 0; i < at.bits; ++i) __builtin_prefetch(codes + kAhead + i * 64);
-    alignas(kLine) Line lines[8];
-    unpack_block(at.bits, table, codes, lines);
+    Codes block;
+    unpack_block(at.bits, table, codes, block);
     for (int q = 0; q < kQuarters; ++q)
-      for (int p = 0; p < kParts; ++p) {
+      for (int p = 0; p < kHalves; ++p) {
         float32x4_t scale, minimum = vdupq_n_f32(0);
         if (at.nested) {
           const uint8_t* inner = heads.inner(p) + q * kQuarter;
@@ -181,12 +181,11 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
         }
         int8x16_t w[kLines];
         for (int i = 0; i < kLines; ++i) {
-          uint8x16_t line;
-          std::memcpy(&line, reinterpret_cast<const uint8_t*>(lines + p * kLines + i) + q * 16, 16);
+          const uint8x16_t line = vld1q_u8(block.bytes() + (p * kLines + i) * kLine + q * 16);
           w[i] = vreinterpretq_s8_u8(veorq_u8(line, sign));
         }
         for (int t = 0; t < Tokens; ++t) {
-          const int32_t of_x = x->template sum<kParts>(t, p);
+          const int32_t of_x = x->template sum<kHalves>(t, p);
           const int32x4_t sum = vsubq_s32(dot<kLines>(w, *x, t, p * kLines * 4), vdupq_n_s32(zero * of_x));
           total[t][q] = vfmaq_f32(total[t][q], vcvtq_f32_s32(sum), vmulq_n_f32(scale, x->scales[t]));
           if (minima) total[t][q] = vfmsq_f32(total[t][q], minimum, vdupq_n_f32(of_x * x->scales[t]));

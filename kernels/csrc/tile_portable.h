@@ -50,21 +50,19 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
 template <bool Exact, bool Halved, int Tokens, int Bands>
 void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x, float* out,
                 int64_t) {
-  constexpr int kParts = Halved ? 2 : 1, kWidth = kColumns / kParts;
+  constexpr int kHalves = Halved ? 2 : 1, kWidth = kColumns / kHalves;
   float total[Tokens][kRows] = {};
   const int32_t zero = at.fixed_zero();
   Heads heads(at);
   const uint8_t* codes = band;
   for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += at.block_bytes()) {
     heads.next(codes);
-    alignas(kLine) Line lines[8];
-    unpack_block(at.bits, at.offset == Offset::table, codes, lines);
-    alignas(kLine) uint8_t bytes[sizeof(lines)];
-    std::memcpy(bytes, lines, sizeof(lines));
+    Codes block;
+    unpack_block(at.bits, at.offset == Offset::table, codes, block);
     int16_t w[kColumns][kRows];
     for (int c = 0; c < kColumns; ++c)
-      for (int r = 0; r < kRows; ++r) w[c][r] = bytes[c / 4 * 64 + r * 4 + c % 4];
-    for (int p = 0; p < kParts; ++p) {
+      for (int r = 0; r < kRows; ++r) w[c][r] = block(r, c);
+    for (int p = 0; p < kHalves; ++p) {
       float scale[kRows], minimum[kRows] = {};
       for (int r = 0; r < kRows; ++r) {
         if (at.nested) {
@@ -79,7 +77,7 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
       }
       for (int t = 0; t < Tokens; ++t) {
         const int8_t *high = x->values[t], *low = x->low(t);
-        const int32_t of_x = x->template sum<kParts>(t, p);
+        const int32_t of_x = x->template sum<kHalves>(t, p);
         int32_t sums[kRows];
         for (int r = 0; r < kRows; ++r) sums[r] = -zero * of_x;
         for (int c = p * kWidth; c < (p + 1) * kWidth; ++c) {
