@@ -55,10 +55,14 @@ class PreparedLinear:
     """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype.
     *Stacked*, a linear of every expert of a layer: weights [E, ...], and the bias [E, O] in
     float32.
+
+    Attributes:
+        prepared: of a linear of floats, its ``weight`` [O, I] as it is stored.
+        scheme: None for floats.
     """
 
     prepared: Prepared
-    scheme: QuantScheme
+    scheme: QuantScheme | None
     bias: Tensor | None
 
 
@@ -91,21 +95,23 @@ class BlockWeights:
     Attributes:
         input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after
             them.
-        qkv, gate_up: linears that share an input, as one.
+        qkv, gate_up: linears that share an input, as one if they are fused; otherwise each by
+            itself, in this order.
         q_norm, k_norm: of queries and keys, of each head [Dh] or the whole width.
         sinks: float32 [H].
-        gate_up, down: of the feed-forward, or of the shared experts.
+        gate_up, down: of the feed-forward, or of the shared experts; without either, `gate_up` is
+            empty.
     """
 
     input_norm: Tensor | None
-    qkv: PreparedLinear
+    qkv: tuple[PreparedLinear, ...]
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None
     out: PreparedLinear
     attention_output_norm: Tensor | None
     mlp_norm: Tensor | None
-    gate_up: PreparedLinear | None
+    gate_up: tuple[PreparedLinear, ...]
     down: PreparedLinear | None
     mlp_output_norm: Tensor | None
     experts: RoutedExperts | None

@@ -197,11 +197,16 @@ def prepare_blocks(
     operators: CppOperators,
     layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]],
     dtype: torch.dtype,
-) -> backend.RunBlocks:
-    """Prepare blocks, see `BlockKernel`, for float32 hidden states [B, T, D], updated in place."""
+) -> backend.RunBlocks | None:
+    """Prepare blocks, see `BlockKernel`, for float32 hidden states [B, T, D], updated in place.
+    Linears may be quantized or floats, and those that share an input need not be fused.
+    """
     operands = []
     has_rotary = []
     for weights, settings in layers:
+        # The kernels of experts multiply by packed weights only.
+        if weights.experts is not None and not _has_packed_shared_experts(weights):
+            return None
         operands.append(_operands(weights, settings))
         has_rotary.append(settings.rotary)
     blocks = operators.prepare_blocks(operands)
@@ -242,18 +247,19 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
     """
     attention = [
         weights.input_norm,
-        *_extract_packed(weights.qkv),
+        *_list_parts(weights.qkv, 3),
         weights.q_norm,
         weights.k_norm,
         weights.sinks,
-        *_extract_packed(weights.out),
+        *_extract_weight(weights.out),
         weights.attention_output_norm,
     ]
-    inside = [*_extract_packed(weights.gate_up), *_extract_packed(weights.down)]
+    inside = [*_list_parts(weights.gate_up, 2), *_extract_weight(weights.down)]
     # Zero experts per token stand for none; the second setting is then ignored.
     routing = (0, True)
     experts = weights.experts
     if experts is not None:
+        shared = [*_list_parts(weights.gate_up, 1), *_extract_weight(weights.down)]
         inside = [
             experts.router,
             experts.router_bias,
@@ -261,7 +267,7 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
             experts.gate_up.bias,
             experts.down.prepared["packed"],
             experts.down.bias,
-            *inside,
+            *shared,
             experts.shared_gate,
         ]
         routing = (experts.per_token, experts.normalized)
@@ -284,14 +290,34 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
     )
 
 
-def _extract_packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+def _has_packed_shared_experts(weights: backend.BlockWeights) -> bool:
+    """Return whether the shared experts of a block are packed and fused, or there are none."""
+    if weights.down is None:
+        return True
+    linears = (*weights.gate_up, weights.down)
+    return len(linears) == 2 and all("packed" in linear.prepared for linear in linears)
+
+
+def _list_parts(linears: Sequence[PreparedLinear], count: int) -> list[Tensor | None]:
+    """List weights and biases of linears that share an input, up to `count` of them; None for
+    those that are missing.
+    """
+    tensors: list[Tensor | None] = []
+    for linear in linears:
+        tensors += _extract_weight(linear)
+    return tensors + [None] * (2 * count - len(tensors))
+
+
+def _extract_weight(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weight, packed or as floats, and the bias of a linear."""
     if linear is None:
         return None, None
     bias = linear.bias
     # Blocks compute in float32, whatever the model's dtype.
     if bias is not None:
         bias = bias.float()
-    return linear.prepared["packed"], bias
+    # The kernels tell the two by their dtype.
+    return linear.prepared.get("packed", linear.prepared.get("weight")), bias
 
 
 CPU_EXACT = CpuBackend("cpu-exact", exact=True)

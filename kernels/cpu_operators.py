@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import mmap
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
+from quantkit.tensors.huge_pages import allocate_bytes
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import Codes
 
@@ -42,8 +42,6 @@ _DIMS = 4
 _VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
 # None in a list of tensors, where there is a struct for each.
 _MISSING = _VIEWS[0].pack(0, 0, -1)
-# In bytes.
-_HUGE_PAGE = 2 << 20
 # Bytes before a packed weight's numbers, which say how it is packed.
 _HEADER_BYTES = 64
 
@@ -98,7 +96,7 @@ class CppOperators:
         layout = (len(weight.codes), weight.scheme.bits, has_table, exact)
         count = ctypes.c_int64()
         self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
-        packed = _allocate(count.value)
+        packed = allocate_bytes(count.value)
         self._call("pack", *fields, *layout, 0, torch.get_num_threads(), packed)
         return packed
 
@@ -106,7 +104,7 @@ class CppOperators:
         """Copy packed weights with the same columns one after the other; their rows are then those
         of one weight.
         """
-        return torch.cat(list(packed), out=_allocate(sum(weight.numel() for weight in packed)))
+        return torch.cat(list(packed), out=allocate_bytes(sum(weight.numel() for weight in packed)))
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
         """Compute ``x @ weight.T + bias``: [..., I] to [..., O]; O is `rows`."""
@@ -172,7 +170,7 @@ class CppOperators:
                 weight[:_HEADER_BYTES], first[:_HEADER_BYTES]
             ):
                 raise RuntimeError("the weights have different shapes or schemes")
-        stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
+        stacked = allocate_bytes(len(packed) * first.numel()).view(len(packed), -1)
         return torch.stack(list(packed), out=stacked)
 
     def experts(
@@ -372,21 +370,6 @@ class _Text:
     @staticmethod
     def from_param(text: str) -> bytes:
         return text.encode()
-
-
-def _allocate(count: int) -> Tensor:
-    """Allocate memory for packed weights, on huge pages if the system has them, so that reading it
-    takes few address translations.
-    """
-    # A smaller weight does not fill a page, and not every system has the call.
-    if count < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(count, dtype=torch.uint8)
-    # One page more than needed, because a mapping does not begin at the start of a huge page.
-    memory = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -buffer.data_ptr() % _HUGE_PAGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, count)
-    return buffer[start : start + count]
 
 
 _INT = ctypes.c_int64

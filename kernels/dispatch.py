@@ -121,16 +121,25 @@ def _join_reasons(reasons: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(parts)
 
 
-def offer_kernels_for_floats(device: torch.device, dtype: torch.dtype) -> OfferedKernels | None:
-    """Return a GPU backend's kernels for a model without quantized layers; None on a CPU, where
-    they would have to be compiled first.
+def offer_kernels_for_floats(
+    device: torch.device, dtype: torch.dtype, allowed: Sequence[Backend] = BACKENDS
+) -> OfferedKernels | None:
+    """Return the kernels of the first allowed backend that has some for a model without quantized
+    layers. Without any on a CPU, log a warning and return None.
     """
-    if device.type == "cpu":
-        return None
-    for backend in BACKENDS:
-        # Float models have no scheme; the backends for GPUs all support int8 with one scale a row.
-        if backend.explain_unsupported(QuantScheme(8, None), device, dtype) is None:
+    reasons: dict[str, list[str]] = {}
+    for backend in allowed:
+        if backend is REFERENCE:
+            continue
+        # Float models have no scheme; all backends with kernels support int8 with one scale a row.
+        reason = backend.explain_unsupported(QuantScheme(8, None), device, dtype)
+        if reason is None:
             return backend.offer_kernels()
+        reasons.setdefault(reason, []).append(backend.name)
+    if reasons and device.type == "cpu":
+        _warn_once(
+            _join_reasons(reasons), "float layers run without kernels (new tokens 3 times slower)"
+        )
     return None
 
 

@@ -75,14 +75,14 @@ class _Block:
     def __init__(
         self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm
     ) -> None:
-        assert weights.gate_up is not None and weights.down is not None
+        assert weights.down is not None
         self._settings = settings
         self._norm = norm
         self._next_norm = next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
-        self._qkv = _operands(weights.qkv)
+        self._qkv = _operands(weights.qkv[0])
         self._out = _operands(weights.out)
-        self._gate_up = _operands(weights.gate_up)
+        self._gate_up = _operands(weights.gate_up[0])
         self._down = _operands(weights.down)
         self._head_norms: Tensor | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -212,6 +212,10 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
     size = settings.head_dim
     if weights.experts is not None:
         return False
+    linears = (*weights.qkv, weights.out, *weights.gate_up, weights.down)
+    # Four, if those that share an input are fused; none of floats.
+    if len(linears) != 4 or any(linear is None or linear.scheme is None for linear in linears):
+        return False
     if weights.attention_output_norm is not None or weights.mlp_output_norm is not None:
         return False
     if weights.input_norm is None or weights.mlp_norm is None:
@@ -225,6 +229,7 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
 def _operands(linear: PreparedLinear) -> _Operands:
     """List words, scales, zero points, bias, counters and group of a linear."""
     prepared = linear.prepared
+    assert linear.scheme is not None
     zero = prepared.get("zero")
     # For kernels, 0 stands for 8 bits with one scale a row.
     group = linear.scheme.group_size or 0

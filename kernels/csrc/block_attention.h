@@ -20,7 +20,7 @@ namespace quantkit {
 
 struct AttentionHalf {
   Branch branch;
-  Stack qkv;
+  Projection qkv;
   Linear out;
   const float *query_norm, *key_norm;      // weights; null where there are no norms
   int64_t query_norm_size, key_norm_size;  // Dh of each head, or of all heads together
@@ -55,12 +55,12 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
 }
 
 // Queries, keys and values [rows, (H + 2 K) Dh] of hidden states x [rows, D], rotated.
-inline void project(const AttentionHalf& half, const float* x, const Rows& at, int threads, float* qkv) {
-  const int64_t rows = at.batch * at.tokens, size = half.size, hidden = half.qkv.columns;
-  const int64_t width = half.qkv.rows, queries = half.heads * size, keys = half.kv_heads * size;
-  const auto scratch = uninitialized(half.branch.input_norm ? rows * hidden : 0);
+inline void project_rotated(const AttentionHalf& half, const float* x, const Rows& at, int threads, float* qkv) {
+  const int64_t rows = at.batch * at.tokens, size = half.size, hidden = half.qkv.columns();
+  const int64_t width = half.qkv.rows(), queries = half.heads * size, keys = half.kv_heads * size;
+  const Scratch scratch(half.branch.input_norm ? rows * hidden : 0);
   const float* normed = branch_input(half.branch, x, rows, hidden, threads, scratch.get());
-  matmul(half.qkv, normed, FloatType::f32, rows, threads, qkv);
+  project(half.qkv, normed, FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
     float* row = qkv + r * width;
     const auto norm = [&] {
@@ -109,10 +109,10 @@ inline std::vector<KeyRange> seen_among_new(const std::vector<Run>& runs, const 
 // see each other, otherwise what the cache holds of it up to their positions.
 inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, const Cache* cache, bool prefill,
                           int threads) {
-  const int64_t rows = at.batch * at.tokens, size = half.size, qkv_width = half.qkv.rows;
+  const int64_t rows = at.batch * at.tokens, size = half.size, qkv_width = half.qkv.rows();
   const int64_t queries = half.heads * size, keys = half.kv_heads * size;
-  const auto qkv = uninitialized(rows * qkv_width), mixed = uninitialized(rows * queries);
-  project(half, x, at, threads, qkv.get());
+  const Scratch qkv(rows * qkv_width), mixed(rows * queries);
+  project_rotated(half, x, at, threads, qkv.get());
   const float *new_keys = qkv.get() + queries, *new_values = new_keys + keys;
   if (cache)
     each_row(rows, threads, [&](int64_t r) {

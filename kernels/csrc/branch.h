@@ -3,9 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
-#include <memory>
 
 #include "matmul.h"
+#include "scratch.h"
 #include "threads.h"
 #include "vector_math.h"
 
@@ -17,9 +17,6 @@ struct Branch {
   float eps;
   float multiplier;  // of the output
 };
-
-// Scratch memory for a number of floats.
-inline std::unique_ptr<float[]> uninitialized(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
 
 // Call work(r) for all rows, on several threads where they are many.
 template <class Work>
@@ -63,7 +60,7 @@ inline void add_output(const Branch& branch, const float* output, int64_t rows, 
 inline void add_product(const Branch& branch, const Linear& last, const float* inner, int64_t rows, int threads,
                         float* x) {
   if (!branch.output_norm && branch.multiplier == 1) return matmul(last, inner, FloatType::f32, rows, threads, x, true);
-  const auto output = uninitialized(rows * last.at.rows);
+  const Scratch output(rows * last.at.rows);
   matmul(last, inner, FloatType::f32, rows, threads, output.get());
   add_output(branch, output.get(), rows, last.at.rows, threads, x);
 }

@@ -38,7 +38,9 @@ struct Choice {
 inline void route(const Router& router, const float* x, int64_t rows, int64_t columns, int threads, Choice* choices) {
   const int64_t experts = router.experts, per_token = router.per_token;
   std::vector<float> all(rows * experts);
-  float_product(experts, columns, router.weight, router.type, x, FloatType::f32, rows, threads, all.data(), 1);
+  const FloatRows weight{router.weight, router.type, experts, nullptr};
+  float_products(&weight, 1, columns, x, FloatType::f32, rows, threads, all.data(),
+                 experts);
   Pool::instance().parallel_for(rows, 16, threads, [&](int64_t row) {
     float* logits = all.data() + row * experts;
     if (router.bias)
@@ -183,7 +185,7 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
     const auto [g, token] = quantized[index];
     inputs[input_of[g]].quantize(x + groups[g].rows[token] * hidden, hidden, token, 0);
   });
-  const auto gates = uninitialized(values.count()), outputs = uninitialized(chosen.count() * hidden);
+  const Scratch gates(values.count()), outputs(chosen.count() * hidden);
   std::vector<Product> wide, narrow;
   std::vector<std::vector<std::pair<int64_t, float>>> of_row(rows);  // where its outputs are, and their factors
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -223,7 +225,7 @@ inline void run_experts(const Experts& half, float* x, int64_t rows, int threads
   const int64_t hidden = half.bank.first.down.at.rows, per_token = half.router.per_token;
   const bool direct = !half.branch.output_norm;  // each expert's output is added to the hidden states as it comes
   const float factor = direct ? half.branch.multiplier : 1;
-  const auto scratch = uninitialized(std::min(rows, max_rows(per_token)) * hidden);
+  const Scratch scratch(std::min(rows, max_rows(per_token)) * hidden);
   std::vector<Choice> choices(std::min(rows, max_rows(per_token)) * per_token);
   std::vector<float> output;
   for (int64_t count; rows > 0; rows -= count, x += count * hidden) {

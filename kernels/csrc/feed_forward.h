@@ -21,7 +21,7 @@ struct Gating {
 
 struct FeedForward {
   Branch branch;
-  Stack gate_up;
+  Projection gate_up;
   Linear down;
   Gating gating;
 };
@@ -50,13 +50,13 @@ inline void gated(const Gating& by, const float* gate, const float* up, int64_t 
 
 // The half, hidden states x [rows, D] in place.
 inline void run_feed_forward(const FeedForward& half, float* x, int64_t rows, int threads) {
-  const int64_t hidden = half.gate_up.columns, inner = half.down.at.columns, max_rows = std::min(rows, kInnerRows);
-  const auto scratch = uninitialized(half.branch.input_norm ? max_rows * hidden : 0);
-  const auto gates = uninitialized(max_rows * 2 * inner), inners = uninitialized(max_rows * inner);
+  const int64_t hidden = half.gate_up.columns(), inner = half.down.at.columns, max_rows = std::min(rows, kInnerRows);
+  const Scratch scratch(half.branch.input_norm ? max_rows * hidden : 0);
+  const Scratch gates(max_rows * 2 * inner), inners(max_rows * inner);
   for (int64_t count; rows > 0; rows -= count, x += count * hidden) {
     count = std::min(rows, max_rows);
     const float* normed = branch_input(half.branch, x, count, hidden, threads, scratch.get());
-    matmul(half.gate_up, normed, FloatType::f32, count, threads, gates.get());
+    project(half.gate_up, normed, FloatType::f32, count, threads, gates.get());
     each_row(count, threads, [&](int64_t r) {
       const float* gate = gates.get() + r * 2 * inner;
       gated(half.gating, gate, gate + inner, inner, inners.get() + r * inner);

@@ -97,12 +97,6 @@ inline const float* load_floats(const void* from, FloatType type, int64_t at, in
   return scratch;
 }
 
-// Prefetch floats that `load_floats` will read; they need not exist.
-inline void prefetch_floats(const void* from, FloatType type, int64_t at, int64_t count) {
-  const char* first = static_cast<const char*>(from) + at * bytes_of(type);
-  for (int64_t byte = 0; byte < count * bytes_of(type); byte += kLine) __builtin_prefetch(first + byte);
-}
-
 // The same in `to` in any case, with zeros after them up to `whole`.
 inline void copy_floats(const void* from, FloatType type, int64_t at, int64_t count, float* to, int64_t whole) {
   const float* loaded = load_floats(from, type, at, count, to);

@@ -37,37 +37,35 @@ inline CacheType cache_type(Type type) {
 }
 
 // Packed weights, one after the other, and the bias of all, which is of the type of the activations.
-inline Stack packed_stack(const Tensor& packed, const Tensor* bias, Type type) {
+inline Projection packed_projection(const Tensor& packed, const Tensor* bias, Type type) {
   require(packed.type == Type::u8, "not a weight packed here");
-  Stack stack{{}, 0, 0};
+  Projection projection;
   const uint8_t* bytes = packed.as<uint8_t>();
-  for (int64_t rest = packed.numel(); rest > 0 || stack.parts.empty();) {
+  for (int64_t rest = packed.numel(); rest > 0 || projection.parts.empty();) {
     require(rest >= kHead, "not a weight packed here");
     Layout at;
     std::memcpy(&at, bytes, sizeof(at));
-    require(rest >= kHead + at.bytes() && (stack.parts.empty() || at.columns == stack.columns),
+    require(rest >= kHead + at.bytes() && (projection.parts.empty() || at.columns == projection.columns()),
             "not a weight packed here");
-    stack.parts.push_back({at, bytes + kHead, nullptr});
-    stack.rows += at.rows;
-    stack.columns = at.columns;
+    projection.parts.push_back({at, bytes + kHead, nullptr});
     bytes += kHead + at.bytes();
     rest -= kHead + at.bytes();
   }
-  if (!bias) return stack;
-  require(bias->type == type && bias->numel() == stack.rows, "bias: [O] in the dtype of x");
+  if (!bias) return projection;
+  require(bias->type == type && bias->numel() == projection.rows(), "bias: [O] in the dtype of x");
   const uint8_t* values = bias->as<uint8_t>();
-  for (Linear& part : stack.parts) {
+  for (Linear& part : projection.parts) {
     part.bias = values;
     values += part.at.rows * bytes_of(float_type(type));
   }
-  return stack;
+  return projection;
 }
 
 // The same of a single weight.
 inline Linear packed_linear(const Tensor& packed, const Tensor* bias, Type type) {
-  const Stack stack = packed_stack(packed, bias, type);
-  require(stack.parts.size() == 1, "a single packed weight is expected");
-  return stack.parts[0];
+  const Projection projection = packed_projection(packed, bias, type);
+  require(projection.parts.size() == 1, "a single packed weight is expected");
+  return projection.parts[0];
 }
 
 // Keys or values of a cache [slots, K, S, Dh], and the scales [slots, K, S] that those in int8 have.
@@ -129,28 +127,54 @@ inline Scores checked_scores(double scale, std::optional<double> softcap, const 
   return {static_cast<float>(scale), static_cast<float>(softcap.value_or(0)), floats(sinks, heads, "sinks")};
 }
 
-// Tensors of the attention half of a block, in this order.
+// Tensors of the attention half of a block, in this order. Weights of queries, keys and values may be one: those of keys
+// and values are missing then.
 struct AttentionTensors {
-  enum { input_norm, qkv, qkv_bias, query_norm, key_norm, sinks, out, out_bias, output_norm, count };
+  enum {
+    input_norm, query, query_bias, key, key_bias, value, value_bias, query_norm, key_norm, sinks, out, out_bias,
+    output_norm, count
+  };
 };
 
-// Tensors of the feed-forward half, in this order.
+// Tensors of the feed-forward half, in this order; the weights of gate and up may be one.
 struct FeedForwardTensors {
-  enum { input_norm, gate_up, gate_up_bias, down, down_bias, output_norm, count };
+  enum { input_norm, gate, gate_bias, up, up_bias, down, down_bias, output_norm, count };
 };
 
-// The packed weights of a list, which their bias follows.
-inline Stack listed_stack(const Tensors& tensors, int64_t at, const char* what) {
-  const Tensor* packed = tensors[at];
-  require(packed, what, ": no weight");
-  return packed_stack(*packed, tensors[at + 1], Type::f32);
+// A weight of floats [O, I] and its bias, which is of the type of the activations.
+inline Linear float_linear(const Tensor& weight, const Tensor* bias, Type type) {
+  require(weight.dims == 2, "weight: [O, I]");
+  Layout at{};
+  at.rows = weight.size(0);
+  at.columns = at.group = weight.size(1);
+  at.scales = float_type(weight.type);
+  require(!bias || (bias->type == type && bias->numel() == at.rows), "bias: [O] in the dtype of x");
+  return Linear{at, weight.as<uint8_t>(), bias ? bias->data : nullptr};
 }
 
-// The same of a single weight.
+// The weight of a list, which its bias follows: packed, or floats.
 inline Linear listed_linear(const Tensors& tensors, int64_t at, const char* what) {
-  const Tensor* packed = tensors[at];
-  require(packed, what, ": no weight");
-  return packed_linear(*packed, tensors[at + 1], Type::f32);
+  const Tensor* weight = tensors[at];
+  require(weight, what, ": no weight");
+  if (weight->type == Type::u8) return packed_linear(*weight, tensors[at + 1], Type::f32);
+  return float_linear(*weight, tensors[at + 1], Type::f32);
+}
+
+// Weights of a list that share their input, up to `count` of them, each of which may be several packed ones.
+inline Projection listed_projection(const Tensors& tensors, int64_t at, int64_t count, const char* what) {
+  require(tensors[at], what, ": no weight");
+  Projection projection;
+  for (int64_t i = 0; i < count; ++i) {
+    const Tensor *weight = tensors[at + 2 * i], *bias = tensors[at + 2 * i + 1];
+    if (!weight) continue;
+    const bool is_packed = weight->type == Type::u8;
+    const Projection some =
+        is_packed ? packed_projection(*weight, bias, Type::f32) : Projection{{float_linear(*weight, bias, Type::f32)}};
+    projection.parts.insert(projection.parts.end(), some.parts.begin(), some.parts.end());
+  }
+  for (const Linear& part : projection.parts)
+    require(part.at.columns == projection.columns(), what, ": weights that do not go together");
+  return projection;
 }
 
 inline Branch checked_branch(const Tensor* input_norm, const Tensor* output_norm, int64_t hidden, double eps,
@@ -165,12 +189,12 @@ inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, i
                                        std::optional<double> clip, double eps, double multiplier) {
   using At = AttentionTensors;
   require(tensors.count == At::count, "attention: ", int64_t{At::count}, " tensors");
-  const Stack qkv = listed_stack(tensors, At::qkv, "qkv");
+  const Projection qkv = listed_projection(tensors, At::query, 3, "queries, keys and values");
   const Linear out = listed_linear(tensors, At::out, "out");
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && out.at.columns % (2 * heads) == 0,
           "heads do not divide");
   const int64_t size = out.at.columns / heads;
-  require(qkv.columns == hidden && qkv.rows == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
+  require(qkv.columns() == hidden && qkv.rows() == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
           "weights that do not go together");
   // Norms of each head, or of all together, by the size of their weights.
   const auto normed = [size](const Tensor* norm, int64_t count) {
@@ -198,9 +222,9 @@ inline FeedForward checked_feed_forward(const Tensors& tensors, int64_t hidden, 
                                         double multiplier) {
   using At = FeedForwardTensors;
   require(tensors.count == At::count, "feed-forward: ", int64_t{At::count}, " tensors");
-  const Stack wide = listed_stack(tensors, At::gate_up, "gate and up");
+  const Projection wide = listed_projection(tensors, At::gate, 2, "gate and up");
   const Linear narrow = listed_linear(tensors, At::down, "down");
-  require(wide.columns == hidden && wide.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
+  require(wide.columns() == hidden && wide.rows() == 2 * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
   const Branch branch =
       checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier);
@@ -262,6 +286,7 @@ inline Experts checked_experts(const Tensors& tensors, int64_t hidden, int64_t p
   if (!tensors[At::shared_gate_up]) return half;
   const Linear wide = listed_linear(tensors, At::shared_gate_up, "shared gate and up");
   const Linear narrow = listed_linear(tensors, At::shared_down, "shared down");
+  require(!wide.of_floats() && !narrow.of_floats(), "shared experts of floats");
   require(wide.at.columns == hidden && wide.at.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
   half.shared = Expert{wide, narrow};

@@ -109,23 +109,23 @@ QUANTKIT_EXPORT const char* quantkit_pack(const Tensor* codes, const Tensor* sca
 QUANTKIT_EXPORT const char* quantkit_linear(const Tensor* x, const Tensor* packed, const Tensor* bias, int64_t rows,
                                             int threads, void* y) {
   return guarded([&] {
-    const Stack by = packed_stack(*packed, bias, x->type);
-    require(by.rows == rows, "not a weight packed here, expected ", rows, " rows, found ", by.rows);
-    require(x->dims > 0 && x->size(-1) == by.columns, "expected ", by.columns, " columns, found ", x->size(-1));
-    const int64_t tokens = x->numel() / by.columns;
-    if (tokens) matmul(by, x->data, float_type(x->type), tokens, threads, y);
+    const Projection by = packed_projection(*packed, bias, x->type);
+    require(by.rows() == rows, "not a weight packed here, expected ", rows, " rows, found ", by.rows());
+    require(x->dims > 0 && x->size(-1) == by.columns(), "expected ", by.columns(), " columns, found ", x->size(-1));
+    const int64_t tokens = x->numel() / by.columns();
+    if (tokens) project(by, x->data, float_type(x->type), tokens, threads, y);
   });
 }
 
 // Rows of a packed weight as floats, by their numbers: [N, I] for index [N].
 QUANTKIT_EXPORT const char* quantkit_rows(const Tensor* packed, const Tensor* index, int64_t columns, float* y) {
   return guarded([&] {
-    const Stack by = packed_stack(*packed, nullptr, Type::f32);
-    require(by.columns == columns, "expected ", by.columns, " columns, found ", columns);
+    const Projection by = packed_projection(*packed, nullptr, Type::f32);
+    require(by.columns() == columns, "expected ", by.columns(), " columns, found ", columns);
     require(index->dims == 1 && index->type == Type::i64, "index: int64 [N]");
     for (int64_t i = 0; i < index->numel(); ++i, y += columns) {
       int64_t row = index->as<int64_t>()[i];
-      require(row >= 0 && row < by.rows, "row ", row, " of ", by.rows);
+      require(row >= 0 && row < by.rows(), "row ", row, " of ", by.rows());
       const Linear* part = by.parts.data();
       for (; row >= part->at.rows; ++part) row -= part->at.rows;
       dequantize_row(part->at, row, part->bands, y);
@@ -180,8 +180,8 @@ QUANTKIT_EXPORT const char* quantkit_float_linear(const Tensor* x, const Tensor*
     require(weight->dims == 2, "weight: [O, I]");
     const int64_t columns = weight->size(1);
     require(x->dims > 0 && x->size(-1) == columns, "expected ", columns, " columns, found ", x->size(-1));
-    float_product(weight->size(0), columns, weight->data, float_type(weight->type), x->data, float_type(x->type),
-                  x->numel() / columns, threads, y);
+    const FloatRows rows{weight->data, float_type(weight->type), weight->size(0), nullptr};
+    float_products(&rows, 1, columns, x->data, float_type(x->type), x->numel() / columns, threads, y, rows.rows);
   });
 }
 
@@ -199,7 +199,7 @@ QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const
   return guarded([&] {
     const Tensors first{attention, attention_count}, second{feed_forward, feed_forward_count};
     require(first.count == AttentionTensors::count, "attention: ", int64_t{AttentionTensors::count}, " tensors");
-    const int64_t hidden = listed_stack(first, AttentionTensors::qkv, "qkv").columns;
+    const int64_t hidden = listed_projection(first, AttentionTensors::query, 1, "queries").columns();
     Block block{checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap),
                                   given(clip), eps, multiplier),
                 std::nullopt, std::nullopt};
@@ -224,7 +224,7 @@ QUANTKIT_EXPORT const char* quantkit_run_blocks(const std::vector<Block>* blocks
     const Tensor missing{nullptr, Type::f32, -1, {}}, nothing[] = {missing, missing, missing, missing};
     for (size_t at = 0; at < blocks->size(); ++at) {
       const Block& block = (*blocks)[at];
-      const int64_t hidden = block.attention.qkv.columns;
+      const int64_t hidden = block.attention.qkv.columns();
       require(x->size(2) == hidden, "expected ", hidden, " columns, found ", x->size(2));
       const Tensors own{cached ? cached + 4 * at : nothing, 4};
       const CheckedStep step = checked_step(*x, angles[2 * at], angles[2 * at + 1], query_scale, *positions, slots,

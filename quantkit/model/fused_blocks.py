@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,50 +94,52 @@ class FusedBlocks:
 
 
 def fuse_blocks(
-    model: Decoder, layers: Mapping[int, LayerConfig] | None = None
+    model: Decoder,
+    layers: Mapping[int, LayerConfig] | None = None,
+    *,
+    kernel: BlockKernel | None = None,
 ) -> FusedBlocks | None:
-    """Prepare a model's blocks for a kernel.
+    """Prepare a model's blocks for a kernel: that of its quantized linears' backend.
 
-    Returns None if a layer has linears that are not quantized, their backend has no such kernel, or
-    the kernel does not support the model's features.
+    Returns None if a layer has linears of another kind than quantized ones and floats, their
+    backend has no such kernel, or the kernel does not support the model's features.
 
     Args:
         layers: configs of the layers to prepare, by their numbers; None is all layers of the
             model's config.
+        kernel: for blocks whose linears are all floats.
     """
     config = model.config
     if layers is None:
         layers = dict(enumerate(config.layers))
-    kernel: BlockKernel | None = None
     blocks: list[tuple[BlockWeights, BlockSettings]] = []
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        linears: list[QuantLinear] = []
-        kernels: list[BlockKernel] = []
-        for linear in _find_fused_linears(block):
-            if not isinstance(linear, QuantLinear):
+        sites = _find_linears(block)
+        for linear in itertools.chain(*sites):
+            if isinstance(linear, QuantLinear):
+                offered = linear.backend.offer_kernels()
+                if offered is None or offered.block is None:
+                    return None
+                # Kernels for experts take one weight of each, also of the shared ones.
+                if (
+                    linear.joined
+                    and isinstance(block.mlp, Experts)
+                    and linear is not block.self_attn.qkv_proj
+                ):
+                    return None
+                kernel = offered.block
+            # Not its subclasses and wrappers, which compute something else.
+            elif type(linear) is not nn.Linear:
                 return None
-            offered = linear.backend.offer_kernels()
-            if offered is None or offered.block is None:
-                return None
-            # Kernels for experts take one weight of each, also of the shared ones.
-            if (
-                linear.joined
-                and isinstance(block.mlp, Experts)
-                and linear is not block.self_attn.qkv_proj
-            ):
-                return None
-            linears.append(linear)
-            kernels.append(offered.block)
         # Experts run in the block through their bank.
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
         # Kernels do not round keys and values to a quantized cache's scales.
         if block.self_attn.as_cached is not None:
             return None
-        kernel = kernels[0]
-        blocks.append((_collect_weights(block, linears), _settings(config, layer)))
+        blocks.append((_collect_weights(block, sites), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     dtype = kernel.dtype or model.dtype
@@ -146,9 +149,10 @@ def fuse_blocks(
     return FusedBlocks(kernel, run, layers, dtype)
 
 
-def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
-    """List the linears of a block in the order of the data flow, one for each site; None if the
-    linears of a site are not fused. For a mixture of experts, they are those of the shared experts.
+def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...]:
+    """List the linears of a block by their sites, in the order of the data flow. Those of a site
+    share an input, and are one if they are fused. For a mixture of experts, the last two sites are
+    the shared experts', or are missing.
     """
     mlp: MLP | None
     if isinstance(block.mlp, MLP):
@@ -156,19 +160,38 @@ def _find_fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
     else:
         mlp = block.mlp.shared_experts
     attention = block.self_attn
+    qkv: tuple[nn.Module, ...]
+    if attention.qkv_proj is not None:
+        qkv = (attention.qkv_proj,)
+    else:
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     if mlp is None:
-        return attention.qkv_proj, attention.o_proj
-    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        return qkv, (attention.o_proj,)
+    gate_up: tuple[nn.Module, ...]
+    if mlp.gate_up_proj is not None:
+        gate_up = (mlp.gate_up_proj,)
+    else:
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+    return qkv, (attention.o_proj,), gate_up, (mlp.down_proj,)
 
 
-def _collect_weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
-    prepared: list[PreparedLinear] = []
-    for linear in linears:
-        bias = None if linear.bias is None else linear.bias.detach()
-        prepared.append(PreparedLinear(linear.backend_tensors, linear.scheme, bias))
-    qkv, out, *feed_forward = prepared
-    # A mixture of experts without shared experts has neither.
-    gate_up, down = feed_forward or (None, None)
+def _prepare_linear(linear: nn.Module) -> PreparedLinear:
+    assert isinstance(linear, (QuantLinear, nn.Linear))
+    bias = None if linear.bias is None else linear.bias.detach()
+    if isinstance(linear, QuantLinear):
+        return PreparedLinear(linear.backend_tensors, linear.scheme, bias)
+    return PreparedLinear({"weight": linear.weight.detach()}, None, bias)
+
+
+def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> BlockWeights:
+    prepared: list[tuple[PreparedLinear, ...]] = []
+    for linears in sites:
+        prepared.append(tuple(_prepare_linear(linear) for linear in linears))
+    qkv, (out,), *feed_forward = prepared
+    gate_up: tuple[PreparedLinear, ...] = ()
+    down = None
+    if feed_forward:
+        gate_up, (down,) = feed_forward
     attention = block.self_attn
     return BlockWeights(
         input_norm=_norm(block.input_layernorm),

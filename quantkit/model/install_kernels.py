@@ -7,18 +7,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.architectures.config import LayerConfig
-from quantkit.kernels.backend import ScoredAttention
-from quantkit.kernels.dispatch import is_within, offer_kernels_for_floats, self_test
+from quantkit.kernels.backend import Backend, BlockKernel, ScoredAttention
+from quantkit.kernels.dispatch import BACKENDS, is_within, offer_kernels_for_floats, self_test
 from quantkit.model.attention import (
     PLAIN,
     CachedAttention,
@@ -53,8 +53,9 @@ _SCORE_DEVIATION = 0.1
 _log = logging.getLogger(__name__)
 
 
-def install_kernels(model: Decoder) -> None:
-    """Install the backend's kernels for attention, float products and blocks in `model.ops`.
+def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> None:
+    """Install the backend's kernels for attention, float products and blocks in `model.ops`. Those
+    of a model without quantized layers are of the first allowed backend that has some.
 
     Each kernel is compared with the operation that it replaces. After a failure, this and the
     following operations stay torch's; after that of a kernel for experts, only the experts' own.
@@ -63,7 +64,7 @@ def install_kernels(model: Decoder) -> None:
     if linears:
         offered = linears[0].backend.offer_kernels()
     else:
-        offered = offer_kernels_for_floats(model.device, model.dtype)
+        offered = offer_kernels_for_floats(model.device, model.dtype, allowed)
     if offered is None:
         return
     linear = offered.float_linear
@@ -98,8 +99,10 @@ def install_kernels(model: Decoder) -> None:
             ):
                 return
             model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
-        blocks = fuse_blocks(model)
-        if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
+        blocks = fuse_blocks(model, kernel=offered.block)
+        if blocks is not None and not _passes(
+            "decoder blocks", lambda: _same_blocks(model, offered.block)
+        ):
             return
     model.ops = replace(model.ops, blocks=blocks)
 
@@ -232,7 +235,7 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
     return True
 
 
-def _same_blocks(model: Decoder) -> bool:
+def _same_blocks(model: Decoder, kernel: BlockKernel | None = None) -> bool:
     """Compare the first block of each kind with the kernels, and the head with the dtype of their
     hidden states, which may not be the model's.
     """
@@ -241,7 +244,7 @@ def _same_blocks(model: Decoder) -> bool:
     for layer, number in kinds.items():
         if layer.window is not None:
             layer = replace(layer, window=min(layer.window, _BLOCK_WINDOW))
-        blocks = fuse_blocks(model, {number: layer})
+        blocks = fuse_blocks(model, {number: layer}, kernel=kernel)
         assert blocks is not None
         if not _same_head(model, blocks.dtype):
             return False
@@ -278,7 +281,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
     # Both round the same activations, except for those half-way between two integers. In the worst
     # case, each of the four products of a block differs by one such step.
-    steps_of_activations: list[float] = []
+    steps_of_activations: list[float] = [0.0]
     for linear in linears:
         steps_of_activations.append(linear.backend.rounding(torch.float32).activations)
     rounding = _FLOAT_ERROR + 4 * max(steps_of_activations)
@@ -299,11 +302,9 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                     Step(angles, make_cached_attention(cache, positions, windows, attend_with_mask))
                 )
             share = rounding
-            if wide:
+            # Float32 kernels round activations as the quantized modules do.
+            with _use_float32_weights(block, dequantized=not wide):
                 right = block(states, steps[0])
-            else:
-                with _use_dequantized_weights(block):
-                    right = block(states, steps[0])
             if not bool(right.isfinite().all()):
                 # Nothing can be compared; NaN and Inf are reported with the logits.
                 return True
@@ -342,7 +343,7 @@ def _shrink_states(
     """
     positions = torch.arange(x.shape[1], device=x.device)
     step = Step(model.rotary(positions + far), make_causal_attention(positions, windows))
-    with _use_dequantized_weights(block):
+    with _use_float32_weights(block, dequantized=True):
         added = block(x, step) - x
     size = float(added.square().mean().sqrt())
     if size > 0:
@@ -351,16 +352,24 @@ def _shrink_states(
 
 
 @contextmanager
-def _use_dequantized_weights(block: Block) -> Iterator[None]:
-    """Let a block's linears multiply by dequantized weights in float32 within the context."""
+def _use_float32_weights(block: Block, *, dequantized: bool) -> Iterator[None]:
+    """Let a block's float linears, and with `dequantized` also its quantized ones, multiply by
+    their weights in float32 within the context.
+    """
 
-    def exact(linear: QuantLinear, x: Tensor) -> Tensor:
-        # Dequantized at each call, so that only one weight of floats is in memory.
-        weight = linear.rows(torch.arange(linear.out_features, device=x.device))
+    # Converted at each call, so that only one weight in float32 is in memory.
+    def exact(linear: QuantLinear | nn.Linear, x: Tensor) -> Tensor:
+        if isinstance(linear, QuantLinear):
+            weight = linear.rows(torch.arange(linear.out_features, device=x.device))
+        else:
+            weight = linear.weight.float()
         bias = None if linear.bias is None else linear.bias.float()
         return F.linear(x, weight, bias)
 
-    linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
+    linears: list[QuantLinear | nn.Linear] = []
+    for module in block.modules():
+        if isinstance(module, nn.Linear) or (dequantized and isinstance(module, QuantLinear)):
+            linears.append(module)
     for linear in linears:
         linear.forward = partial(exact, linear)  # type: ignore[method-assign]
     try:

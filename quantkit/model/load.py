@@ -30,6 +30,7 @@ from quantkit.model.device import resolve_device
 from quantkit.model.feed_forward import stack_experts
 from quantkit.model.linear import QuantEmbedding, QuantLinear, join_linears
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -100,10 +101,21 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    # In float32 on a CPU, the larger product is a little slower.
-    fuse_floats = device.type != "cpu" or dtype != torch.float32
+    # On a CPU, the kernels multiply several weights in one call, and leave them mapped to the file.
+    # torch's larger product is a little slower in float32.
+    fuse_floats = device.type != "cpu" or (
+        dtype != torch.float32 and dispatch.offer_kernels_for_floats(device, dtype, allowed) is None
+    )
     fill_parameters(
-        model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats
+        model,
+        tp.checkpoint,
+        "",
+        device,
+        dtype,
+        allowed,
+        progress,
+        fuse_floats=fuse_floats,
+        memory=WeightMemory() if device.type == "cpu" else None,
     )
     model.rotary.to(device)
     tp.connect(model, "")
@@ -117,7 +129,7 @@ def load_model(
     stack_experts(model, model.config)
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.
-    install_kernels.install_kernels(model)
+    install_kernels.install_kernels(model, allowed)
     tp.connect_vocabulary(model)
     return model.eval()
 
@@ -175,9 +187,11 @@ def fill_parameters(
     progress: Progress = silent,
     *,
     fuse_floats: bool = False,
+    memory: WeightMemory | None = None,
 ) -> None:
     """Fill every parameter of `module` with the checkpoint's tensor of its name after `prefix`.
     Quantized linears with the same inputs are fused, and with `fuse_floats` float linears as well.
+    Float weights on a CPU are placed in `memory`; without it, they may be the checkpoint's own.
     """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
@@ -230,15 +244,18 @@ def fill_parameters(
             fused_linear = module.get_submodule(sources[0].removeprefix(prefix))
             for parameter_name, _ in list(fused_linear.named_parameters()):
                 tensor_names = [f"{source}.{parameter_name}" for source in sources]
-                stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype)
+                stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype, memory)
                 setattr(fused_linear, parameter_name, stacked)
             assert isinstance(fused_linear, nn.Linear)
             fused_linear.out_features = len(fused_linear.weight)
             _replace(module, prefix, sources, fused, fused_linear)
             done.update(sources)
         else:
-            parameter = float_parameter(checkpoint, name, device, dtype)
+            parameter = float_parameter(checkpoint, name, device, dtype, memory)
             setattr(module.get_submodule(parent), leaf, parameter)
+            if memory is not None and parameter.dim() == 2:
+                # Of what was read in parts, the allocator would keep some in its heap.
+                malloc_trim()
 
 
 def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
@@ -320,12 +337,18 @@ def _replace(
 
 
 def float_parameter(
-    checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: WeightMemory | None = None,
 ) -> nn.Parameter:
-    """Load a float tensor to a device in a dtype. If it must be converted or moved, it is copied in
-    chunks of complete heads' rows.
+    """Load a float tensor to a device in a dtype. If it must be converted or moved, also to
+    `memory`, it is copied in chunks of complete heads' rows.
     """
     info = checkpoint.info(name)
+    if memory is not None and len(info.shape) == 2:
+        return _stack_float_rows(checkpoint, [name], device, dtype, memory)
     # The loaded tensor is already the parameter: no copy.
     if info.dtype.torch == dtype and device.type == "cpu":
         return nn.Parameter(narrow_to_floats(checkpoint.load(name)), requires_grad=False)
@@ -333,12 +356,20 @@ def float_parameter(
 
 
 def _stack_float_rows(
-    checkpoint: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: WeightMemory | None = None,
 ) -> nn.Parameter:
     """Concatenate the rows of float tensors, copying them in chunks of complete heads' rows."""
     shapes = [checkpoint.info(name).shape for name in names]
     rows = [shape[0] for shape in shapes]
-    stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
+    shape = sum(rows), *shapes[0][1:]
+    if memory is None:
+        stacked = torch.empty(shape, device=device, dtype=dtype)
+    else:
+        stacked = memory.empty(shape, dtype)
     # Checkpoints with interleaved rotary rows reorder them within heads (Meta's, GGUF), so a slice
     # must contain complete heads.
     head_dim = checkpoint.config.head_dim

@@ -182,6 +182,16 @@ def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
 
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 64, 96, 4, 2, 32
+LINEAR_PARTS = {
+    "qkv": {"query": HEADS * SIZE, "key": KV_HEADS * SIZE, "value": KV_HEADS * SIZE},
+    "out": {"out": HIDDEN},
+    "gate_up": {"gate": INNER, "up": INNER},
+    "down": {"down": HIDDEN},
+}
+"""Rows of what may be one linear or several."""
+
+
+PARTS = frozenset({"query", "key", "value", "out", "gate", "up", "down"})
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,8 @@ class Features:
     limit: float | None = None
     multiplier: float = 1.0
     biases: bool = False
+    floats: torch.dtype | None = None  # of the weights in `float_parts`, which are then apart
+    float_parts: frozenset[str] = PARTS
 
 
 ALL = Features(
@@ -238,7 +250,19 @@ FEATURES = {
     "multiplier": Features(multiplier=0.22),
     "biases": Features(biases=True),
     "all": ALL,
+    "floats apart": Features(floats=torch.float32),
+    "bfloat16 with biases": Features(floats=torch.bfloat16, biases=True),
+    "float16": Features(floats=torch.float16),
+    "values and up of floats": replace(
+        ALL, floats=torch.bfloat16, float_parts=frozenset({"value", "up"})
+    ),
+    "queries, values, gate and down of floats": Features(
+        floats=torch.float16,
+        float_parts=frozenset({"query", "value", "gate", "down"}),
+        biases=True,
+    ),
 }
+FLOATS = [name for name in FEATURES if FEATURES[name].floats is not None]
 
 
 @dataclass(frozen=True)
@@ -273,6 +297,7 @@ class ExampleBlock:
     ops: Any
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, QuantTensor] = field(default_factory=dict)
+    floats: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -290,6 +315,12 @@ class ExampleBlock:
         for name, shape in shapes.items():
             self.weights[name] = quantize_rtn(drawn(*shape) / shape[1] ** 0.5, INT8, torch.float32)
             self.tensors[f"{name}_bias"] = drawn(shape[0]) if own.biases else None
+            if own.floats is not None:
+                rows = list(LINEAR_PARTS[name].values())
+                dense = self.weights[name].dequantize().to(own.floats).split(rows)
+                for part, weight in zip(LINEAR_PARTS[name], dense, strict=True):
+                    if part in own.float_parts:
+                        self.floats[part] = weight
         widths = {
             "query_norm": own.query_norm,
             "key_norm": own.key_norm,
@@ -301,27 +332,39 @@ class ExampleBlock:
         for name, width in widths.items():
             self.tensors[name] = None if width is None else 1 + drawn(width) / 4
 
+    def _operands(self, name: str) -> list[Tensor | None]:
+        """Weights and biases of a linear's parts; of one alone, if none of them is of floats."""
+        parts = LINEAR_PARTS[name]
+        whole, bias = self.weights[name], self.tensors[f"{name}_bias"]
+        operands: list[Tensor | None] = []
+        apart = self.features.floats is not None
+        start = 0
+        for part, rows in parts.items() if apart else [(name, len(whole.codes))]:
+            own = slice(start, start + rows)
+            if part in self.floats:
+                operands.append(self.floats[part])
+            else:
+                operands.append(self.ops.pack(whole.rows(start, start + rows), exact=True))
+            operands.append(None if bias is None else bias[own])
+            start += rows
+        return operands + [None] * (2 * len(parts) - len(operands))
+
     def run(self, x: Tensor, step: ExampleStep, stored: Sequence[CachedRows] | None) -> Tensor:
         """Through the operator; hidden states [B, T, D]."""
         own, of = self.features, self.tensors
-        packed = {name: self.ops.pack(weight, exact=True) for name, weight in self.weights.items()}
         attention = [
             of["attention_before"],
-            packed["qkv"],
-            of["qkv_bias"],
+            *self._operands("qkv"),
             of["query_norm"],
             of["key_norm"],
             of["sinks"],
-            packed["out"],
-            of["out_bias"],
+            *self._operands("out"),
             of["attention_after"],
         ]
         feed_forward = [
             of["feed_forward_before"],
-            packed["gate_up"],
-            of["gate_up_bias"],
-            packed["down"],
-            of["down_bias"],
+            *self._operands("gate_up"),
+            *self._operands("down"),
             of["feed_forward_after"],
         ]
         out = x.clone()
@@ -400,7 +443,13 @@ class ExampleBlock:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         bias = self.tensors[f"{name}_bias"]
-        product = x @ self.weights[name].dequantize().double().t()
+        weights = self.weights[name].dequantize().double()
+        start = 0
+        for part, rows in LINEAR_PARTS[name].items():
+            if part in self.floats:
+                weights[start : start + rows] = self.floats[part].double()
+            start += rows
+        product = x @ weights.t()
         return product if bias is None else product + bias.double()
 
     @staticmethod
@@ -443,7 +492,7 @@ def test_blocks_serve_each_feature(variant: str) -> None:
             starts = step.positions[:, -1:] + (torch.tensor([[1], [5]]) if prefill else 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "all"])
+@pytest.mark.parametrize("name", ["llama", "all", *FLOATS])
 def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
     block = ExampleBlock(FEATURES[name], load_kernels())
     x, stored = torch.randn(3, 5, HIDDEN), [torch.zeros(3, KV_HEADS, 60, SIZE) for _ in range(2)]
@@ -486,10 +535,7 @@ def test_activations_are_right_to_float32(variant: str) -> None:
             attention = [
                 None,
                 packed(96, 32, []),
-                None,
-                None,
-                None,
-                None,
+                *[None] * 8,
                 packed(32, 32, []),
                 None,
                 None,
@@ -498,6 +544,8 @@ def test_activations_are_right_to_float32(variant: str) -> None:
                 None,
                 packed(64, 32, [(0, 0)]),
                 bias,
+                None,
+                None,
                 packed(32, 32, [(1, 0)]),
                 None,
                 None,
@@ -516,8 +564,8 @@ def test_activations_are_right_to_float32(variant: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "feed_forward", "activation", "reason"),
     [
-        (range(8), None, "silu", "attention: 9"),
-        (None, range(5), "silu", "feed-forward: 6"),
+        (range(12), None, "silu", "attention: 13"),
+        (None, range(7), "silu", "feed-forward: 8"),
         (None, None, "relu", "relu"),
     ],
 )

@@ -280,15 +280,42 @@ def test_products_with_float_rows_are_right(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("columns", [77, 600])
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [32, 77, 576, 600, 640, 896, 4864])
 def test_products_with_float_rows_have_the_bits_of_each_row_alone(
-    variant: str, columns: int
+    variant: str, weight_dtype: torch.dtype, columns: int
 ) -> None:
-    x, weight = torch.randn(83, columns), torch.randn(45, columns).bfloat16()
+    """Also more tokens than are multiplied at a time, and rows that are no multiple of a tile's."""
+    x, weight = torch.randn(600, columns), torch.randn(45, columns).to(weight_dtype)
     product = load_kernels(variant).float_linear
     alone = torch.cat([product(row, weight) for row in x.split(1)])
-    for count in (2, 5, 16, 83):
+    exact = x.double() @ weight.double().t()
+    sizes = x.double().abs() @ weight.double().abs().t()
+    assert bool(((alone - exact).abs() <= 2e-6 * sizes).all())
+    for count in (*range(2, 34), 83, 600):
         assert torch.equal(product(x[:count], weight), alone[:count])
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_products_with_float_rows_are_as_accurate_as_torchs(variant: str) -> None:
+    for columns, dtype in itertools.product((576, 1536), DTYPES):
+        x, weight = torch.randn(33, columns), torch.randn(101, columns).to(dtype)
+        exact = x.double() @ weight.double().t()
+        product = load_kernels(variant).float_linear(x, weight)
+        off, torchs = (
+            (y - exact).square().mean().sqrt() for y in (product, x @ weight.float().t())
+        )
+        assert off < 2 * torchs, (columns, dtype)
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_products_with_float_rows_hand_on_what_is_not_finite(variant: str) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(17, 64).bfloat16()
+    x[1, 5], weight[3, 7] = torch.inf, torch.nan
+    found = load_kernels(variant).float_linear(x, weight)
+    expected = x @ weight.float().t()
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert torch.equal(found.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -345,15 +372,21 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
     attention = [
         torch.ones(64),
         packed(128, 64),
-        None,
-        None,
-        None,
-        None,
+        *[None] * 8,
         packed(64, 64),
         None,
         None,
     ]
-    feed_forward = [torch.ones(64), packed(192, 64), torch.randn(192), packed(64, 96), None, None]
+    feed_forward = [
+        torch.ones(64),
+        packed(192, 64),
+        torch.randn(192),
+        None,
+        None,
+        packed(64, 96),
+        None,
+        None,
+    ]
     settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0, 0, True)
     blocks = ops.prepare_blocks([(attention, feed_forward, settings)] * 2)
     x, angles = torch.randn(2, 3, 64), list(torch.randn(4, 3, 16))

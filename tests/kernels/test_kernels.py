@@ -288,18 +288,14 @@ def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
         select_backend(*case, list_allowed_backends())
 
 
-def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class OnGpus(_Refusing):
+def test_a_model_of_floats_takes_the_operations_of_the_first_backend_that_has_some() -> None:
+    class Offering(_Refusing):
         def offer_kernels(self) -> OfferedKernels:
             return offered
 
     offered, device = OfferedKernels(), torch.device("meta")
-    monkeypatch.setattr(
-        dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None))
-    )
-    assert dispatch.offer_kernels_for_floats(device, torch.bfloat16) is offered
-    assert dispatch.offer_kernels_for_floats(CPU, torch.bfloat16) is None
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), Backend()))
-    assert dispatch.offer_kernels_for_floats(device, torch.bfloat16) is None
+    case = device, torch.bfloat16
+    allowed = _Refusing("one", "runs on CPUs"), Offering("two", None)
+    assert dispatch.offer_kernels_for_floats(*case, allowed) is offered
+    for allowed in ((_Refusing("one", "runs on CPUs"), REFERENCE), (REFERENCE,), ()):
+        assert dispatch.offer_kernels_for_floats(*case, allowed) is None

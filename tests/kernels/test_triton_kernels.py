@@ -549,14 +549,14 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
         )
         return BlockWeights(
             input_norm=norm,
-            qkv=qkv,
+            qkv=(qkv,),
             q_norm=None,
             k_norm=None,
             sinks=None,
             out=out,
             attention_output_norm=None,
             mlp_norm=norm,
-            gate_up=gate_up,
+            gate_up=(gate_up,),
             down=down,
             mlp_output_norm=None,
             experts=None,

@@ -78,7 +78,8 @@ def test_linears_of_floats_that_share_an_input_become_one(
     monkeypatch.setattr(load, "COPY_BYTES", 5000)
     for path in (folder, tmp_path / "mixed"):
         checkpoint, read = open_checkpoint(path), list[int]()
-        model = load_model(_Noted(checkpoint, read), dtype=torch.bfloat16)
+        # torch's products are faster together; CPU kernels leave floats where the file has them.
+        model = load_model(_Noted(checkpoint, read), dtype=torch.bfloat16, backend="reference")
         fused = {
             name: module
             for name, module in model.named_modules()

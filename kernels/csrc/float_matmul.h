@@ -1,0 +1,258 @@
+// Products with weights of floats, which are read as they are stored.
+//
+// The product of a weight's row and a token is one vector of sums: columns are added to it kLanes at a time, in their
+// order, and its lanes are added up at the end. So it has the same bits however many rows and tokens a loop takes at
+// once, and whatever the other tokens are. Activations are float32, weights become float32: neither is rounded.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "activations.h"
+#include "floats.h"
+#include "layout.h"
+#include "scratch.h"
+#include "threads.h"
+#include "vector_math.h"
+
+namespace quantkit {
+
+constexpr int64_t kPanel = 64;    // tokens whose activations stay in cache while a weight's rows pass by
+constexpr int64_t kStretch = 2048;  // columns at a time where tokens are many, so that these and 16 rows stay in cache
+constexpr int64_t kWholeTokens = 16;  // up to so many, rows are read from their first column to the last
+constexpr int64_t kManyTokens = 512;  // whose activations are copied at a time
+constexpr int64_t kAheadBytes = 16384;  // that are brought near before they are needed, or as many as a tile's rows have
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileTokens = 4, kTileRows = 4;  // whose sums stay in registers, of which there are 32
+#else
+constexpr int kTileTokens = 6, kTileRows = 2;  // of 16 registers
+#endif
+constexpr int kPairRows = 4;  // of a tile of two tokens
+// Of a tile of one token: a few, as additions to a sum wait for each other, but of long vectors one is enough, and
+// memory is read front to back then.
+constexpr int kSingleRows = kLanes == 16 ? 1 : kLanes == 8 ? 4 : 8;
+
+// Some rows [rows, columns] of a product's weight.
+struct FloatRows {
+  const void* values;
+  FloatType type;
+  int64_t rows;
+  const void* bias;  // [rows] in the type of the activations, or null
+};
+
+// Keep a loaded vector in its register. GCC would load it again for every product, and loads are fewer than products.
+inline void keep(Vector& value) {
+#if defined(__x86_64__)
+  settle(value);
+#endif
+}
+
+// The lanes from index `at` on of floats of a type, as float32.
+template <FloatType Type>
+inline Vector load_lanes(const void* from, int64_t at) {
+  if constexpr (Type == FloatType::f32) {
+    return load(static_cast<const float*>(from) + at);
+  } else {
+    const uint16_t* halves = static_cast<const uint16_t*>(from) + at;
+    Vector values;
+#if defined(__AVX512F__)
+    const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+    if constexpr (Type == FloatType::bf16)
+      values = reinterpret_cast<Vector>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(loaded), 16));
+    else
+      values = reinterpret_cast<Vector>(_mm512_cvtph_ps(loaded));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i loaded = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+    if constexpr (Type == FloatType::bf16)
+      values = reinterpret_cast<Vector>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(loaded), 16));
+    else
+      values = reinterpret_cast<Vector>(_mm256_cvtph_ps(loaded));
+#else
+    if constexpr (Type == FloatType::bf16) {
+      typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+      typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+      Halves loaded;
+      std::memcpy(&loaded, halves, sizeof(loaded));
+      values = reinterpret_cast<Vector>(__builtin_convertvector(loaded, Words) << 16);
+    } else {
+      for (int i = 0; i < kLanes; ++i) values[i] = from_f16(halves[i]);
+    }
+#endif
+    return values;
+  }
+}
+
+// Sums, at sums[t * kRows + r], of the products of token t, of Tokens that are x_step apart, and row r, of Rows that are
+// row_step apart, lane by lane. They begin with 0, or with what is there if it is of `earlier` columns. `size` is a
+// multiple of kLanes. With `ahead`, what lies so many bytes after the rows is brought near, front to back: the processor
+// recognizes one long stretch, but not that several short rows make one.
+template <FloatType Type, int Tokens, int Rows>
+inline void add_tile(const float* x, int64_t x_step, const void* rows, int64_t row_step, int64_t size, int64_t ahead,
+                     bool earlier, Vector* sums) {
+  const char* from = static_cast<const char*>(rows);
+  row_step *= bytes_of(Type);
+  Vector kept[Tokens][Rows];
+#pragma GCC unroll 6
+  for (int t = 0; t < Tokens; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) kept[t][r] = earlier ? sums[t * kRows + r] : Vector{};
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Vector row[Rows];
+    if (ahead) {
+      const char* next = from + ahead + i * Rows * bytes_of(Type);
+#pragma GCC unroll 8
+      for (int64_t byte = 0; byte < kLanes * Rows * bytes_of(Type); byte += kLine) __builtin_prefetch(next + byte, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      row[r] = load_lanes<Type>(from + r * row_step + i * bytes_of(Type), 0);
+      if constexpr (Tokens > 1) keep(row[r]);
+    }
+#pragma GCC unroll 6
+    for (int t = 0; t < Tokens; ++t) {
+      Vector values = load(x + t * x_step + i);
+      keep(values);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) kept[t][r] += values * row[r];
+    }
+  }
+#pragma GCC unroll 6
+  for (int t = 0; t < Tokens; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) sums[t * kRows + r] = kept[t][r];
+}
+
+// The same for 16 rows and any number of tokens; `ahead` is whether other rows follow in memory.
+template <FloatType Type>
+void add_rows(const float* x, int64_t x_step, int64_t tokens, const void* rows, int64_t row_step, int64_t size,
+              bool ahead, bool earlier, Vector* sums) {
+  const auto row_at = [&](int64_t r) { return static_cast<const char*>(rows) + r * row_step * bytes_of(Type); };
+  const auto tiles = [&]<int Tokens, int Rows>() {
+    const int64_t distance = ahead ? std::max(kAheadBytes, Rows * row_step * bytes_of(Type)) : 0;
+    for (int64_t r = 0; r < kRows; r += Rows)
+      add_tile<Type, Tokens, Rows>(x, x_step, row_at(r), row_step, size, distance, earlier, sums + r);
+    x += Tokens * x_step;
+    sums += Tokens * kRows;
+    tokens -= Tokens;
+    ahead = false;  // it is near
+  };
+  while (tokens >= kTileTokens) tiles.template operator()<kTileTokens, kTileRows>();
+  if constexpr (kTileTokens > 4)
+    if (tokens >= 4) tiles.template operator()<4, kTileRows>();
+  if constexpr (kTileTokens == 4)
+    if (tokens == 3) tiles.template operator()<3, kTileRows>();
+  if (tokens >= 2) tiles.template operator()<2, kPairRows>();
+  if (tokens == 1) tiles.template operator()<1, kSingleRows>();
+}
+
+inline void add_rows(const float* x, int64_t x_step, int64_t tokens, const void* rows, FloatType type,
+                     int64_t row_step, int64_t size, bool ahead, bool earlier, Vector* sums) {
+  if (type == FloatType::f32) add_rows<FloatType::f32>(x, x_step, tokens, rows, row_step, size, ahead, earlier, sums);
+  if (type == FloatType::f16) add_rows<FloatType::f16>(x, x_step, tokens, rows, row_step, size, ahead, earlier, sums);
+  if (type == FloatType::bf16) add_rows<FloatType::bf16>(x, x_step, tokens, rows, row_step, size, ahead, earlier, sums);
+}
+
+// One product of up to kManyTokens tokens.
+class FloatProduct {
+ public:
+  FloatProduct(const FloatRows* parts, int64_t count, int64_t columns, const void* x, FloatType type, int64_t tokens,
+               int threads)
+      : parts_(parts), columns_(columns), padded_((columns + kLanes - 1) / kLanes * kLanes), type_(type),
+        tokens_(tokens), stretch_(tokens <= kWholeTokens ? padded_ : even_stretch(padded_)), wide_(tokens * padded_) {
+    // In float32, one stretch of all tokens after the other.
+    const auto copy = [&](int64_t m) {
+      for (int64_t start = 0; start < padded_; start += stretch_)
+        copy_floats(x, type, m * columns + start, width(start), wide_.get() + start * tokens + m * whole(start),
+                    whole(start));
+    };
+    Pool::instance().parallel_for(tokens, 16, threads, copy);
+    for (int64_t part = 0; part < count; ++part) pieces_ += pieces(part);
+  }
+
+  // Write the outputs of all parts, side by side in rows of y that are `step` apart, or add them to y.
+  void run(int threads, void* y, int64_t step, bool add) const {
+    const int64_t panels = (tokens_ + kPanel - 1) / kPanel;
+    Pool::instance().parallel_for(panels * pieces_, 1, threads, [&](int64_t index) {
+      const int64_t token = index / pieces_ * kPanel, count = std::min(kPanel, tokens_ - token);
+      int64_t part = 0, piece = index % pieces_, before = 0;
+      for (; piece >= pieces(part); ++part) {
+        piece -= pieces(part);
+        before += parts_[part].rows;
+      }
+      const FloatRows& of = parts_[part];
+      const int64_t row = piece * kRows, rows = std::min(kRows, of.rows - row);
+      Vector sums[kPanel * kRows];
+      add_products(of, row, rows, token, count, sums);
+      float bias[kRows] = {}, scratch[kRows], out[kRows];
+      if (of.bias) std::copy_n(load_floats(of.bias, type_, row, rows, scratch), rows, bias);
+      for (int64_t m = 0; m < count; ++m) {
+        for (int64_t r = 0; r < kRows; r += kLanes) store(totals(sums + m * kRows + r), out + r);
+        const int64_t offset = (token + m) * step + before + row;
+        if (of.bias)
+          for (int64_t r = 0; r < kRows; ++r) out[r] += bias[r];
+        if (add) {
+          float* to = static_cast<float*>(y) + offset;
+          for (int64_t r = 0; r < rows; ++r) to[r] += out[r];
+        } else {
+          store_floats(out, rows, y, type_, offset);
+        }
+      }
+    });
+  }
+
+ private:
+  // Stretches of about the same number of columns.
+  static int64_t even_stretch(int64_t padded) {
+    const int64_t count = (padded + kStretch - 1) / kStretch;
+    return (padded / kLanes + count - 1) / count * kLanes;
+  }
+
+  int64_t pieces(int64_t part) const { return (parts_[part].rows + kRows - 1) / kRows; }
+  int64_t width(int64_t start) const { return std::min(stretch_, columns_ - start); }
+  int64_t whole(int64_t start) const { return std::min(stretch_, padded_ - start); }  // with columns of zeros
+
+  // The sums of the products of some tokens and up to 16 rows.
+  void add_products(const FloatRows& of, int64_t row, int64_t rows, int64_t token, int64_t count, Vector* sums) const {
+    const bool fits = rows == kRows && padded_ == columns_;
+    for (int64_t start = 0; start < padded_; start += stretch_) {
+      const int64_t size = whole(start);
+      const float* x = wide_.get() + start * tokens_ + token * size;
+      if (fits) {
+        const char* from = static_cast<const char*>(of.values) + (row * columns_ + start) * bytes_of(of.type);
+        add_rows(x, size, count, from, of.type, columns_, size, stretch_ == columns_, start > 0, sums);
+        continue;
+      }
+      thread_local AlignedFloats memory;
+      float* converted = memory.resize(kRows * size);
+      for (int64_t r = 0; r < kRows; ++r)
+        copy_floats(of.values, of.type, (row + std::min(r, rows - 1)) * columns_ + start, width(start),
+                    converted + r * size, size);
+      add_rows<FloatType::f32>(x, size, count, converted, size, size, false, start > 0, sums);
+    }
+  }
+
+  const FloatRows* parts_;
+  int64_t columns_, padded_;  // padded: to a multiple of kLanes
+  FloatType type_;            // of activations, outputs and biases
+  int64_t tokens_, stretch_, pieces_ = 0;
+  Scratch wide_;
+};
+
+// y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], where the rows w are those of all parts; x, y and biases are of one
+// type. Rows of y are `step` apart. With `add` the result is added to y, which is float32 then.
+inline void float_products(const FloatRows* parts, int64_t count, int64_t columns, const void* x, FloatType type,
+                           int64_t tokens, int threads, void* y, int64_t step, bool add = false) {
+  int64_t rows = 0;
+  for (int64_t part = 0; part < count; ++part) rows += parts[part].rows;
+  if (rows * columns * tokens < kMinParallelWork) threads = 1;
+  const int64_t width = bytes_of(type);
+  for (int64_t first = 0; first < tokens; first += kManyTokens) {
+    const void* from = static_cast<const char*>(x) + first * columns * width;
+    const FloatProduct product(parts, count, columns, from, type, std::min(kManyTokens, tokens - first), threads);
+    product.run(threads, static_cast<char*>(y) + first * step * width, step, add);
+  }
+}
+
+}  // namespace quantkit
