@@ -195,6 +195,7 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
   Heads heads(at);
   const uint8_t* codes = band;
   for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += block_bytes) {
+    const uint8_t* before = codes;  // a head is loaded ahead with its block
     const bool changed = heads.next(codes);
     if (changed)
       for (int h = 0; h < 2; ++h) {
@@ -206,8 +207,8 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
         else
           minimum[h] = load_scales(heads.head + kLine, at.scales, heads.offset + h * kHalf);
       }
-    for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
-      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
+    for (int64_t i = before - codes; i < block_bytes; i += kLine)  // the processor looks ahead too little
+      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i), _MM_HINT_T0);
     Codes block;
     unpack_block(bits, table, codes, block);
     for (int p = 0; p < kHalves; ++p) {

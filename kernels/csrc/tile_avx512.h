@@ -164,13 +164,15 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
   Heads heads(at);
   const uint8_t* codes = band;
   for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += block_bytes) {
+    const uint8_t* before = codes;
     const bool changed = heads.next(codes);
+    const int64_t ahead = before - codes;  // a head is loaded ahead with its block
     __m512i w[Bands][8];
     for (int n = 0; n < Bands; ++n) {
       scales[n].load(at, heads, n * apart, changed);
       const uint8_t* from = codes + n * apart;
-      for (int64_t i = 0; i < bits; ++i)  // the processor looks ahead too little
-        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+      for (int64_t i = ahead; i < block_bytes; i += kLine)  // the processor looks ahead too little
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i), _MM_HINT_T0);
       Codes block;
       unpack_block(bits, table, from, block);
 #pragma GCC unroll 8
