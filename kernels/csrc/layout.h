@@ -11,7 +11,7 @@
 // planes of 4, 2 and 1 bits, see `planes.h`. Groups may have minima, in a line after that of their scales. And scales
 // may be integers times a float16 that 256 columns share ("nested"): then a head stands before each 256 columns, with a
 // line of the outer scales, and the outer minima after them, and then 16 bytes for each group's scales, and after all of
-// these as many for the minima. So a weight takes as many bits here as in a file, or up to a fiftieth more.
+// these as many for the minima. So a weight takes hardly more bits than in a file.
 #pragma once
 
 #include <algorithm>
