@@ -6,7 +6,7 @@ B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.tensors.cached_rows import CachedRows
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, concatenate_rows
 from quantkit.tensors.scheme import QuantScheme
+
+CHUNK_ROWS = 16
+"""See `Backend.prepare_chunks`."""
 
 EXACT_MAX = 127
 EXACT_COLUMNS = 32
@@ -280,6 +283,12 @@ class Backend:
         else:
             zero = {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
+
+    def prepare_chunks(self, chunks: Iterable[QuantTensor], rows: int) -> Prepared:
+        """Prepare a weight of `rows` rows that comes in chunks of rows, each but the last with a
+        multiple of `CHUNK_ROWS` rows.
+        """
+        return self.prepare(concatenate_rows(list(chunks)))
 
     def join(self, parts: Sequence[Prepared]) -> Prepared | None:
         """Join the rows of prepared weights with different schemes to those of one; None if the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -104,7 +104,10 @@ class CpuBackend(Backend):
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
-        return {"packed": self._operators.pack(weight, exact=self._exact)}
+        return self.prepare_chunks([weight], len(weight.codes))
+
+    def prepare_chunks(self, chunks: Iterable[QuantTensor], rows: int) -> Prepared:
+        return {"packed": self._operators.pack(chunks, rows, exact=self._exact)}
 
     def join(self, parts: Sequence[Prepared]) -> Prepared:
         return {"packed": self._operators.join([part["packed"] for part in parts])}

@@ -13,7 +13,7 @@ import itertools
 import math
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,15 +89,25 @@ class CppOperators:
         name: bytes = self.library.quantkit_instructions()
         return name.decode()
 
-    def pack(self, weight: QuantTensor, *, exact: bool) -> Tensor:
-        """Pack a weight [O, I] into bytes; `exact` is for activations of 16 bits."""
-        fields = _list_fields(weight)
-        has_table = weight.scheme.codes is Codes.TABLE
-        layout = (len(weight.codes), weight.scheme.bits, has_table, exact)
-        count = ctypes.c_int64()
-        self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
-        packed = allocate_bytes(count.value)
-        self._call("pack", *fields, *layout, 0, torch.get_num_threads(), packed)
+    def pack(self, chunks: Iterable[QuantTensor], rows: int, *, exact: bool) -> Tensor:
+        """Pack a weight [O, I] into bytes; `exact` is for activations of 16 bits, O is `rows`. It
+        comes in chunks of rows, so that the codes of a large weight need not be in memory at once,
+        a byte each; all chunks but the last have a multiple of 16 rows.
+        """
+        packed: Tensor | None = None
+        first = 0
+        for chunk in chunks:
+            fields = _list_fields(chunk)
+            has_table = chunk.scheme.codes is Codes.TABLE
+            layout = (rows, chunk.scheme.bits, has_table, exact)
+            if packed is None:
+                count = ctypes.c_int64()
+                self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
+                packed = allocate_bytes(count.value)
+            self._call("pack", *fields, *layout, first, torch.get_num_threads(), packed)
+            first += len(chunk.codes)
+        if packed is None or first != rows:
+            raise RuntimeError(f"expected chunks of {rows} rows, found {first}")
         return packed
 
     def join(self, packed: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.late import LateModule
-from quantkit.kernels.backend import Backend, Prepared
+from quantkit.kernels.backend import CHUNK_ROWS, Backend, Prepared
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from quantkit.kernels import dispatch
@@ -28,6 +30,8 @@ _FLOAT_ELEMENTS = 1 << 21
 _TILE = 16
 # Rows of an embedding in a backend's self-test.
 _TRIED = 64
+# Codes, a byte each, in a chunk of a `StoredWeight`.
+_CODES = 1 << 22
 # The tensors of a `QuantTensor`.
 _FIELDS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
 
@@ -62,6 +66,35 @@ def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[
     return outs
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized weight [O, I] that is read in chunks of rows.
+
+    Attributes:
+        load: reads some of its rows.
+    """
+
+    shape: tuple[int, int]
+    scheme: QuantScheme
+    scale_dtype: torch.dtype
+    load: Callable[[TensorSlice | None], QuantTensor]
+
+    def chunks(self) -> Iterator[QuantTensor]:
+        """Read all rows, some at a time."""
+        rows, columns = self.shape
+        step = max(CHUNK_ROWS, _CODES // columns // CHUNK_ROWS * CHUNK_ROWS)
+        for start in range(0, rows, step):
+            yield self.load(TensorSlice(0, ((start, min(start + step, rows)),)))
+
+    def take(self, index: Tensor) -> QuantTensor:
+        """Read rows by their numbers [N]."""
+        return self.load(TensorSlice(0, tuple((row, row + 1) for row in index.tolist())))
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """Read the whole weight to a device."""
+        return self.load(None).to(device)
+
+
 class QuantLinear(nn.Module):
     """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers.
 
@@ -72,7 +105,7 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self,
-        weight: QuantTensor,
+        weight: QuantTensor | StoredWeight,
         bias: Tensor | None,
         device: torch.device,
         dtype: torch.dtype,
@@ -85,12 +118,19 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.joined: tuple[QuantScheme, ...] = ()
         self.scheme = weight.scheme
-        self.scale_dtype = weight.scale.dtype
         self.out_features, self.in_features = weight.shape
+        if isinstance(weight, StoredWeight):
+            self.scale_dtype = weight.scale_dtype
+        else:
+            self.scale_dtype = weight.scale.dtype
         self.backend = dispatch.select_backend(
-            weight.scheme, device, dtype, weight.scale.dtype, allowed
+            weight.scheme, device, dtype, self.scale_dtype, allowed
         )
-        self._register(self.backend.prepare(weight.to(device)))
+        if isinstance(weight, StoredWeight):
+            chunks = (chunk.to(device) for chunk in weight.chunks())
+            self._register(self.backend.prepare_chunks(chunks, self.out_features))
+        else:
+            self._register(self.backend.prepare(weight.to(device)))
         if bias is None:
             self.bias = None
         else:
@@ -157,7 +197,7 @@ class QuantEmbedding(nn.Module):
 
     def __init__(
         self,
-        weight: QuantTensor,
+        weight: QuantTensor | StoredWeight,
         device: torch.device,
         dtype: torch.dtype,
         head: QuantLinear | None = None,
@@ -183,7 +223,7 @@ class QuantEmbedding(nn.Module):
             rows = embedding_rows(tokens, QuantTensor(**fields, scheme=self.scheme))
         return rows.to(self._dtype)
 
-    def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:
+    def _gives_rows(self, head: QuantLinear, weight: QuantTensor | StoredWeight) -> bool:
         """Test whether the head's backend returns the exact rows of its weight, and log a warning
         if it does not.
         """

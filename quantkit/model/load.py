@@ -28,11 +28,11 @@ from quantkit.kernels.backend import Backend
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import resolve_device
 from quantkit.model.feed_forward import stack_experts
-from quantkit.model.linear import QuantEmbedding, QuantLinear, join_linears
+from quantkit.model.linear import QuantEmbedding, QuantLinear, StoredWeight, join_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
 # Calibration reads weights with this module, and runs no kernels of quantized linears.
@@ -217,8 +217,9 @@ def fill_parameters(
         parent, _, leaf = name.removeprefix(prefix).rpartition(".")
         fused, sources = groups.get(owner, (owner, [owner]))
         if info(name).scheme is not None:
-            value = checkpoint.load(name)
-            assert isinstance(value, QuantTensor)
+            # A GPU's backends would have to concatenate the chunks in its memory.
+            in_chunks = device.type == "cpu" and len(sources) == 1
+            value = _load_quantized(checkpoint, name, in_chunks=in_chunks)
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _install_embedding(module, parent, value, device, dtype, allowed)
             else:
@@ -258,6 +259,26 @@ def fill_parameters(
                 malloc_trim()
 
 
+def _load_quantized(
+    checkpoint: Checkpoint, name: str, *, in_chunks: bool
+) -> QuantTensor | StoredWeight:
+    """Load a quantized weight; if it is large, and `in_chunks` allows it, so that its rows are read
+    in chunks.
+    """
+    spec = checkpoint.info(name)
+    rows, columns = spec.shape
+    assert spec.scheme is not None
+
+    def load_rows(part: TensorSlice | None) -> QuantTensor:
+        value = checkpoint.load(name, part)
+        assert isinstance(value, QuantTensor)
+        return value
+
+    if in_chunks and rows * columns > COPY_BYTES:
+        return StoredWeight((rows, columns), spec.scheme, spec.dtype.torch, load_rows)
+    return load_rows(None)
+
+
 def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
     """Return whether the weights of all these linears are floats."""
     return all(checkpoint.info(f"{module}.weight").scheme is None for module in modules)
@@ -266,7 +287,7 @@ def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
 def _install_embedding(
     model: nn.Module,
     name: str,
-    weight: QuantTensor,
+    weight: QuantTensor | StoredWeight,
     device: torch.device,
     dtype: torch.dtype,
     allowed: Sequence[Backend],
@@ -275,7 +296,7 @@ def _install_embedding(
     head = None
     if isinstance(model, Decoder) and model.lm_head is None:
         head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
-    elif weight.block_scales is not None:
+    elif weight.scheme.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS):
         # Packed like a head, although it is none: unpacked, codes of few bits take a byte each.
         head = QuantLinear(weight, None, device, dtype, allowed)
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
@@ -283,7 +304,7 @@ def _install_embedding(
 
 def _fuse_quantized(
     checkpoint: Checkpoint,
-    first: QuantTensor,
+    first: QuantTensor | StoredWeight,
     modules: list[str],
     fused: str,
     *,
@@ -296,12 +317,6 @@ def _fuse_quantized(
     a backend multiplies them together. Returns the linear, its name and the linears that it
     replaces: the first one alone if they cannot be fused.
     """
-    weights: list[QuantTensor] = [first]
-    for module in modules[1:]:
-        weight = checkpoint.load(f"{module}.weight")
-        if not isinstance(weight, QuantTensor):
-            break
-        weights.append(weight)
 
     def load_biases(modules: Sequence[str]) -> Tensor | None:
         biases: list[Tensor] = []
@@ -310,6 +325,15 @@ def _fuse_quantized(
                 biases.append(narrow_to_floats(checkpoint.load(f"{module}.bias")))
         return torch.cat(biases) if biases else None
 
+    owner = modules[0]
+    if isinstance(first, StoredWeight):
+        return QuantLinear(first, load_biases([owner]), device, dtype, allowed), owner, [owner]
+    weights: list[QuantTensor] = [first]
+    for module in modules[1:]:
+        weight = checkpoint.load(f"{module}.weight")
+        if not isinstance(weight, QuantTensor):
+            break
+        weights.append(weight)
     if len(weights) == len(modules):
         stacked = concatenate_if_uniform(weights)
         if stacked is not None:
@@ -322,7 +346,6 @@ def _fuse_quantized(
         joined = join_linears(parts, bias)
         if joined is not None:
             return joined, fused, modules
-    owner = modules[0]
     return QuantLinear(first, load_biases([owner]), device, dtype, allowed), owner, [owner]
 
 

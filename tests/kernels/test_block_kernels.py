@@ -344,7 +344,8 @@ class ExampleBlock:
             if part in self.floats:
                 operands.append(self.floats[part])
             else:
-                operands.append(self.ops.pack(whole.rows(start, start + rows), exact=True))
+                part_rows = whole.rows(start, start + rows)
+                operands.append(self.ops.pack([part_rows], rows, exact=True))
             operands.append(None if bias is None else bias[own])
             start += rows
         return operands + [None] * (2 * len(parts) - len(operands))
@@ -522,7 +523,7 @@ def test_activations_are_right_to_float32(variant: str) -> None:
         for place in ones:
             codes[place] += 1
         weight = QuantTensor(codes, torch.ones(rows, 1), None, QuantScheme.parse("int8"))
-        product: Tensor = ops.pack(weight, exact=True)
+        product: Tensor = ops.pack([weight], len(weight.codes), exact=True)
         return product
 
     gates = torch.cat([torch.linspace(-12, 12, 997), 10 ** torch.linspace(-6, 30, 100)])

@@ -49,7 +49,7 @@ def test_packed_rows_are_those_of_gguf_bit_for_bit(kind: GgmlType, variant: str)
     for columns in columns_of(kind):
         for rows in (1, 16, 37):
             blocks = draw_blocks(kind, rows, columns)
-            packed = ops.pack(KINDS[kind].decode(blocks), exact=True)
+            packed = ops.pack([KINDS[kind].decode(blocks)], rows, exact=True)
             index = torch.arange(rows).flip(0)
             right = dequantize(kind, blocks)[index]
             assert torch.equal(ops.rows(packed, index, columns), right), (rows, columns)
@@ -66,7 +66,7 @@ def test_products_are_right(kind: GgmlType, exact: bool, variant: str) -> None:
         blocks = draw_blocks(kind, rows, columns)
         weight = KINDS[kind].decode(blocks)
         wide = dequantize(kind, blocks).double()
-        packed = ops.pack(weight, exact=exact)
+        packed = ops.pack([weight], len(weight.codes), exact=exact)
         alone: list[Tensor] = []
         x = torch.randn(33, columns)
         limit = measure_limit(x, wide, weight, largest)

@@ -56,7 +56,7 @@ def _random(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) ->
 
 
 def _linear(ops: Any, x: Tensor, weight: QuantTensor, exact: bool) -> Tensor:
-    packed = ops.pack(weight, exact=exact)
+    packed = ops.pack([weight], len(weight.codes), exact=exact)
     product: Tensor = ops.linear(x, packed, None, len(weight.codes))
     return product
 
@@ -337,7 +337,7 @@ def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
 def test_the_operators_pass_torchs_own_checks() -> None:
     ops = load_kernels()
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
-    packed = ops.pack(weight, exact=True)
+    packed = ops.pack([weight], len(weight.codes), exact=True)
     keys, positions = torch.randn(1, 2, 9, 32), torch.tensor([3, 4])
     codes = to_cached_rows(keys, torch.int8)
     calls = (
@@ -366,7 +366,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
         weight = quantize_rtn(
             torch.randn(rows, columns) / 8, QuantScheme.parse("int8"), torch.float32
         )
-        product: Tensor = ops.pack(weight, exact=True)
+        product: Tensor = ops.pack([weight], len(weight.codes), exact=True)
         return product
 
     attention = [
@@ -407,7 +407,7 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
 def test_operands_that_do_not_fit_are_refused() -> None:
     ops = load_kernels()
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int8"), torch.float16)
-    packed = ops.pack(weight, exact=True)
+    packed = ops.pack([weight], len(weight.codes), exact=True)
     for x, operand, bias, rows, named in (
         (torch.randn(2, 63), packed, None, 20, "63"),
         (torch.randn(2, 64), packed, None, 19, "20"),
@@ -422,7 +422,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     ops = load_kernels()
     weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int4-g32"), torch.float16)
-    packed = ops.pack(weight, exact=True)
+    packed = ops.pack([weight], len(weight.codes), exact=True)
     queries, keys = torch.randn(1, 8, 90, 64), torch.randn(1, 2, 900, 64)
     found = []
     try:
@@ -456,7 +456,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 def test_several_python_threads_may_multiply_at_once() -> None:
     ops = load_kernels()
     weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int8"), torch.float16)
-    packed = ops.pack(weight, exact=True)
+    packed = ops.pack([weight], len(weight.codes), exact=True)
     inputs = [torch.randn(3, 256) for _ in range(8)]
     expected = [ops.linear(x, packed, None, 500) for x in inputs]
     try:

@@ -89,7 +89,7 @@ def _loaded(installed: Path, **environment: str) -> str:
         "from quantkit.tensors.scheme import QuantScheme\n"
         "codes = torch.full((20, 64), 129, dtype=torch.uint8)\n"
         "weight = QuantTensor(codes, torch.ones(20, 1), None, QuantScheme(8, None))\n"
-        "packed = found.pack(weight, exact=True)\n"
+        "packed = found.pack([weight], 20, exact=True)\n"
         "right = found.linear(torch.ones(3, 64), packed, None, 20).eq(64).all()\n"
         "print('; '.join([before, describe_kernels(), 'right' if right else 'wrong']))\n"
     )

@@ -4,6 +4,7 @@ weights that the gguf package dequantizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from torch import Tensor
 from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.gguf.config import build_metadata
+from quantkit.kernels.cpu_operators import CppOperators
+from quantkit.model import linear, load
 from quantkit.model.decoder import Decoder
 from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.model.load import load_model
+from quantkit.tensors.qtensor import QuantTensor
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -150,6 +154,36 @@ def test_an_embedding_in_blocks_is_looked_up_row_by_row(tmp_path: Path) -> None:
         held = sum(buffer.nbytes for buffer in embedding.buffers())
         assert held < 0.75 * right.numel()
         assert (embedding.head is model.lm_head) == tied
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_a_large_weight_is_packed_in_chunks_of_rows(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected_model, file = save(tmp_path, MIXES["k-quants"], tied=tied)
+    whole = load_model(file, device="cpu", dtype=torch.float32)
+    monkeypatch.setattr(load, "COPY_BYTES", 1000)
+    monkeypatch.setattr(linear, "_CODES", 40 * 256)
+    sizes: list[int] = []
+    pack = CppOperators.pack
+
+    def note_chunks(
+        self: CppOperators, chunks: Iterable[QuantTensor], rows: int, *, exact: bool
+    ) -> Tensor:
+        noted = []
+        for chunk in chunks:
+            sizes.append(len(chunk.codes))
+            noted.append(chunk)
+        return pack(self, noted, rows, exact=exact)
+
+    monkeypatch.setattr(CppOperators, "pack", note_chunks)
+    model = load_model(file, device="cpu", dtype=torch.float32)
+    # A multiple of the rows of a band.
+    assert 32 in sizes
+    tokens = oracle.random_tokens(9)
+    assert torch.equal(compute_logits(model, tokens), compute_logits(whole, tokens))
+    right = expected_model.model.embed_tokens.weight.detach()
+    assert torch.equal(model.model.embed_tokens(torch.arange(len(right))), right)
 
 
 def test_floats_are_read_where_no_kernels_run_codes(tmp_path: Path) -> None:
