@@ -236,6 +236,7 @@ class OfferedKernels:
             is any number.
         float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the
             weight's.
+        float_rounding: relative error of activations in products with weights of floats.
         block: for whole decoder blocks.
         experts: for mixtures of experts.
         single_threaded: a context in which torch's operations run on the calling thread. Threads
@@ -245,6 +246,7 @@ class OfferedKernels:
     cached_attention: ScoredAttention | None = None
     cached_attention_max_tokens: int | None = None
     float_linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    float_rounding: float = 0.0
     block: BlockKernel | None = None
     experts: ExpertKernel | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] | None = None

@@ -39,6 +39,8 @@ _COLUMNS = 32
 # The largest integers that activations become.
 _EXACT_MAX = 127 * 256
 _FAST_MAX = 127
+# The fast mode rounds activations to bfloat16, by half a step at most, where it multiplies that.
+_BF16_ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 BLOCK_FEATURES = frozenset(
     {
         "qkv_bias",
@@ -171,11 +173,19 @@ class CpuBackend(Backend):
 
         return OfferedKernels(
             attend_to_cache,
-            float_linear=operators.float_linear,
-            block=BlockKernel(partial(prepare_blocks, operators), BLOCK_FEATURES, torch.float32),
+            float_linear=partial(_multiply_floats, operators, self._exact),
+            float_rounding=0.0 if self._exact else _BF16_ROUNDING,
+            block=BlockKernel(
+                partial(prepare_blocks, operators, exact=self._exact), BLOCK_FEATURES, torch.float32
+            ),
             experts=ExpertKernel(operators.stack, experts),
             single_threaded=_single_threaded,
         )
+
+
+def _multiply_floats(operators: CppOperators, exact: bool, x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by a weight of floats, see `CppOperators.float_linear`."""
+    return operators.float_linear(x, weight, exact)
 
 
 @contextmanager
@@ -200,6 +210,8 @@ def prepare_blocks(
     operators: CppOperators,
     layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]],
     dtype: torch.dtype,
+    *,
+    exact: bool = True,
 ) -> backend.RunBlocks | None:
     """Prepare blocks, see `BlockKernel`, for float32 hidden states [B, T, D], updated in place.
     Linears may be quantized or floats, and those that share an input need not be fused.
@@ -212,7 +224,7 @@ def prepare_blocks(
             return None
         operands.append(_operands(weights, settings))
         has_rotary.append(settings.rotary)
-    blocks = operators.prepare_blocks(operands)
+    blocks = operators.prepare_blocks(operands, exact)
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
         angles: list[Tensor] = []

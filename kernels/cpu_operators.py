@@ -164,11 +164,13 @@ class CppOperators:
         )
         return out
 
-    def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute ``x @ weight.T`` with a weight of floats [O, I], in the dtype of x."""
+    def float_linear(self, x: Tensor, weight: Tensor, exact: bool = True) -> Tensor:
+        """Compute ``x @ weight.T`` with a weight of floats [O, I], in the dtype of x. Products with
+        bfloat16 that need not be `exact` may round x to it.
+        """
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        self._call("float_linear", x, weight, torch.get_num_threads(), y)
+        self._call("float_linear", x, weight, exact, torch.get_num_threads(), y)
         return y
 
     def stack(self, packed: Sequence[Tensor]) -> Tensor:
@@ -214,8 +216,10 @@ class CppOperators:
         )
         return y.to(x.dtype)
 
-    def prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
-        """Register blocks that follow each other, whose operands are checked once."""
+    def prepare_blocks(self, blocks: Sequence[BlockOperands], exact: bool = True) -> Blocks:
+        """Register blocks that follow each other, whose operands are checked once. `exact` is for
+        products with floats, see `float_linear`.
+        """
         tensors: list[Tensor | None] = []
         for attention, feed_forward, _ in blocks:
             tensors += attention
@@ -234,6 +238,7 @@ class CppOperators:
                 feed_forward,
                 len(feed_forward),
                 *settings,
+                exact,
             )
         return prepared
 
@@ -394,7 +399,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "rows": (_View, _View, _INT, _Output),
     "cached_attention": (*[_View] * 7, _INT, _FLOAT, _Optional, _View, _THREADS, _Output),
     "experts": (*[_View] * 7, _Text, _Optional, _THREADS, _Output),
-    "float_linear": (_View, _View, _THREADS, _Output),
+    "float_linear": (_View, _View, _FLAG, _THREADS, _Output),
     "add_block": (
         ctypes.c_void_p,
         *[_Views, _INT] * 2,
@@ -404,7 +409,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
         _Optional,
         *[_FLOAT] * 2,
         _INT,
-        _FLAG,
+        *[_FLAG] * 2,
     ),
     "run_blocks": (ctypes.c_void_p, _View, _Views, *[_View] * 3, _Views, _FLAG, _THREADS),
 }
@@ -436,8 +441,8 @@ _TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda q, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3]),
     ),
     "float_linear": (
-        "(Tensor x, Tensor weight) -> Tensor",
-        lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
+        "(Tensor x, Tensor weight, bool exact=True) -> Tensor",
+        lambda x, weight, exact=True: x.new_empty(*x.shape[:-1], weight.shape[0]),
     ),
     "experts": (
         (

@@ -23,10 +23,10 @@ class Variant:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 VARIANTS = {
-    "avx512-vnni": Variant(
-        ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _AVX512
-    ),
+    "avx512-bf16": Variant((*_AVX512_FLAGS, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    "avx512-vnni": Variant(_AVX512_FLAGS, _AVX512),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),
     "neon-dotprod": Variant(("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),
     "neon": Variant(("-march=armv8-a",), frozenset({"asimd"})),

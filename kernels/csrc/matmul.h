@@ -77,7 +77,7 @@ struct Linear {
   const void* bias;      // [O] in the type of x, or null
 
   bool of_floats() const { return at.bits == 0; }
-  FloatRows float_rows() const { return {bands, at.scales, at.rows, bias}; }
+  FloatRows float_rows() const { return {bands, at.scales, at.rows, bias, at.exact != 0}; }
 };
 
 // Linears of the same input, whose outputs lie side by side.

@@ -20,6 +20,7 @@ namespace quantkit {
 struct Tensors {
   const Tensor* all;
   int64_t count;
+  bool exact = true;  // whether activations stay as they are where weights are floats
 
   // Null for one that is missing.
   const Tensor* operator[](int64_t at) const { return all[at].dims < 0 ? nullptr : all + at; }
@@ -142,12 +143,13 @@ struct FeedForwardTensors {
 };
 
 // A weight of floats [O, I] and its bias, which is of the type of the activations.
-inline Linear float_linear(const Tensor& weight, const Tensor* bias, Type type) {
+inline Linear float_linear(const Tensor& weight, const Tensor* bias, Type type, bool exact) {
   require(weight.dims == 2, "weight: [O, I]");
   Layout at{};
   at.rows = weight.size(0);
   at.columns = at.group = weight.size(1);
   at.scales = float_type(weight.type);
+  at.exact = exact;
   require(!bias || (bias->type == type && bias->numel() == at.rows), "bias: [O] in the dtype of x");
   return Linear{at, weight.as<uint8_t>(), bias ? bias->data : nullptr};
 }
@@ -157,7 +159,7 @@ inline Linear listed_linear(const Tensors& tensors, int64_t at, const char* what
   const Tensor* weight = tensors[at];
   require(weight, what, ": no weight");
   if (weight->type == Type::u8) return packed_linear(*weight, tensors[at + 1], Type::f32);
-  return float_linear(*weight, tensors[at + 1], Type::f32);
+  return float_linear(*weight, tensors[at + 1], Type::f32, tensors.exact);
 }
 
 // Weights of a list that share their input, up to `count` of them, each of which may be several packed ones.
@@ -167,10 +169,12 @@ inline Projection listed_projection(const Tensors& tensors, int64_t at, int64_t 
   for (int64_t i = 0; i < count; ++i) {
     const Tensor *weight = tensors[at + 2 * i], *bias = tensors[at + 2 * i + 1];
     if (!weight) continue;
-    const bool is_packed = weight->type == Type::u8;
-    const Projection some =
-        is_packed ? packed_projection(*weight, bias, Type::f32) : Projection{{float_linear(*weight, bias, Type::f32)}};
-    projection.parts.insert(projection.parts.end(), some.parts.begin(), some.parts.end());
+    if (weight->type == Type::u8) {
+      const Projection packed = packed_projection(*weight, bias, Type::f32);
+      projection.parts.insert(projection.parts.end(), packed.parts.begin(), packed.parts.end());
+    } else {
+      projection.parts.push_back(float_linear(*weight, bias, Type::f32, tensors.exact));
+    }
   }
   for (const Linear& part : projection.parts)
     require(part.at.columns == projection.columns(), what, ": weights that do not go together");

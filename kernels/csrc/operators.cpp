@@ -70,7 +70,9 @@ struct Block {
 
 using namespace quantkit;
 
-QUANTKIT_EXPORT const char* quantkit_instructions() { return kInstructions; }
+QUANTKIT_EXPORT const char* quantkit_instructions() {
+  return kHasBf16 ? "avx512-bf16" : kInstructions;
+}
 
 // The bytes that a weight of `rows` rows takes, as some of them show.
 QUANTKIT_EXPORT const char* quantkit_packed_bytes(const Tensor* codes, const Tensor* scale, const Tensor* zero,
@@ -175,12 +177,13 @@ QUANTKIT_EXPORT const char* quantkit_experts(const Tensor* x, const Tensor* shar
   });
 }
 
-QUANTKIT_EXPORT const char* quantkit_float_linear(const Tensor* x, const Tensor* weight, int threads, void* y) {
+QUANTKIT_EXPORT const char* quantkit_float_linear(const Tensor* x, const Tensor* weight, bool exact, int threads,
+                                                  void* y) {
   return guarded([&] {
     require(weight->dims == 2, "weight: [O, I]");
     const int64_t columns = weight->size(1);
     require(x->dims > 0 && x->size(-1) == columns, "expected ", columns, " columns, found ", x->size(-1));
-    const FloatRows rows{weight->data, float_type(weight->type), weight->size(0), nullptr};
+    const FloatRows rows{weight->data, float_type(weight->type), weight->size(0), nullptr, exact};
     float_products(&rows, 1, columns, x->data, float_type(x->type), x->numel() / columns, threads, y, rows.rows);
   });
 }
@@ -195,9 +198,9 @@ QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const
                                                int64_t feed_forward_count, int64_t heads, int64_t kv_heads,
                                                int64_t window, double scale, double softcap, double clip,
                                                const char* activation, double limit, double eps, double multiplier,
-                                               int64_t per_token, bool normalized) {
+                                               int64_t per_token, bool normalized, bool exact) {
   return guarded([&] {
-    const Tensors first{attention, attention_count}, second{feed_forward, feed_forward_count};
+    const Tensors first{attention, attention_count, exact}, second{feed_forward, feed_forward_count, exact};
     require(first.count == AttentionTensors::count, "attention: ", int64_t{AttentionTensors::count}, " tensors");
     const int64_t hidden = listed_projection(first, AttentionTensors::query, 1, "queries").columns();
     Block block{checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap),

@@ -68,6 +68,7 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
     if offered is None:
         return
     linear = offered.float_linear
+    rounding = offered.float_rounding
     max_tokens = offered.cached_attention_max_tokens
     if offered.cached_attention is None:
         attention = None
@@ -90,7 +91,7 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
             for experts in mixtures:
                 experts.bank = None
         if linear is not None:
-            if not _passes("float products", lambda: _same_linear(model, linear, dtypes)):
+            if not _passes("float products", lambda: _same_linear(model, linear, dtypes, rounding)):
                 return
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
@@ -101,7 +102,7 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
             model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
         blocks = fuse_blocks(model, kernel=offered.block)
         if blocks is not None and not _passes(
-            "decoder blocks", lambda: _same_blocks(model, offered.block)
+            "decoder blocks", lambda: _same_blocks(model, offered.block, rounding)
         ):
             return
     model.ops = replace(model.ops, blocks=blocks)
@@ -137,8 +138,12 @@ def _passes(operation: str, same_as_torch: Callable[[], bool]) -> bool:
     return reason is None
 
 
-def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
-    """Check products of one row and of many in these dtypes, up to the error of float32 sums."""
+def _same_linear(
+    model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype], rounding: float
+) -> bool:
+    """Check products of one row and of many in these dtypes, up to the relative error of
+    activations and that of float32 sums.
+    """
     columns = model.config.hidden_size
     # 33 outputs are no multiple of a vector's width, so the kernel's remainder is tested too.
     samples = _draw_normal(model, _MANY_TOKENS + 33, columns)
@@ -149,7 +154,7 @@ def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) 
         w = weight.double()
         # The error bound of a sum of products: eps * columns * |x| * |w| (Cauchy-Schwarz).
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
-        tolerance = torch.finfo(torch.float32).eps * columns * sizes
+        tolerance = (torch.finfo(torch.float32).eps * columns + rounding) * sizes
         if not is_within(linear(rows, weight), x @ w.t(), tolerance):
             return False
     return True
@@ -235,7 +240,9 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
     return True
 
 
-def _same_blocks(model: Decoder, kernel: BlockKernel | None = None) -> bool:
+def _same_blocks(
+    model: Decoder, kernel: BlockKernel | None = None, float_rounding: float = 0.0
+) -> bool:
     """Compare the first block of each kind with the kernels, and the head with the dtype of their
     hidden states, which may not be the model's.
     """
@@ -248,7 +255,7 @@ def _same_blocks(model: Decoder, kernel: BlockKernel | None = None) -> bool:
         assert blocks is not None
         if not _same_head(model, blocks.dtype):
             return False
-        if not _same_block(model, number, layer, blocks):
+        if not _same_block(model, number, layer, blocks, float_rounding):
             return False
     return True
 
@@ -260,7 +267,13 @@ def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
     return self_test(head.backend, head.scheme, model.device, dtype, head.scale_dtype) is None
 
 
-def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
+def _same_block(
+    model: Decoder,
+    number: int,
+    kind: LayerConfig,
+    blocks: FusedBlocks,
+    float_rounding: float,
+) -> bool:
     """Compare a block's kernel with its modules for the first tokens, for one more and for many. In
     16 bits, the kernel must be about as close to exact products as the modules are, over float and
     int8 caches.
@@ -281,7 +294,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
     # Both round the same activations, except for those half-way between two integers. In the worst
     # case, each of the four products of a block differs by one such step.
-    steps_of_activations: list[float] = [0.0]
+    steps_of_activations = [float_rounding]
     for linear in linears:
         steps_of_activations.append(linear.backend.rounding(torch.float32).activations)
     rounding = _FLOAT_ERROR + 4 * max(steps_of_activations)

@@ -12,7 +12,7 @@ from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.base.arguments import as_integer, require_flags
 from quantkit.base.json_values import format_value
@@ -23,7 +23,6 @@ from quantkit.kernels.build import cache_folder
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import copy_integers, free_bytes, to_torch_dtype
-from quantkit.model.linear import QuantLinear
 from quantkit.runtime.captured import (
     CapturedDecode,
     EagerRecorder,
@@ -500,10 +499,14 @@ def require_decoder(model: Decoder | Engine) -> Decoder:
 
 def _each_row_alone(model: Decoder) -> bool:
     """Tell whether each row of a step has the numbers that it has alone."""
-    # The kernels for quantized linears sum each row in one order, whatever the other rows are;
-    # products of float linears do not.
-    quantized = any(isinstance(module, QuantLinear) for module in model.modules())
-    return quantized and model.ops.ragged and model.device.type == "cpu" and model.group.size == 1
+    # Ragged attention is that of the CPU kernels. Other processes' parts are summed elsewhere.
+    if not model.ops.ragged or model.device.type != "cpu" or model.group.size > 1:
+        return False
+    # These kernels sum each row in one order, whatever the other rows are; torch's products, which
+    # multiply the float linears of blocks that do not run in one call, do not.
+    if model.ops.blocks is not None:
+        return True
+    return not any(isinstance(module, nn.Linear) for module in model.model.layers.modules())
 
 
 def _parse_cache_dtype(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:

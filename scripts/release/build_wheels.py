@@ -66,7 +66,12 @@ PLATFORMS = {
     "linux-x86_64": Platform(
         "manylinux_2_17_x86_64",
         "x86_64-linux-gnu.2.17",
-        {"avx512-vnni": "x86_64_v4+avx512vnni", "avx2": "x86_64_v3", "portable": "x86_64"},
+        {
+            "avx512-bf16": "x86_64_v4+avx512vnni+avx512bf16",
+            "avx512-vnni": "x86_64_v4+avx512vnni",
+            "avx2": "x86_64_v3",
+            "portable": "x86_64",
+        },
     ),
     "linux-aarch64": Platform("manylinux_2_17_aarch64", "aarch64-linux-gnu.2.17", ARM),
     "macos-arm64": Platform("macosx_11_0_arm64", "aarch64-macos.11.0", ARM),

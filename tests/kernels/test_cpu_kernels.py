@@ -309,6 +309,26 @@ def test_products_with_float_rows_are_as_accurate_as_torchs(variant: str) -> Non
 
 
 @pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("columns", [32, 77, 576, 896, 4864])
+def test_fast_products_with_float_rows_round_activations_to_bfloat16_at_most(
+    variant: str, columns: int
+) -> None:
+    ops = load_kernels(variant)
+    x, weight = torch.randn(40, columns), torch.randn(45, columns).bfloat16()
+    product = ops.float_linear(x, weight, False)
+    # Processors that do not multiply bfloat16 have no faster products.
+    rounded = x.bfloat16().float() if ops.instructions() == "avx512-bf16" else x
+    exact = rounded.double() @ weight.double().t()
+    sizes = rounded.double().abs() @ weight.double().abs().t()
+    assert bool(((product - exact).abs() <= 2e-6 * sizes).all())
+    for count in (1, 2, 3, 7, 16, 33):
+        assert torch.equal(ops.float_linear(x[:count], weight, False), product[:count])
+    for dtype in (torch.float32, torch.float16):
+        other = weight.to(dtype)
+        assert torch.equal(ops.float_linear(x, other, False), ops.float_linear(x, other))
+
+
+@pytest.mark.parametrize("variant", HERE)
 def test_products_with_float_rows_hand_on_what_is_not_finite(variant: str) -> None:
     x, weight = torch.randn(3, 64), torch.randn(17, 64).bfloat16()
     x[1, 5], weight[3, 7] = torch.inf, torch.nan
@@ -538,7 +558,7 @@ def test_a_cache_that_cannot_be_written_is_reported(
 
 
 def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
-    expected = "native, avx512-vnni, avx2, neon-dotprod, neon, portable"
+    expected = "native, avx512-bf16, avx512-vnni, avx2, neon-dotprod, neon, portable"
     with raises(RequestError, found="sse9", expected=expected):
         load_kernels("sse9")
 

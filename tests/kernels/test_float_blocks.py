@@ -67,6 +67,25 @@ def test_a_float_model_has_the_logits_of_transformers(
         assert (cached - expected).abs().max() < bound * expected.std(), case
 
 
+@pytest.mark.parametrize("variant", HERE)
+def test_the_fast_backend_rounds_activations_of_bfloat16_models(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    folder = _make(tmp_path)
+    exact, fast = (
+        load_model(folder, dtype=torch.bfloat16, backend=backend)
+        for backend in ("cpu-exact", "cpu-fast")
+    )
+    assert fast.ops.blocks is not None
+    tokens = oracle.random_tokens(sum(STEPS), batch=2)
+    found, expected = (
+        block_logits(model, tokens, STEPS, torch.bfloat16) for model in (fast, exact)
+    )
+    assert (found - expected).abs().max() < 0.1 * expected.std()
+    assert torch.equal(found, expected) == (variant != "avx512-bf16")
+
+
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float_layers_among_quantized_ones_run_in_one_call(
@@ -97,12 +116,13 @@ def test_float_layers_among_quantized_ones_run_in_one_call(
     assert (found - expected).abs().max() < bound * expected.std()
 
 
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sequences_of_a_float_model_are_each_as_if_alone(
-    dtype: torch.dtype, tmp_path: Path
+    dtype: torch.dtype, backend: str, tmp_path: Path
 ) -> None:
     """Together and alone, in one step and token by token."""
-    model = load_model(_make(tmp_path), dtype=dtype)
+    model = load_model(_make(tmp_path), dtype=dtype, backend=backend)
     tokens = oracle.random_tokens(12, batch=33)
     together = hidden_states(model, tokens, [5, 1, 6], dtype)
     assert torch.equal(model.head(together[:, -1]), model.head(together)[:, -1])
