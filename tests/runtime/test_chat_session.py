@@ -54,6 +54,8 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return step(self, tokens, *rest)
 
     monkeypatch.setattr(Engine, "step", counted)
+    # Proposed tokens would be rows too.
+    monkeypatch.setattr("quantkit.runtime.engine.DRAFT_TOKENS", 0)
     return found
 
 

@@ -212,7 +212,7 @@ def test_the_first_token_is_not_kept_back(
 ) -> None:
     """The engine runs ahead of the tokens that the host reads."""
     read_late(monkeypatch)
-    engine = Engine(loaded[0], 100)
+    engine = Engine(loaded[0], 100, draft_tokens=0)
     steps: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *given: steps.append(1) or step(*given))
