@@ -4,6 +4,8 @@ float64.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from block_bytes import dequantize, draw_blocks
@@ -12,8 +14,12 @@ from torch import Tensor
 
 from quantkit.files.gguf_types import GgmlType
 from quantkit.formats.codecs.ggml import CODED_TYPES
+from quantkit.formats.codecs.ggml_blocks import LAYOUTS
 from quantkit.kernels.library import load_kernels
+from quantkit.kernels.triton_backend import TRITON
+from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -29,9 +35,9 @@ def measure_limit(x: Tensor, wide: Tensor, weight: QuantTensor, largest: int) ->
     """Compute how far products [M, O] may be off when each 32 of x are rounded to integers of at
     most `largest`, and sums to float32.
     """
-    blocks = x.double().unflatten(1, (-1, 32))
+    blocks = x.double().view(len(x), -1, 32)
     steps = blocks.abs().amax(-1) / largest
-    rounding = 0.5001 * steps @ wide.abs().unflatten(1, (-1, 32)).sum(-1).t()
+    rounding = 0.5001 * steps @ wide.abs().view(len(wide), -1, 32).sum(-1).t()
     # Minima are subtracted after the products with codes are added up.
     minimum = weight.block_scales.offsets if weight.block_scales is not None else None
     sizes = wide.abs()
@@ -39,7 +45,8 @@ def measure_limit(x: Tensor, wide: Tensor, weight: QuantTensor, largest: int) ->
         group = wide.shape[1] // minimum.shape[1]
         sizes = sizes + 2 * minimum.double().abs().repeat_interleave(group, 1)
     sums = torch.finfo(torch.float32).eps * wide.shape[1] / 8 * (x.double().abs() @ sizes.t())
-    return rounding + sums
+    limit: Tensor = rounding + sums
+    return limit
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -78,3 +85,44 @@ def test_products_are_right(kind: GgmlType, exact: bool, variant: str) -> None:
         # A row's result does not depend on the others.
         for product in alone:
             assert torch.equal(product, alone[-1][: len(product)]), columns
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_minima_of_mlx_are_subtracted(bits: int, variant: str) -> None:
+    """In groups of several blocks, with scales in any type of 16 bits."""
+    ops = load_kernels(variant)
+    for group, dtype in itertools.product((32, 64, 128), (torch.float16, torch.bfloat16)):
+        rows, columns = 21, 3 * group
+        scheme = QuantScheme(bits, group, False, Scales.BLOCKS)
+        codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8)
+        scales, minima = (torch.randn(2, rows, 3) / 50).to(dtype)
+        weight = QuantTensor.of_blocks(codes, BlockScales(scales, minima, None, None), scheme)
+        packed = ops.pack([weight], rows, exact=True)
+        wide = weight.dequantize()
+        assert torch.equal(ops.rows(packed, torch.arange(rows), columns), wide)
+        x = torch.randn(5, columns)
+        off = (ops.linear(x, packed, None, rows).double() - x.double() @ wide.double().t()).abs()
+        assert (off <= measure_limit(x, wide.double(), weight, 127 * 256)).all(), (group, dtype)
+
+
+def test_triton_claims_no_block_type() -> None:
+    for kind in LAYOUTS:
+        reason = TRITON.explain_unsupported(
+            KINDS[kind].scheme, torch.device("cuda"), torch.bfloat16
+        )
+        assert reason is not None, kind
+
+
+def test_weights_of_other_shapes_are_refused() -> None:
+    ops = load_kernels()
+    weight = KINDS[GgmlType.Q6_K].decode(draw_blocks(GgmlType.Q6_K, 32, 256))
+    chunks = [weight.rows(0, 16), weight.rows(16, 32)]
+    with pytest.raises(RuntimeError, match="48"):
+        ops.pack(chunks, 48, exact=True)
+    with pytest.raises(RuntimeError, match="bands"):
+        ops.pack([weight.rows(0, 10), weight.rows(10, 32)], 32, exact=True)
+    other = KINDS[GgmlType.Q6_K].decode(draw_blocks(GgmlType.Q6_K, 16, 512))
+    joined = ops.join([ops.pack(chunks, 32, exact=True), ops.pack([other], 16, exact=True)])
+    with pytest.raises(RuntimeError, match="packed here"):
+        ops.linear(torch.randn(1, 256), joined, None, 48)

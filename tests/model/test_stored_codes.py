@@ -93,7 +93,7 @@ def save(
             continue
         _, _, leaf = name.removesuffix(".weight").rpartition(".")
         kind = mix.get(leaf, mix[""])
-        raw = draw_blocks(kind, *values.shape, size=0.02)
+        raw = draw_blocks(kind, values.shape[0], values.shape[1], size=0.02)
         blocks[name] = raw.numpy(), gguf.GGMLQuantizationType[kind.name]
         state[find_parameter(name)].data.copy_(dequantize(kind, raw))
     file = gguf_files.write(
@@ -118,7 +118,8 @@ def find_parameter(name: str) -> str:
 
 def compute_logits(model: Decoder, tokens: Tensor) -> Tensor:
     with torch.inference_mode():
-        return model(tokens, torch.arange(tokens.shape[1])).float()
+        logits: Tensor = model(tokens, torch.arange(tokens.shape[1])).float()
+    return logits
 
 
 @pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
