@@ -299,8 +299,10 @@ def _nest(
     if minimum is None:
         return BlockScales(((numbers * 37) % 64 - 32).half(), None, outer, None)
     outer_minimum = minimum[:, ::step].half()
-    inner = ((numbers * 37) % 64).half()
-    return BlockScales(inner, ((numbers * 29 + 7) % 64).half(), outer, outer_minimum)
+    # Scales and minima of Q2_K have 4 bits, those of Q4_K and Q5_K 6.
+    levels = 16 if scheme.bits == 2 else 64
+    inner = ((numbers * 37) % levels).half()
+    return BlockScales(inner, ((numbers * 29 + 7) % levels).half(), outer, outer_minimum)
 
 
 def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:

@@ -60,8 +60,15 @@ struct Layout {
   int64_t groups_per_line() const { return kLine / (kRows * scale_width()); }
   // The bytes of all scales of kNested columns, or of all minima.
   int64_t inner_bytes() const { return kNested / group * kRows; }
+  // Whether a scale and a minimum of 4 bits each share a byte, as those of Q2_K, where a byte for each would be a fifth
+  // of the weight.
+  bool paired() const { return nested && minima() && bits == 2; }
+  // How far behind inner scales their minima are, by how many bits both are to be shifted then, and which bits count.
+  int64_t minima_at() const { return paired() ? 0 : inner_bytes(); }
+  int minima_shift() const { return paired() ? 4 : 0; }
+  int inner_mask() const { return paired() ? 15 : -1; }
   int64_t head_bytes() const {
-    if (nested) return kLine + inner_bytes() * (minima() ? 2 : 1);
+    if (nested) return kLine + inner_bytes() * (minima() && !paired() ? 2 : 1);
     return kLine * (zeros() || minima() ? 2 : 1);
   }
   int64_t band_bytes() const {
@@ -113,8 +120,11 @@ inline void pack_band(const Layout& at, int64_t band, const Source& source, uint
       for (int64_t g = 0; g < inners; ++g) {
         uint8_t* inner = to + kLine + g * kRows;
         copy_group(source.scales, row, rows, at.groups(), n * inners + g, 1, inner);
-        if (at.minima())
-          copy_group(source.minima, row, rows, at.groups(), n * inners + g, 1, inner + at.inner_bytes());
+        if (at.minima() && !at.paired())
+          copy_group(source.minima, row, rows, at.groups(), n * inners + g, 1, inner + at.minima_at());
+        if (at.paired())
+          for (int64_t r = 0; r < rows; ++r)
+            inner[r] = (inner[r] & 15) | source.minima[(row + r) * at.groups() + n * inners + g] << 4;
       }
       to += at.head_bytes();
       pack_codes(at, codes + n * kNested, rows, kNested, to);
@@ -178,7 +188,7 @@ struct Heads {
     return true;
   }
 
-  // The inner scales of a part of the block; the minima are `inner_bytes` further.
+  // The inner scales of a half of the block; the minima are `minima_at` further.
   const uint8_t* inner(int64_t part) const { return head + kLine + ((block << halved_) + part) * kRows; }
 
  private:

@@ -25,9 +25,11 @@ inline void dequantize_row(const Layout& at, int64_t row, const uint8_t* bands, 
       float step, low = 0, zero = static_cast<float>(at.fixed_zero());
       if (at.nested) {
         const uint8_t* inner = heads.inner(part) + r;
-        step = load_scale(heads.head, at.scales, r) * static_cast<int8_t>(*inner);
-        if (at.minima())
-          low = load_scale(heads.head, at.scales, kRows + r) * static_cast<int8_t>(inner[at.inner_bytes()]);
+        step = load_scale(heads.head, at.scales, r) * (static_cast<int8_t>(*inner) & at.inner_mask());
+        if (at.minima()) {
+          const int minimum = static_cast<int8_t>(inner[at.minima_at()]) >> at.minima_shift() & at.inner_mask();
+          low = load_scale(heads.head, at.scales, kRows + r) * minimum;
+        }
       } else {
         step = load_scale(heads.head, at.scales, heads.offset + r);
         if (at.minima()) low = load_scale(heads.head + kLine, at.scales, heads.offset + r);

@@ -176,9 +176,10 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
     for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + t * kRows + h * kHalf, total[t][h]);
 }
 
-// Bytes of 8 rows as floats.
-inline __m256 load_inner(const uint8_t* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+// Bytes of 8 rows as floats, or some bits of them.
+inline __m256 load_inner(const uint8_t* from, int shift, int mask) {
+  const __m256i bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srai_epi32(bytes, shift), _mm256_set1_epi32(mask)));
 }
 
 // `tile` of weights in blocks. The codes of a block become bytes in memory, as registers are too few for them.
@@ -187,7 +188,8 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
                 float* out, int64_t) {
   constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves;
   const Layout at = weight;  // in a copy no store can change it
-  const int64_t block_bytes = at.block_bytes(), inner_bytes = at.nested ? at.inner_bytes() : 0, bits = at.bits;
+  const int64_t block_bytes = at.block_bytes(), bits = at.bits, minima_at = at.nested ? at.minima_at() : 0;
+  const int minima_shift = at.minima_shift(), inner_mask = at.inner_mask();
   const bool minima = at.minima(), table = at.offset == Offset::table;
   const int32_t zero = at.fixed_zero();
   __m256 outer[2], outer_minimum[2], scale[2], minimum[2], total[Tokens][2];
@@ -215,8 +217,10 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
       if (at.nested)
         for (int h = 0; h < 2; ++h) {
           const uint8_t* inner = heads.inner(p) + h * kHalf;
-          scale[h] = _mm256_mul_ps(outer[h], load_inner(inner));
-          if (minima) minimum[h] = _mm256_mul_ps(outer_minimum[h], load_inner(inner + inner_bytes));
+          scale[h] = _mm256_mul_ps(outer[h], load_inner(inner, 0, inner_mask));
+          if (!minima) continue;
+          const __m256 inner_minimum = load_inner(inner + minima_at, minima_shift, inner_mask);
+          minimum[h] = _mm256_mul_ps(outer_minimum[h], inner_minimum);
         }
       Sums<Tokens> sums;
       dot_words<8, Tokens, kLines>(block.bytes() + p * kLines * kLine, *x, sums, p * kLines * 4);

@@ -116,9 +116,10 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
     for (int n = 0; n < Bands; ++n) _mm512_storeu_ps(out + n * step + t * kRows, total[t][n]);
 }
 
-// Bytes of 16 rows as floats.
-inline __m512 load_inner(const uint8_t* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from))));
+// Bytes of 16 rows as floats, or some bits of them.
+inline __m512 load_inner(const uint8_t* from, int shift, int mask) {
+  const __m512i bytes = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srai_epi32(bytes, shift), _mm512_set1_epi32(mask)));
 }
 
 // What codes of 16 rows are multiplied by, and what is subtracted then, for the block or each half of it.
@@ -142,8 +143,10 @@ struct RowScales {
     }
     for (int h = 0; h < Halves; ++h) {
       const uint8_t* inner = heads.inner(h) + band;
-      scale[h] = _mm512_mul_ps(outer, load_inner(inner));
-      if (minima) minimum[h] = _mm512_mul_ps(outer_minimum, load_inner(inner + at.inner_bytes()));
+      scale[h] = _mm512_mul_ps(outer, load_inner(inner, 0, at.inner_mask()));
+      if (!minima) continue;
+      const __m512 inner_minimum = load_inner(inner + at.minima_at(), at.minima_shift(), at.inner_mask());
+      minimum[h] = _mm512_mul_ps(outer_minimum, inner_minimum);
     }
   }
 };

@@ -140,11 +140,12 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
     for (int q = 0; q < kParts; ++q) vst1q_f32(out + t * kRows + q * kQuarter, total[t][q]);
 }
 
-// Bytes of 4 rows as floats.
-inline float32x4_t load_inner(const uint8_t* from) {
+// Bytes of 4 rows as floats, or some bits of them.
+inline float32x4_t load_inner(const uint8_t* from, int shift, int mask) {
   uint32_t four;
   std::memcpy(&four, from, 4);
-  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+  const int32x4_t bytes = vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four))));
+  return vcvtq_f32_s32(vandq_s32(vshlq_s32(bytes, vdupq_n_s32(-shift)), vdupq_n_s32(mask)));
 }
 
 // `tile` of weights in blocks. Codes of 8 bits, and those of a table, are made signed.
@@ -171,10 +172,10 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
         float32x4_t scale, minimum = vdupq_n_f32(0);
         if (at.nested) {
           const uint8_t* inner = heads.inner(p) + q * kQuarter;
-          scale = vmulq_f32(load_scales(heads.head, at.scales, q * kQuarter), load_inner(inner));
+          scale = vmulq_f32(load_scales(heads.head, at.scales, q * kQuarter), load_inner(inner, 0, at.inner_mask()));
           if (minima)
             minimum = vmulq_f32(load_scales(heads.head, at.scales, kRows + q * kQuarter),
-                                load_inner(inner + at.inner_bytes()));
+                                load_inner(inner + at.minima_at(), at.minima_shift(), at.inner_mask()));
         } else {
           scale = load_scales(heads.head, at.scales, heads.offset + q * kQuarter);
           if (minima) minimum = load_scales(heads.head + kLine, at.scales, heads.offset + q * kQuarter);

@@ -67,9 +67,11 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
       for (int r = 0; r < kRows; ++r) {
         if (at.nested) {
           const uint8_t* inner = heads.inner(p) + r;
-          scale[r] = load_scale(heads.head, at.scales, r) * static_cast<int8_t>(*inner);
-          if (at.minima())
-            minimum[r] = load_scale(heads.head, at.scales, kRows + r) * static_cast<int8_t>(inner[at.inner_bytes()]);
+          scale[r] = load_scale(heads.head, at.scales, r) * (static_cast<int8_t>(*inner) & at.inner_mask());
+          if (at.minima()) {
+            const int of_row = static_cast<int8_t>(inner[at.minima_at()]) >> at.minima_shift() & at.inner_mask();
+            minimum[r] = load_scale(heads.head, at.scales, kRows + r) * of_row;
+          }
         } else {
           scale[r] = load_scale(heads.head, at.scales, heads.offset + r);
           if (at.minima()) minimum[r] = load_scale(heads.head + kLine, at.scales, heads.offset + r);
