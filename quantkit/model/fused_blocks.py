@@ -46,20 +46,29 @@ def block_features(config: ModelConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of a decoder that run in one call: `run` is the function that the kernel prepared,
-    `layers` the configs of the blocks by their numbers, and `dtype` the dtype of hidden states.
+    """Blocks of a decoder that run in one call.
+
+    Attributes:
+        run: the function that the kernel prepared.
+        layers: the configs of the blocks by their numbers.
+        dtype: of hidden states.
+        parameters: of the blocks.
     """
 
     kernel: BlockKernel
     run: RunBlocks
     layers: Mapping[int, LayerConfig]
     dtype: torch.dtype
+    parameters: Sequence[nn.Parameter]
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
         """Return whether the kernel supports hidden states [B, T, D] with this cache, or without
         one; if not, the modules run.
         """
         if cache is None and self.kernel.needs_cache:
+            return False
+        # Kernels compute no gradients.
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters):
             return False
         limit = self.kernel.max_tokens
         return limit is None or x.shape[0] * x.shape[1] <= limit
@@ -146,7 +155,13 @@ def fuse_blocks(
     run = kernel.prepare(blocks, dtype)
     if run is None:
         return None
-    return FusedBlocks(kernel, run, layers, dtype)
+    return FusedBlocks(
+        kernel=kernel,
+        run=run,
+        layers=layers,
+        dtype=dtype,
+        parameters=list(model.model.layers.parameters()),
+    )
 
 
 def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...]:

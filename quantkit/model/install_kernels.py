@@ -31,7 +31,7 @@ from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Decoder, Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
-from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
+from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
 # Tokens of the test with many tokens: more than the kernels for few tokens support.
@@ -93,7 +93,7 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
         if linear is not None:
             if not _passes("float products", lambda: _same_linear(model, linear, dtypes, rounding)):
                 return
-            model.ops = replace(model.ops, float_linear=linear)
+            model.ops = replace(model.ops, float_linear=_wrap_float_linear(linear))
         if attention is not None:
             if not _passes(
                 "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
@@ -128,6 +128,17 @@ def _wrap_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> Cach
         return kernel(*arguments, scores.scale, scores.softcap, scores.sinks)
 
     return attention
+
+
+def _wrap_float_linear(kernel: FloatLinear) -> FloatLinear:
+    """Wrap a kernel so that torch multiplies where gradients are needed, which kernels lack."""
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return float_linear(x, weight)
+        return kernel(x, weight)
+
+    return linear
 
 
 def _passes(operation: str, same_as_torch: Callable[[], bool]) -> bool:

@@ -581,6 +581,36 @@ def test_blocks_that_make_no_sense_are_refused(
         block.run(torch.randn(1, 3, HIDDEN), step, None)
 
 
+@pytest.mark.parametrize(
+    ("place", "weight", "reason"),
+    [
+        (3, torch.zeros(KV_HEADS * SIZE, HIDDEN + 32), "go together"),
+        (3, torch.zeros(KV_HEADS * SIZE + 1, HIDDEN), "go together"),
+        (3, torch.zeros(HIDDEN), "weight"),
+        (3, torch.zeros(KV_HEADS * SIZE, HIDDEN).double(), "float32"),
+        (1, None, "queries"),
+    ],
+)
+def test_weights_of_floats_that_do_not_fit_are_refused(
+    place: int, weight: Tensor | None, reason: str
+) -> None:
+    ops = load_kernels()
+
+    class Replacing:
+        pack = ops.pack
+
+        def prepare_blocks(self, blocks: list[BlockOperands]) -> Blocks:
+            ((attention, feed_forward, settings),) = blocks
+            tensors = list(attention)
+            tensors[place] = weight
+            return ops.prepare_blocks([(tensors, feed_forward, settings)])
+
+    block = ExampleBlock(FEATURES["floats apart"], Replacing())
+    step = ExampleStep(torch.arange(3).unsqueeze(0), torch.tensor([0]), prefill=True)
+    with pytest.raises(RuntimeError, match=reason):
+        block.run(torch.randn(1, 3, HIDDEN), step, None)
+
+
 class _Shortened:
     """The operators, with some of a block's tensors alone."""
 

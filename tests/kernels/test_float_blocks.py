@@ -159,6 +159,23 @@ def test_weights_of_floats_are_not_copied(tmp_path: Path) -> None:
     assert (after - before).abs().max() > expected.std()
 
 
+def test_float_models_that_are_trained_run_by_their_modules(tmp_path: Path) -> None:
+    folder = _make(tmp_path)
+    model = load_model(folder, dtype=torch.float32)
+    assert model.ops.blocks is not None
+    theirs = oracle.load(folder)
+    tokens = oracle.random_tokens(9, batch=2)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for each in (model, theirs):
+        each.requires_grad_(False)
+        each.get_parameter(name).requires_grad_()
+    model(tokens, torch.arange(9)).square().mean().backward()
+    theirs(tokens).logits.square().mean().backward()
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-3, atol=1e-6)
+
+
 def test_the_reference_runs_float_models_by_torch(tmp_path: Path) -> None:
     model = load_model(_make(tmp_path), dtype=torch.bfloat16, backend="reference")
     assert model.ops.blocks is None
