@@ -154,7 +154,7 @@ def _log_probabilities(model: Decoder, texts: list[tuple[list[int], list[int]]])
 
 
 def test_a_text_is_read_anew_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, rows = Engine(model, 100), list[int]()
+    engine, rows = Engine(model, 100, draft_tokens=0), list[int]()
     step = engine.step
     monkeypatch.setattr(
         engine, "step", lambda *given: (rows.append(len(given[1])), step(*given))[1]
