@@ -227,13 +227,13 @@ class _Forgetful:
             getattr(self, f"_{name}") if name in self._operators else getattr(self._kernels, name)
         )
 
-    def _prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
+    def _prepare_blocks(self, blocks: Sequence[BlockOperands], exact: bool) -> Blocks:
         def changed(settings: tuple[Any, ...]) -> tuple[Any, ...]:
             named = dict(zip(SETTINGS, settings, strict=True))
             return tuple((named | {self._operand: self._instead}).values())[: len(SETTINGS)]
 
         prepared: Blocks = self._kernels.prepare_blocks(
-            [(*halves, changed(own)) for *halves, own in blocks]
+            [(*halves, changed(own)) for *halves, own in blocks], exact
         )
         return prepared
 
