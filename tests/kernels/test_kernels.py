@@ -104,13 +104,15 @@ def test_leading_axes_are_kept(backend: str) -> None:
 @pytest.mark.parametrize("backend", MODES)
 def test_views_multiply_as_their_copies_and_stay_as_they_are(backend: str) -> None:
     for dtype in DTYPES:
+        # Torch may add up the products of a view in another order.
+        eps = max(1e-5, torch.finfo(dtype).eps)
         layer = QuantLinear(
             _quantized("int4-g32", 7, 64), None, CPU, dtype, list_allowed_backends(backend)
         )
         base = torch.randn(64, 128).to(dtype)
         before = base.clone()
         for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
-            require_close(layer(x), layer(x.contiguous()), dtype, rtol=1e-5, atol=1e-5)
+            require_close(layer(x), layer(x.contiguous()), dtype, rtol=eps, atol=1e-5)
         assert torch.equal(base, before), dtype
 
 
