@@ -206,6 +206,8 @@ def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     """Multiply tokens [N, I] or [N, K, I] by a linear of each token's experts [N, K], to
     [N, K, O].
     """
+    # A bank of experts has quantized weights only.
+    assert linear.scheme is not None
     words = linear.prepared["words"]
     scale = linear.prepared["scale"]
     zero = linear.prepared.get("zero")
