@@ -29,7 +29,7 @@ BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values(
 """In the order of `kernels.BACKENDS`."""
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 # What a term adds to the rounding of a sum in float32, at most.
 _SUMS = torch.finfo(torch.float32).eps
 # Columns that some tokens are confined to where rows have no groups.
@@ -87,6 +87,7 @@ def select_backend(
         if reason is None:
             if backend is REFERENCE and reasons:
                 _warn_once(
+                    "quantized layers",
                     _join_reasons(reasons),
                     f"{scheme} runs without kernels ({_describe_slowdown(device)})",
                 )
@@ -136,17 +137,22 @@ def offer_kernels_for_floats(
         if reason is None:
             return backend.offer_kernels()
         reasons.setdefault(reason, []).append(backend.name)
-    if reasons and device.type == "cpu":
+    joined_reasons = _join_reasons(reasons)
+    # Quantized layers are much slower without kernels, and say why.
+    is_known = ("quantized layers", joined_reasons) in _warned
+    if reasons and device.type == "cpu" and not is_known:
         _warn_once(
-            _join_reasons(reasons), "float layers run without kernels (new tokens 3 times slower)"
+            "float layers",
+            joined_reasons,
+            "float layers run without kernels (new tokens 3 times slower)",
         )
     return None
 
 
-def _warn_once(reasons: str, problem: str) -> None:
-    """Warn once for the same reasons, not for every layer and scheme."""
-    if reasons not in _warned:
-        _warned.add(reasons)
+def _warn_once(layers: str, reasons: str, problem: str) -> None:
+    """Warn once for layers of a kind and the same reasons, not for every layer and scheme."""
+    if (layers, reasons) not in _warned:
+        _warned.add((layers, reasons))
         _log.warning("%s; %s", problem, reasons)
 
 

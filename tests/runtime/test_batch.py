@@ -130,7 +130,7 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
 def test_without_kernels_for_them_sequences_are_themselves_but_for_ties(
     name: str, kind: str, folders: Path
 ) -> None:
-    model = batch_model(folders / f"{kind}{name}", "reference" if name else None)
+    model = batch_model(folders / f"{kind}{name}", "reference")
     assert not model.ops.ragged
     requests = staggered_requests(logprobs=2)
     found = together(Engine(model, 430, slots=5), requests)
@@ -220,7 +220,8 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
         quantkit.quantize(folder, tmp_path / scheme, scheme, method="rtn", accept_quality_loss=True)
         folder = tmp_path / scheme
         _take_weights(theirs, folder)
-    model = load_model(folder, dtype=torch.float32)
+    backend = "reference" if scheme is None else None
+    model = load_model(folder, dtype=torch.float32, backend=backend)
     assert model.ops.ragged == (scheme is not None)
     lengths = (100, 5, 49) if compiled else (100, 5, 55, 108, 1, 49)
     requests = [Request(prompt, 20, logprobs=2) for prompt in random_prompts(lengths)]
