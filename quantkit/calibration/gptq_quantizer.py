@@ -20,7 +20,6 @@ from quantkit.calibration.effort import Effort, batch_samples, uses_factor
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
-from quantkit.calibration.repeated import solve_repeated
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.calibration.scale_range import choose_scale_dtype
 from quantkit.distributed.group import ProcessGroup
@@ -42,11 +41,13 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
-# Only the thorough effort has a backward pass.
+# Only the thorough effort has a backward pass, and few models use a linear several times.
 if TYPE_CHECKING:
     from quantkit.calibration.factor_pass import measure_factors
     from quantkit.calibration.output_factors import OutputFactors
+    from quantkit.calibration.repeated import solve_repeated
 else:
+    solve_repeated = LateFunction("quantkit.calibration.repeated:solve_repeated")
     measure_factors = LateFunction("quantkit.calibration.factor_pass:measure_factors")
 
 # Of an embedding whose error is too small to be followed.

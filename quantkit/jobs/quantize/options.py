@@ -522,7 +522,7 @@ class QuantizeOptions:
             (
                 Message(Option("certify_positions")),
                 self.certify_positions,
-                "run `quantkit eval --positions` on the result",
+                "leave it out, and evaluate the result by position",
             ),
             (Message(Option("kv_cache")), self.kv_cache, after),
             (
