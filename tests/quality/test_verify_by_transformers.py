@@ -138,13 +138,14 @@ def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
         verify(copy)
 
 
-@pytest.mark.parametrize(("kind", "named"), [("rwkv", "'rwkv"), ("prophetnet", "base model")])
 def test_a_model_that_cannot_be_passed_part_by_part_is_compared_by_its_weights(
-    kind: str, named: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    report = verify(tiny_model(kind), oracle.copy(tiny_model(kind), tmp_path / "copy"))
+    # Its wrapper is not called.
+    folder = tiny_model("prophetnet")
+    report = verify(folder, oracle.copy(folder, tmp_path / "copy"))
     assert report.weights_only
-    assert named in (report.not_run or "")
+    assert "base model" in (report.not_run or "")
 
 
 def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
