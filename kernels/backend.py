@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.tensors.cached_rows import CachedRows
-from quantkit.tensors.qtensor import QuantTensor, concatenate_rows
+from quantkit.tensors.qtensor import FIELDS, QuantTensor, concatenate_rows
 from quantkit.tensors.scheme import QuantScheme
 
 CHUNK_ROWS = 16
@@ -280,11 +280,12 @@ class Backend:
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         """Convert a weight to the layout of `linear`, once, at load; it is never saved."""
-        if weight.zero is None:
-            zero = {}
-        else:
-            zero = {"zero": weight.zero}
-        return {"codes": weight.codes, "scale": weight.scale, **zero}
+        prepared: Prepared = {}
+        for name in FIELDS:
+            tensor = getattr(weight, name)
+            if tensor is not None:
+                prepared[name] = tensor
+        return prepared
 
     def prepare_chunks(self, chunks: Iterable[QuantTensor], rows: int) -> Prepared:
         """Prepare a weight of `rows` rows that comes in chunks of rows, each but the last with a
@@ -304,7 +305,7 @@ class Backend:
         """Dequantize rows of the weight by index [N] to float32 [N, I], for an embedding that is
         tied to the head.
         """
-        weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+        weight = _to_weight(prepared, scheme)
         # Only the requested rows become floats: the whole embedding would be a second, larger copy.
         return weight.take(index).dequantize()
 
@@ -323,14 +324,19 @@ class Backend:
         """Compute ``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; `out_features`
         is O.
         """
-        quantized = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
-        weight = quantized.dequantize()
+        weight = _to_weight(prepared, scheme).dequantize()
         # float32 throughout, rounded once at the end: the other backends are tested against this.
         if bias is None:
             wide_bias = None
         else:
             wide_bias = bias.float()
         return F.linear(x.float(), weight, wide_bias).to(x.dtype)
+
+
+def _to_weight(prepared: Prepared, scheme: QuantScheme) -> QuantTensor:
+    """Build the weight that the reference has prepared."""
+    tensors = {name: prepared.get(name) for name in FIELDS}
+    return QuantTensor(**tensors, scheme=scheme)  # type: ignore[arg-type]
 
 
 REFERENCE = Backend()

@@ -15,7 +15,7 @@ from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.late import LateModule
 from quantkit.kernels.backend import CHUNK_ROWS, Backend, Prepared
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
+from quantkit.tensors.qtensor import FIELDS, QuantTensor, float_rows, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -32,8 +32,6 @@ _TILE = 16
 _TRIED = 64
 # Codes, a byte each, in a chunk of a `StoredWeight`.
 _CODES = 1 << 22
-# The tensors of a `QuantTensor`.
-_FIELDS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +209,7 @@ class QuantEmbedding(nn.Module):
             self.head = head
         if self.head is None:
             on_device = weight.to(device)
-            for name in _FIELDS:
+            for name in FIELDS:
                 self.register_buffer(name, getattr(on_device, name))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -219,7 +217,7 @@ class QuantEmbedding(nn.Module):
         if self.head is not None:
             rows = self.head.rows(tokens.flatten()).view(*tokens.shape, -1)
         else:
-            fields = {name: getattr(self, name) for name in _FIELDS}
+            fields = {name: getattr(self, name) for name in FIELDS}
             rows = embedding_rows(tokens, QuantTensor(**fields, scheme=self.scheme))
         return rows.to(self._dtype)
 

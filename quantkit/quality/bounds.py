@@ -29,7 +29,7 @@ from quantkit.tensors.qtensor import (
     relative_error,
     row_chunks,
 )
-from quantkit.tensors.scheme import Codes, QuantScheme
+from quantkit.tensors.scheme import TABLE, Codes, QuantScheme
 from quantkit.text.tokenizer import prompt_start
 
 
@@ -210,9 +210,12 @@ def _step_error(value: QuantTensor) -> float:
         )
         squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
     else:
-        squares = (
-            value.steps.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
-        )
+        # The numbers of a table are some integers apart, here their mean distance.
+        distance = 1.0
+        if value.scheme.codes is Codes.TABLE:
+            distance = (TABLE[-1] - TABLE[0]) / (len(TABLE) - 1)
+        steps = value.steps.double() * distance
+        squares = steps.square().sum().item() * (columns // value.scale.shape[1]) / 12
     norm = 0.0
     for start, stop in row_chunks(rows, columns):
         norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))

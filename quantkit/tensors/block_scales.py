@@ -1,7 +1,8 @@
 """The scales and minima of GGUF's blocks: float16 numbers for each group, or integers with a
 float16 for 256 weights.
 
-Sources: ggml's block_q4_1, block_q5_0, block_q5_1 and block_q3_K to block_q6_K.
+Sources: ggml's block_q4_1, block_q5_0, block_q5_1, block_q2_K to block_q6_K, block_iq4_nl and
+block_iq4_xs.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from quantkit.tensors.scheme import SUPER_BLOCK, QuantScheme, Scales
 
-_MINIMA = 63
-"""The largest integer for a minimum, and for a scale of groups that have one: of 6 bits."""
-_SIGNED = {3: 32, 6: 128}
+_MINIMA = {2: 15, 4: 63, 5: 63}
+"""By bits of codes, the largest integer for a minimum, and for a scale of groups that have one."""
+_SIGNED = {3: 32, 4: 32, 6: 128}
 """By bits of symmetric codes, minus the smallest integer for a scale; the largest is one less
 than this.
 """
@@ -56,15 +57,15 @@ class BlockScales:
             # `limit - 1`.
             outer = (largest / -limit).half()
             return cls(_round_to_integers(steps, outer, -limit, limit - 1), None, outer, None)
-        outer = (_by_block(steps, count).amax(-1) / _MINIMA).half()
-        outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / _MINIMA).half()
-        scale = _round_to_integers(steps, outer, 0, _MINIMA)
+        limit = _MINIMA[scheme.bits]
+        outer = (_by_block(steps, count).amax(-1) / limit).half()
+        outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / limit).half()
+        scale = _round_to_integers(steps, outer, 0, limit)
         # A scale of 0 would turn all weights of the group into one value.
         has_step = (steps > 0) & (outer.repeat_interleave(count, 1) > 0)
         scale = torch.where(has_step, scale.clamp(min=1), scale)
-        return cls(
-            scale, _round_to_integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum
-        )
+        minimum = _round_to_integers(offsets, outer_minimum, 0, limit)
+        return cls(scale, minimum, outer, outer_minimum)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
         """Apply a change to all tensors, which are [O, G] or [O, S]."""

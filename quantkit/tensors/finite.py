@@ -11,6 +11,7 @@ from quantkit.base.messages import Message, Option
 from quantkit.errors import NonFiniteError
 from quantkit.tensors.float_codes import LARGEST
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
+from quantkit.tensors.scheme import TABLE, Codes
 
 _HINT = Message(
     "use the source's own dtype or repair it; ",
@@ -74,9 +75,12 @@ def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfin
     Raises:
         NonFiniteError: naming the tensor and the count.
     """
-    # Integer codes are below the number of levels, and small floats go up to their largest, so no
-    # weight exceeds these products.
-    largest_code = LARGEST.get(value.scheme.codes, value.scheme.levels)
+    # Integer codes are below the number of levels, and small floats and tables go up to their
+    # largest, so no weight exceeds these products.
+    if value.scheme.codes is Codes.TABLE:
+        largest_code: float = max(map(abs, TABLE))
+    else:
+        largest_code = LARGEST.get(value.scheme.codes, value.scheme.levels)
     if allow_nonfinite or all_finite(value.scale.float() * largest_code):
         return
     count = _count_nonfinite(value.scale)

@@ -14,6 +14,9 @@ from quantkit.tensors import float_codes
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.scheme import TABLE, Codes, QuantScheme, Scales
 
+FIELDS = ("codes", "scale", "zero", "minimum", "outer", "outer_minimum")
+"""The tensors of a `QuantTensor`; all but the first two may be None."""
+
 
 class Solver(StrEnum):
     """How the codes of a weight were computed, as manifests call it."""
@@ -341,7 +344,10 @@ def _round_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
     grouped = weight.float().reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     high = grouped.amax(-1).clamp(min=0)
     low = grouped.amin(-1).clamp(max=0)
-    if scheme.symmetric:
+    if scheme.codes is Codes.TABLE:
+        steps = torch.maximum(high / TABLE[-1], low / TABLE[0])
+        scales = BlockScales.nearest(steps, None, scheme)
+    elif scheme.symmetric:
         steps = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)
         scales = BlockScales.nearest(steps, None, scheme)
     else:
@@ -355,6 +361,12 @@ def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> 
     """
     steps = scales.steps.unsqueeze(-1)
     offsets = scales.offsets
+    if scheme.codes is Codes.TABLE:
+        table = torch.tensor(TABLE, dtype=torch.float32, device=grouped.device)
+        # Where the nearest number of the table changes.
+        middles = (table[1:] + table[:-1]) / 2
+        quotients = torch.where(steps == 0, 0, grouped / steps)
+        return torch.bucketize(quotients.flatten(1), middles).to(torch.uint8)
     if offsets is None:
         low = scheme.levels // 2
         shifted = grouped

@@ -20,7 +20,7 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.load import BLOCK_PREFIX, narrow_to_floats
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor, relative_error
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import Codes, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -85,7 +85,9 @@ class TrainedNames:
 
 def has_trained_scales(scheme: QuantScheme | None) -> bool:
     """Check that a scheme has integer codes, and a scale in floats for each group."""
-    return scheme is not None and scheme.scales in _TRAINED_SCALES and not scheme.of_small_floats
+    if scheme is None or scheme.codes is not Codes.INTEGERS:
+        return False
+    return scheme.scales in _TRAINED_SCALES
 
 
 class TrainedCheckpoint(CheckpointView):
