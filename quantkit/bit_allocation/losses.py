@@ -103,7 +103,8 @@ def estimate_losses(
         if not unit_of.keys().isdisjoint(list_linears(inputs.sites)):
             used_groups.append(inputs)
     gradient_layers = 2 * config.num_layers + TURN * count_head_layers(config)
-    stretches = Stretches(in_phase(progress, CHOICE), config.num_layers + gradient_layers)
+    total = config.num_layers + gradient_layers
+    stretches = Stretches(in_phase(progress, CHOICE), total)
     estimation = _estimate_errors(
         _Estimation(source, passage, units, schemes, scale_dtype, group),
         used_groups,
@@ -120,7 +121,8 @@ def estimate_losses(
     squares = measure_gradient_squares(
         gradient_pass, used_groups, unit_of.keys(), stretches.next(gradient_layers)
     )
-    progress(CHOICE, 1, 1, "layers")
+    # Also where gradients cannot pass.
+    progress(CHOICE, total, total, "layers")
     if squares is None:
         return Losses("relative error", _sum_by_unit(units, schemes, estimation, None))
     return Losses("KL", _sum_by_unit(units, schemes, estimation, squares))

@@ -101,7 +101,7 @@ def load_model(
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
-    # On a CPU, the kernels multiply several weights in one call, and leave them mapped to the file.
+    # On a CPU, the kernels multiply several weights in one call, and read them as they are stored.
     # torch's larger product is a little slower in float32.
     fuse_floats = device.type != "cpu" or (
         dtype != torch.float32 and dispatch.offer_kernels_for_floats(device, dtype, allowed) is None
