@@ -110,8 +110,9 @@ class Frequencies(nn.Module):
             frequencies = self._of_length(lengths)
         # [..., T, dim / 2]. Positions as float32 are exact up to 2**24.
         angles = positions.float().unsqueeze(-1) * frequencies
-        cosine = angles.cos() * self._attention_scale
-        sine = angles.sin() * self._attention_scale
+        cosine, sine = _cosine_and_sine(angles)
+        cosine = cosine * self._attention_scale
+        sine = sine * self._attention_scale
         if self._still:
             # An angle of zero.
             cosine = F.pad(cosine, (0, self._still), value=1.0)
@@ -132,6 +133,16 @@ class Frequencies(nn.Module):
         pairs = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32)
         exponents = pairs / (self._dim - 2)
         return self.inverse_frequencies / stretch**exponents
+
+
+def _cosine_and_sine(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute both of float32 angles, each of their shape."""
+    if angles.device.type == "cpu" and not torch.compiler.is_compiling():
+        # For cosines of as few as 128 values, MKL wakes a thread on each processor, which then
+        # spins while the kernels need it. Complex numbers are made without MKL.
+        values = torch.polar(torch.ones_like(angles), angles)
+        return values.real, values.imag
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

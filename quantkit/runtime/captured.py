@@ -20,6 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import copy_integers, host_copy
+from quantkit.runtime.greedy import find_likeliest, mark_nonfinite
 
 DECODE_SETTING = "QUANTKIT_DECODE"
 """Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from
@@ -161,17 +162,10 @@ def greedy_step(
         lengths=lengths,
     )
     logits = model.head(hidden.flatten(0, 1))
-    tokens = logits.argmax(-1)
+    tokens = find_likeliest(logits)
     last.index_copy_(0, last_indices, tokens)
     drawn.copy_(mark_nonfinite(tokens, logits))
     positions.add_(1).clamp_(max=cache.length - 1)
-
-
-def mark_nonfinite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Replace tokens [N] by -1 if the logits [N, V] that they were drawn from are NaN or Inf."""
-    # NaN propagates to both extremes, so two values per row decide without a mask of [N, V].
-    low, high = torch.aminmax(logits, dim=-1)
-    return tokens.masked_fill((low.isfinite() & high.isfinite()).logical_not(), -1)
 
 
 class CapturedDecode:

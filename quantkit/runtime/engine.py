@@ -30,8 +30,8 @@ from quantkit.runtime.captured import (
     PendingTokens,
     choose_decode_kind,
     greedy_step,
-    mark_nonfinite,
 )
+from quantkit.runtime.greedy import find_likeliest, mark_nonfinite
 from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
@@ -286,7 +286,7 @@ class Engine:
             self.last_tokens[self._to_device(slots)], slots, positions, range(len(slots))
         )
         with self.model.ops.single_threaded():
-            return self.set_last(slots, logits.argmax(-1), logits)
+            return self.set_last(slots, find_likeliest(logits), logits)
 
     def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
         """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.model.device import host_copy
+from quantkit.runtime.greedy import find_likeliest
 from quantkit.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Sampler:
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw a token and record it for the penalties."""
         if self.params.likeliest_only:
-            return logits.argmax(-1)
+            return find_likeliest(logits)
         token = sample(logits, self.params, self._generator, self._seen_mask, self._counts)[0]
         if self._seen_mask is not None:
             self._seen_mask[0, token] = True
@@ -144,7 +145,7 @@ def sample(
     `seen_mask` and `counts` are as for `adjust_logits`.
     """
     if params.temperature == 0:
-        return adjust_logits(logits, params, seen_mask, counts).argmax(-1, keepdim=True)
+        return find_likeliest(adjust_logits(logits, params, seen_mask, counts)).unsqueeze(-1)
     probabilities = compute_probabilities(logits, params, seen_mask, counts)
     return torch.multinomial(probabilities, 1, generator=generator)
 
@@ -192,7 +193,7 @@ def compute_probabilities(
     """
     logits = adjust_logits(logits, params, seen_mask, counts)
     if params.temperature == 0:
-        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        return F.one_hot(find_likeliest(logits), logits.shape[-1]).float()
     logits32 = logits.float()
     # At most 0: quotients by a small temperature are then -inf at worst, and never inf - inf.
     shifted = logits32 - logits32.amax(-1, keepdim=True)

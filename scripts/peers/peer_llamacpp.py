@@ -1,8 +1,9 @@
-r"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and
-`measure_batch.py`.
+r"""llama.cpp on random weights of a shape, or on a file, to be compared with ours by
+`measure_cpu.py`, `measure_batch.py` and `measure_files.py`.
 
     PYTHON scripts/peers/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] \
         [--context 2048] [--sequences 8]
+    PYTHON scripts/peers/peer_llamacpp.py FILE.gguf --serve file [...]
 
 PYTHON has llama-cpp-python and gguf. The model is made in FOLDER, in a folder of its shape, and
 kept. Says how many bytes of weights it reads for a token; then, for each line on standard input
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -51,6 +53,7 @@ SHAPES = {
     "qwen3-moe-2.7b": Shape("qwen3moe", 2048, 384, 16, 16, 4, 128, (64, 8), 30000),
 }
 TYPES = ("Q8_0", "Q4_0", "Q4_K_M")
+FILE = "file"
 
 
 def list_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -221,31 +224,45 @@ class Session:
         return count / (time.perf_counter() - started)
 
 
-def weight_bytes(path: Path, shape: Shape) -> int:
-    """Of what is read for each token: all but the embedding, and of experts as many as take one."""
-    count, per_token = shape.experts or (1, 1)
+def weight_bytes(path: Path, experts: tuple[int, int] | None) -> int:
+    """Of what is read for each token: all but an embedding that is not the head too, and of experts
+    as many as take one.
+    """
+    count, per_token = experts or (1, 1)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
-    del tensors["token_embd.weight"]
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
     return sum(
         size * per_token // count if "_exps" in name else size for name, size in tensors.items()
     )
 
 
+def read_resident_bytes() -> int:
+    """Return the bytes of memory that this process holds, pages of mapped files with them."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--serve", required=True, choices=TYPES)
+    parser.add_argument("--serve", required=True, choices=[*TYPES, FILE])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shape", default="tinyllama-1.1b", choices=SHAPES)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--split", action="store_true", help="each sequence has a separate cache")
     options = parser.parse_args()
-    folder = options.folder / options.shape
-    folder.mkdir(parents=True, exist_ok=True)
     llama.silence()
     llama_cpp.llama_backend_init()
-    path = make(folder, options.serve, SHAPES[options.shape])
+    if options.serve == FILE:
+        path, experts = options.folder, None
+    else:
+        folder = options.folder / options.shape
+        folder.mkdir(parents=True, exist_ok=True)
+        shape = SHAPES[options.shape]
+        path, experts = make(folder, options.serve, shape), shape.experts
+    resident_before = read_resident_bytes()
     session = Session(
         path, options.threads, options.context, options.sequences, unified=not options.split
     )
@@ -254,8 +271,9 @@ def main() -> None:
         "decode batch 8": lambda: session.time_batches(8, 8),
         "prefill 128": lambda: session.prefill(128),
         "prefill 512": lambda: session.prefill(512),
+        "memory": lambda: read_resident_bytes() - resident_before,
     }
-    print(weight_bytes(path, SHAPES[options.shape]), flush=True)
+    print(weight_bytes(path, experts), flush=True)
     for line in sys.stdin:
         if line.startswith("{"):
             print(session.together(**json.loads(line)), flush=True)
