@@ -28,7 +28,7 @@ from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
-from quantkit.tensors.scheme import FLOAT_SCHEMES, SCHEMES, QuantScheme
+from quantkit.tensors.scheme import FLOAT_SCHEMES, KEEP, SCHEMES, QuantScheme
 from quantkit.via_transformers import VIAS
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ class Scheme(click.types.StringParamType):
             mix = mixes.find_mix(value)
         else:
             mix = None
+        if param is not None and param.name == "embedding" and value == KEEP:
+            return value
         if mix is None:
             return str(QuantScheme.parse(value))
         return mix.name

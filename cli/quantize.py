@@ -24,7 +24,7 @@ from quantkit.jobs.quantize.options import (
     is_solved_by_default,
 )
 from quantkit.tensors.mix import find_mix
-from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+from quantkit.tensors.scheme import KEEP, SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.distributed import shard
@@ -151,7 +151,7 @@ def may_need_gptq(arguments: Mapping[str, Any]) -> bool:
             if override.scheme is not None:
                 schemes.append(override.scheme)
     for name in ("head", "embedding"):
-        if arguments[name] is not None:
+        if arguments[name] not in (None, KEEP):
             schemes.append(QuantScheme.parse(arguments[name]))
     return any(is_solved_by_default(candidate) for candidate in schemes)
 

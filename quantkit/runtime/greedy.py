@@ -21,15 +21,16 @@ def find_likeliest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or num_spans < 2 or torch.compiler.is_compiling():
         return logits.argmax(-1)
     rest_start = num_spans * _SPAN
-    maxima = logits[..., :rest_start].unflatten(-1, (num_spans, _SPAN)).amax(-1)
+    spans = logits[..., :rest_start].view(*logits.shape[:-1], num_spans, _SPAN)
+    maxima = spans.amax(-1)
     if rest_start < vocabulary:
         rest = logits[..., rest_start:].amax(-1, keepdim=True)
         maxima = torch.cat((maxima, rest), dim=-1)
     starts = maxima.argmax(-1, keepdim=True) * _SPAN
     # The last span may be shorter: its last value is repeated.
     tokens = (starts + torch.arange(_SPAN)).clamp(max=vocabulary - 1)
-    in_span = logits.gather(-1, tokens).argmax(-1)
-    return starts.squeeze(-1) + in_span
+    in_span: Tensor = logits.gather(-1, tokens).argmax(-1)
+    return starts.squeeze(-1).add(in_span)
 
 
 def mark_nonfinite(tokens: Tensor, logits: Tensor) -> Tensor:

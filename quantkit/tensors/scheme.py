@@ -351,3 +351,5 @@ kernels for them here.
 _K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""
+KEEP = "keep"
+"""In place of the scheme of an embedding: its floats."""

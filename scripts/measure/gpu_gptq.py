@@ -82,6 +82,7 @@ def quantize(layers: int, device: str, results: gpu.Results) -> None:
             src,
             dst,
             scheme,
+            embedding="keep",
             method="gptq",
             calibration=text,
             samples=2 if gpu.DRY else 16,

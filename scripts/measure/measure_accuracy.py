@@ -60,7 +60,9 @@ class Runs:
         """Round to nearest."""
         started = time.monotonic()
         dst = self._dst("rtn", scheme, seed)
-        quantkit.quantize(self.source, dst, scheme, method="rtn", accept_quality_loss=True)
+        quantkit.quantize(
+            self.source, dst, scheme, embedding="keep", method="rtn", accept_quality_loss=True
+        )
         return dst, f"{time.monotonic() - started:.1f}"
 
     def run_gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:
@@ -83,6 +85,7 @@ class Runs:
                 self.source,
                 dst,
                 scheme,
+                embedding="keep",
                 method="gptq",
                 calibration=self.calibration,
                 samples=self.samples,

@@ -76,6 +76,7 @@ def main() -> None:
                     source,
                     dst,
                     "int4-g128",
+                    embedding="keep",
                     method="gptq",
                     calibration=options.calibration,
                     samples=SAMPLES,

@@ -51,7 +51,8 @@ def main() -> None:
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as folder:
                 dst = Path(folder) / "model"
-                arguments = ["--scheme", options.scheme, "--seed", seed, *amount]
+                arguments = ["--scheme", options.scheme, "--embedding", "keep"]
+                arguments += ["--seed", seed, *amount]
                 cost = run_and_measure([*QUANTKIT, "quantize", options.model, dst, *arguments])
                 calibration = json.loads((dst / MANIFEST).read_text())["calibration"]
                 kls = measure_kls(options.model, dst, batches)

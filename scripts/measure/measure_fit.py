@@ -60,6 +60,7 @@ class Measurement:
             self.source,
             self.folder / str(self._count),
             scheme,
+            embedding="keep",
             method="gptq",
             calibration=self.calibration,
             samples=SAMPLES,

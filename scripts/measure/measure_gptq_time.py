@@ -60,7 +60,7 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: 
     )
     environment = AVX2 if options.avx2 else {}
     ours: list[object] = [*QUANTKIT, "quantize", source, dst, "--scheme", SCHEME]
-    ours += ["--method", "gptq", "--calibration", options.calibration]
+    ours += ["--embedding", "keep", "--method", "gptq", "--calibration", options.calibration]
     ours += ["--samples", options.samples, "--length", options.length]
     if not checked:
         ours.append("--no-source-check")

@@ -53,7 +53,12 @@ def main() -> None:
         for scheme in options.schemes.split(","):
             quantized = Path(folder) / scheme
             quantkit.quantize(
-                options.model, quantized, scheme, method="rtn", accept_quality_loss=True
+                options.model,
+                quantized,
+                scheme,
+                embedding="keep",
+                method="rtn",
+                accept_quality_loss=True,
             )
             for text in options.texts:
                 windows = cut_windows(options.model, text)

@@ -75,6 +75,7 @@ def main() -> None:
                         model,
                         dst,
                         options.scheme,
+                        embedding="keep",
                         source_check=False,
                         accept_quality_loss=True,
                     )

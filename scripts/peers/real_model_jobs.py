@@ -346,7 +346,8 @@ def quantize_to_folder(scheme: str) -> Callable[[Subject], str]:
 
     def check(subject: Subject) -> str:
         folder, output = subject.path("folder"), subject.path(scheme)
-        report = quantize(subject, scheme, output)
+        # transformers does not load a quantized embedding.
+        report = quantize(subject, scheme, output, "--embedding", "keep")
         reference = judges.load_model(folder)
         windows = judges.cut_windows(judges.load_tokenizer(folder))
         kl = judges.measure_kl(reference, judges.load_model(output), windows)

@@ -234,7 +234,7 @@ class CodeFormat:
         scale_dtype: the type of all scales; None if they may have the model's.
         scales: how scales may be held in what is quantized for it.
         carried_scales: how the scales of a source in the same format may be held in addition.
-        embeddings: what an embedding may be quantized to, if it may be.
+        embeddings: what an embedding may be quantized to, if it may be; the first one by default.
         codes: what codes may be.
     """
 

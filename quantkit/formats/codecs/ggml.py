@@ -197,7 +197,8 @@ class GgmlBlocks(CodeFormat):
     name = "gguf"
     schemes = (Q4_0.scheme, Q8_0.scheme)
     scale_dtype = DType.FLOAT16
-    embeddings = (EMBEDDING_SCHEME, *GGUF_SCHEMES.values())
+    # Blocks with scales of their own take no more bytes than those that repeat a token's scale.
+    embeddings = (Q8_0.scheme, *GGUF_SCHEMES.values(), EMBEDDING_SCHEME)
     scales = frozenset({Scales.FLOATS, Scales.BLOCKS, Scales.SUPER_BLOCKS})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:

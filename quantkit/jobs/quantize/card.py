@@ -53,6 +53,7 @@ from quantkit.quality.gate_result import WINDOW, Gate
 from quantkit.quality.positions import PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import KEEP
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
@@ -482,9 +483,10 @@ def _scheme_options(recipe: Recipe) -> dict[str, object]:
     remaining = list(recipe.overrides)
     named_schemes: dict[str, object] = {}
     # `build_recipe` puts the override of the head first, that of the embedding next.
-    for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
-        if remaining and remaining[0].pattern == module and remaining[0].scheme is not None:
-            named_schemes[name] = remaining.pop(0).scheme
+    if remaining and remaining[0].pattern == CANONICAL["head"] and remaining[0].scheme is not None:
+        named_schemes["head"] = remaining.pop(0).scheme
+    if remaining and remaining[0].pattern == EMBEDDING:
+        named_schemes["embedding"] = remaining.pop(0).scheme or KEEP
     # Options can only keep floats; other schemes by pattern need a file.
     if any(override.scheme is not None for override in remaining):
         return {"recipe": _RECIPE, **dict.fromkeys(("scheme", "head", "embedding", "keep"))}

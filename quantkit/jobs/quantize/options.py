@@ -95,8 +95,10 @@ class QuantizeOptions:
         head: the scheme of the output head, which keeps its floats by default; a recipe names
             ``lm_head`` instead. A head that is tied to the embedding has the scheme of `embedding`.
         embedding: the scheme of the embedding, ``int8``, with one scale for each token; if the head
-            is tied to the embedding, it is the head's scheme too. None keeps its floats, unless a
-            recipe names ``model.embed_tokens``.
+            is tied to the embedding, it is the head's scheme too. A recipe names
+            ``model.embed_tokens`` instead. None quantizes embedding and head to ``int8`` where they
+            are more than a quarter of the weights, or of what is read for each token, if the format
+            has such embeddings and no recipe is given; ``keep`` never.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         activations: the type that readers round the inputs of linears to, each token by itself when
             the model runs: ``none``, ``int8`` or ``fp8``. None is fp8 for the schemes fp8 and
@@ -180,9 +182,10 @@ class QuantizeOptions:
     )
     embedding: str | QuantScheme | None = option(
         SCHEMES,
-        "Scheme of the embedding, with one scale per token, and of an output head tied to it.",
+        "Scheme of the embedding, with one scale per token, and of an output head tied to it; keep"
+        " leaves both unquantized. Default: int8 where they are more than a quarter of the model.",
         "scheme",
-        metavar="int8",
+        metavar="int8|keep",
     )
     target_bits: float | None = option(
         SCHEMES,

@@ -36,6 +36,7 @@ from quantkit.jobs.output.target import (
 )
 from quantkit.jobs.quantize.card import describe_command
 from quantkit.jobs.quantize.certificate import prepare_certified_text
+from quantkit.jobs.quantize.default_embedding import choose_embedding
 from quantkit.jobs.quantize.formats import FormatPlan, Formats, prefix_errors
 from quantkit.jobs.quantize.held_schemes import assign_schemes
 from quantkit.jobs.quantize.options import QuantizeOptions
@@ -130,7 +131,11 @@ def prepare(options: QuantizeOptions) -> Plan:
 
         source.config = with_embedding(source.config, passage_of(source).partwise, source.path)
     recipe = apply_gguf_mix(options, with_head_on_disk(recipe, source.config), source.config)
-    scheme_map, scheme_notes = assign_schemes(source, recipe, dst, target, strict=options.strict)
+    first_recipe, embedding_notes = choose_embedding(recipe, options, source, target)
+    notes += embedding_notes
+    scheme_map, scheme_notes = assign_schemes(
+        source, first_recipe, dst, target, strict=options.strict
+    )
     notes += _note_how_it_runs(source, scheme_map, trusts_code=options.trust_remote_code)
     notes += note_dropped_cache(source, dst, again=options.kv_cache is not None)
     # The weights are measured, and calibrated, with floats in the cache.
@@ -161,7 +166,7 @@ def prepare(options: QuantizeOptions) -> Plan:
         )
     # Last: the encoders of formats need the final config and tokenizer.
     return Plan(
-        formats=_plan_formats(options, source, tokenizer, scheme_map, scheme_notes),
+        formats=_plan_formats(options, source, tokenizer, recipe, scheme_map, scheme_notes),
         solver=solver,
         checks=Checks(
             source_check=options.source_check,
@@ -215,12 +220,14 @@ def _plan_formats(
     options: QuantizeOptions,
     source: StoredCheckpoint,
     tokenizer: Tokenizer | None,
+    recipe: Recipe,
     scheme_map: SchemeMap,
     notes: list[str],
 ) -> Formats:
     """Plan the requested formats: several have a folder each.
 
     Args:
+        recipe: the requested schemes, to which a format may add the embedding's.
         scheme_map: the schemes in the first format.
         notes: on these schemes.
 
@@ -236,7 +243,8 @@ def _plan_formats(
     for target in options.targets:
         folder = dst / target.name
         with prefix_errors(target.name):
-            target_map, target_notes = assign_schemes(source, scheme_map.recipe, folder, target)
+            target_recipe, _ = choose_embedding(recipe, options, source, target)
+            target_map, target_notes = assign_schemes(source, target_recipe, folder, target)
             if options.kv_cache is not None:
                 require_holds_kv_cache(target, folder)
             by_folder[target.name] = _plan_format(

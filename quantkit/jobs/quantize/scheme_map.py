@@ -31,7 +31,7 @@ from quantkit.formats.registry import Target
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.tensors.mix import find_mix
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Scales
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, KEEP, SPELLINGS, QuantScheme, Scales
 
 if TYPE_CHECKING:
     from quantkit.jobs.quantize import gguf_mix
@@ -66,9 +66,14 @@ def build_recipe(options: QuantizeOptions) -> Recipe:
                 Message(Option("head"), " cannot be combined with a recipe"),
                 hint=f"add an override for {_HEAD} to the recipe",
             )
-        recipe = _with_override(recipe, _HEAD, options.head)
+        recipe = Recipe(recipe.default, (*recipe.overrides, _parse_override(_HEAD, options.head)))
     if options.embedding is not None:
-        recipe = _with_override(recipe, EMBEDDING, options.embedding)
+        if options.embedding == KEEP:
+            # Named, so that it is not quantized by default.
+            embedding_override = Override(EMBEDDING, None)
+        else:
+            embedding_override = _parse_override(EMBEDDING, options.embedding)
+        recipe = Recipe(recipe.default, (*recipe.overrides, embedding_override))
         for pattern in kept:
             if Override(pattern, None).matches(EMBEDDING):
                 raise RequestError(
@@ -138,12 +143,10 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
     return Recipe(QuantScheme.parse(scheme))
 
 
-def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Recipe:
+def _parse_override(module: str, scheme: str | QuantScheme) -> Override:
     if isinstance(scheme, QuantScheme):
-        parsed = scheme
-    else:
-        parsed = QuantScheme.parse(scheme)
-    return Recipe(recipe.default, (*recipe.overrides, Override(module, parsed)))
+        return Override(module, scheme)
+    return Override(module, QuantScheme.parse(scheme))
 
 
 def _choose_placeholder_scheme(target: Target) -> QuantScheme:
@@ -207,7 +210,9 @@ class SchemeMap:
             kept = kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
         _drop_tied_head_overrides(recipe, config, embedding).require_matches(
-            [*columns, *on_disk.values()], _routers(config)
+            # The embedding may be named also where it keeps its floats.
+            [*columns, EMBEDDING, *on_disk.values()],
+            _routers(config),
         )
         recurrent_names = _add_disk_names(recurrent, on_disk)
         other_names = _add_disk_names(columns.keys() - recurrent, on_disk)
@@ -447,8 +452,13 @@ def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
 
 
 def find_embedding_override(recipe: Recipe) -> Override | None:
-    """Find the override of the embedding; None if there is none, so that it keeps its floats."""
+    """Find the override of the embedding; None if there is none."""
     return _find_last_override(recipe, EMBEDDING)
+
+
+def find_head_override(recipe: Recipe) -> Override | None:
+    """Find the override of the head; None if there is none."""
+    return _find_last_override(recipe, _HEAD)
 
 
 def _embedding_scheme(
@@ -473,7 +483,7 @@ def _embedding_scheme(
             found=f"{scheme} for {format_value(override.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",
         )
-    head = _find_last_override(recipe, _HEAD)
+    head = find_head_override(recipe)
     if (
         config.tied_embeddings
         and head is not None
