@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from quantkit.base.json_values import format_value
+from quantkit.base.json_values import format_value, read_json
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
@@ -24,6 +24,7 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetit
 # of two folders, it is compared as it is stated.
 _READERS_DIFFER = ("top_k",)
 _CLEAN_UP = "clean_up_tokenization_spaces"
+_CLEAN_UP_ANYWAY = f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output"
 
 
 def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -32,7 +33,7 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     Compared are the sampling options that generation_config.json or GGUF's metadata request, the
     tokens that they suppress and, if both models are folders with such files, the other keys of
     generation_config.json that change what is generated, and ``add_bos_token``, ``add_eos_token``
-    and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the first two by its
+    and ``clean_up_tokenization_spaces`` of tokenizer_config.json, where transformers heeds it. GGUF states the first two by its
     vocabulary, which is compared with the tokenizers, and cannot state the third. A Meta folder
     states none of them.
 
@@ -130,5 +131,16 @@ def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         "add_bos_token": settings.flag("add_bos_token", adds_bos),
         "add_eos_token": settings.flag("add_eos_token", adds_eos),
-        _CLEAN_UP: settings.flag(_CLEAN_UP, False),
+        _CLEAN_UP: settings.flag(_CLEAN_UP, False) and not _ignores_clean_up(checkpoint.path),
     }
+
+
+def _ignores_clean_up(folder: Path) -> bool:
+    """Return whether transformers leaves spaces as they are whatever the flag says: in text of a
+    byte-pair encoding, of which it would take spaces that belong to it (seen in 5.23).
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file() or read_tokenizer_config(folder).flag(_CLEAN_UP_ANYWAY, False):
+        return False
+    model = read_json(path).get("model")
+    return isinstance(model, dict) and model.get("type") == "BPE"

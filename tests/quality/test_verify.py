@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import oracle
@@ -11,12 +12,14 @@ import torch
 from command import Capture, run
 from error_parts import raises
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 import quantkit
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.source import SourceFile
 from quantkit.quality.verify import Verdict, verify
+
+CLEAN_UP = "clean_up_tokenization_spaces"
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +227,10 @@ def test_a_script_may_require_equality(source: Path, tmp_path: Path, capfd: Capt
         ("generation_config.json", {"max_new_tokens": 5}),
         ("tokenizer_config.json", {"add_bos_token": False}),
         ("tokenizer_config.json", {"add_eos_token": True}),
-        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
+        (
+            "tokenizer_config.json",
+            {f"{CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output": True, CLEAN_UP: True},
+        ),
     ],
 )
 def test_settings_alone_make_two_models_differ(
@@ -263,6 +269,25 @@ def test_settings_that_change_nothing_are_no_difference(demo_model: Path, tmp_pa
     oracle.edit_json(other / "tokenizer_config.json", add_bos_token=True, add_eos_token=False)
     report = verify(tmp_path / "a", other)
     assert (report.verdict, report.settings) == (Verdict.SAME, [])
+
+
+@pytest.mark.parametrize("anyway", [False, True])
+def test_cleaning_text_up_counts_where_transformers_does_it(
+    anyway: bool, real_shape: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first = oracle.copy(real_shape("smollm"), tmp_path / "a")
+    second = oracle.copy(first, tmp_path / "b")
+    oracle.edit_json(first / "tokenizer_config.json", **{CLEAN_UP: False})
+    oracle.edit_json(
+        second / "tokenizer_config.json",
+        **{CLEAN_UP: True, f"{CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output": anyway},
+    )
+    text = "one . two , three"
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (first, second)]
+    texts = [tokenizer.decode(tokenizer.encode(text)) for tokenizer in tokenizers]
+    differs = texts[0] != texts[1]
+    assert differs == anyway
+    assert (verify(first, second).verdict is Verdict.DIFFERENT) == differs
 
 
 def test_defaults_of_transformers_are_no_difference(demo_model: Path, tmp_path: Path) -> None:
