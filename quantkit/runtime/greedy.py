@@ -37,5 +37,5 @@ def mark_nonfinite(tokens: Tensor, logits: Tensor) -> Tensor:
     """Replace tokens [N] by -1 if the logits [N, V] that they were drawn from are NaN or Inf."""
     # NaN propagates to both extremes, so two values per row decide without a mask of [N, V].
     # torch's `aminmax` of rows would compare one value at a time on CPUs.
-    finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
+    finite = (logits.amin(-1) > -torch.inf) & (logits.amax(-1) < torch.inf)
     return tokens.masked_fill(finite.logical_not(), -1)
