@@ -14,7 +14,19 @@ from quantkit.tensors.scheme import QuantScheme
 CANDIDATES = tuple(
     map(
         QuantScheme.parse,
-        ("q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"),
+        (
+            "q2_k",
+            "q3_k",
+            "iq4_xs",
+            "int4-g128",
+            "int4-g64",
+            "int4-g32",
+            "q4_k",
+            "q5_0",
+            "q5_k",
+            "q6_k",
+            "int8",
+        ),
     )
 )
 """The scheme of each unit is chosen among those of them that the format supports, and floats."""

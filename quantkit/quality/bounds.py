@@ -52,13 +52,15 @@ BOUNDS = {
     "int5": Bound(0.1, 1.1),
     "int4": Bound(0.25, 1.25),
     "int3": Bound(0.6, 1.6),
+    "int2": Bound(1.6, 2.6),
 }
 """By type; a pair of models has the bound of the coarsest tensor in which they differ.
 
 FP8 (e4m3) has 3 bits of mantissa, so rounding to it loses 2.65 % of weights or inputs of any
 distribution (Frobenius norms). Of normally distributed weights, int8 in rows loses 0.9 %, q6_k 2.05
 % and q5_k 3.8 %: FP8's bound lies where 2.65 % lies between the last two, on logarithmic scales.
-Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128 11.1 %), so they
+Rounding to q3_k loses 18.6 %, to q2_k 32.9 %: the bound of 2 bits follows from those of 3 and 4 on
+logarithmic scales. Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128 11.1 %), so they
 have its bound.
 """
 

@@ -33,9 +33,9 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     Compared are the sampling options that generation_config.json or GGUF's metadata request, the
     tokens that they suppress and, if both models are folders with such files, the other keys of
     generation_config.json that change what is generated, and ``add_bos_token``, ``add_eos_token``
-    and ``clean_up_tokenization_spaces`` of tokenizer_config.json, where transformers heeds it. GGUF states the first two by its
-    vocabulary, which is compared with the tokenizers, and cannot state the third. A Meta folder
-    states none of them.
+    and ``clean_up_tokenization_spaces`` of tokenizer_config.json, where transformers heeds it.
+    GGUF states the first two by its vocabulary, which is compared with the tokenizers, and cannot
+    state the third. A Meta folder states none of them.
 
     Raises:
         CheckpointError: if a file is damaged.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.tensors import float_codes
+from quantkit.tensors import code_table, float_codes
 from quantkit.tensors.products import times
 from quantkit.tensors.scheme import Codes, QuantScheme
 
@@ -140,13 +140,16 @@ def with_positive_scales(kernels: ColumnKernels) -> ColumnKernels:
     return replace(kernels, search_scales=partial(search_scales, signed=False))
 
 
-def small_float_kernels(kind: Codes) -> ColumnKernels:
-    """Build kernels as `TORCH`, for codes that are small floats, which are in `codes` by their
-    values; there is no zero point.
+def value_kernels(kind: Codes) -> ColumnKernels:
+    """Build kernels as `TORCH`, for codes that are small floats or in a table, which are in `codes`
+    by their values; there is no zero point.
     """
 
     def round_(quotients: Tensor, zero: Tensor | None, levels: int) -> None:
-        quotients.copy_(float_codes.round_to_code_values(quotients, kind))
+        if kind is Codes.TABLE:
+            quotients.copy_(code_table.round_to_table(quotients))
+        else:
+            quotients.copy_(float_codes.round_to_code_values(quotients, kind))
 
     in_turn = partial(_round_in_turn, round_=round_)
     improve = partial(_improve_in_turn, round_=round_)

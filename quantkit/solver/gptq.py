@@ -23,14 +23,14 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.block_grid import refit_blocks, search_blocks
-from quantkit.solver.columns import TORCH, ColumnKernels, descend, small_float_kernels, solve_codes
+from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes, value_kernels
 from quantkit.solver.grid import ENDLESS, Grid, weights_at_once
 from quantkit.solver.refit import refit_scales
 from quantkit.solver.two_sided import OUTPUT_DAMPING, OutputFactor, solve_two_sided
-from quantkit.tensors import float_codes
+from quantkit.tensors import code_table, float_codes
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenate_rows, quantize_rtn
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import Codes, QuantScheme, Scales
 
 # Shares of the mean diagonal.
 DAMPING = 0.01
@@ -294,7 +294,7 @@ def _solve_small_floats(
     grid = Grid(
         torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(target) // len(steps)
     )
-    kernels = small_float_kernels(kind)
+    kernels = value_kernels(kind)
     values, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
     values, _ = descend(target, values, hessian.matrix, grid, hessian.order, kernels)
     codes = float_codes.encode_values(values.t().contiguous(), kind)
@@ -320,10 +320,14 @@ def _errors(missing: Tensor, target: Tensor, hessian: Damped) -> tuple[Tensor, T
 def _solve_blocks(
     target: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_on_float_scales` for blocks of GGUF.
+    """Solve rows as `_solve_on_float_scales` for blocks of GGUF; by torch alone for codes in a
+    table.
 
     The float16 scales are fitted to the codes; their integers stay.
     """
+    in_table = scheme.codes is Codes.TABLE
+    if in_table:
+        kernels = value_kernels(scheme.codes)
     scales = search_blocks(target, hessian.diagonal, scheme, kernels.search_scales)
     grid = Grid.of_blocks(scales, scheme, len(target))
     codes, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
@@ -340,12 +344,13 @@ def _solve_blocks(
     grid = Grid.of_blocks(scales, scheme, len(target))
     codes, _ = descend(target, codes, hessian.matrix, grid, hessian.order, kernels)
     error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
-    if scheme.symmetric:
-        middle = scheme.levels // 2
+    if in_table:
+        unsigned = code_table.find_nearest(codes)
+    elif scheme.symmetric:
+        unsigned = (codes + scheme.levels // 2).to(torch.uint8)
     else:
-        middle = 0
-    unsigned = (codes + middle).to(torch.uint8).t().contiguous()
-    return QuantTensor.of_blocks(unsigned, scales, scheme), error, energy
+        unsigned = codes.to(torch.uint8)
+    return QuantTensor.of_blocks(unsigned.t().contiguous(), scales, scheme), error, energy
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:

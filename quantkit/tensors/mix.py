@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.tensors.scheme import (
+    IQ4_NL,
+    IQ4_XS,
+    Q2_K,
     Q3_K,
     Q4_0,
     Q4_1,
@@ -36,6 +39,7 @@ class Mix:
 
 
 _ALL = (
+    Mix("q2_k", Q2_K, 10),
     Mix("q3_k_s", Q3_K, 11),
     Mix("q3_k_m", Q3_K, 12),
     Mix("q3_k_l", Q3_K, 13),
@@ -44,6 +48,8 @@ _ALL = (
     Mix("q5_k_s", Q5_K, 16),
     Mix("q5_k_m", Q5_K, 17),
     Mix("q6_k", Q6_K, 18),
+    Mix("iq4_nl", IQ4_NL, 25),
+    Mix("iq4_xs", IQ4_XS, 30),
     Mix("q4_0", Q4_0, 2),
     Mix("q4_1", Q4_1, 3),
     Mix("q5_0", Q5_0, 8),

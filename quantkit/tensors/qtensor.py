@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from quantkit.tensors import float_codes
+from quantkit.tensors import code_table, float_codes
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.scheme import TABLE, Codes, QuantScheme, Scales
 
@@ -229,8 +229,7 @@ class QuantTensor:
                 scaled = values.mul_(steps.unsqueeze(-1))
                 return scaled.sub_(offsets.unsqueeze(-1)).view(rows, columns)
         if self.scheme.codes is Codes.TABLE:
-            table = torch.tensor(TABLE, dtype=torch.float32, device=self.codes.device)
-            values = table[self.codes.view(rows, groups, -1).int()]
+            values = code_table.look_up(self.codes.view(rows, groups, -1))
             return values.mul_(steps.unsqueeze(-1)).view(rows, columns)
         # The difference of two codes is exact in float32, so only the product is rounded.
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
@@ -362,11 +361,8 @@ def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> 
     steps = scales.steps.unsqueeze(-1)
     offsets = scales.offsets
     if scheme.codes is Codes.TABLE:
-        table = torch.tensor(TABLE, dtype=torch.float32, device=grouped.device)
-        # Where the nearest number of the table changes.
-        middles = (table[1:] + table[:-1]) / 2
         quotients = torch.where(steps == 0, 0, grouped / steps)
-        return torch.bucketize(quotients.flatten(1), middles).to(torch.uint8)
+        return code_table.find_nearest(quotients.flatten(1))
     if offsets is None:
         low = scheme.levels // 2
         shifted = grouped

@@ -265,9 +265,9 @@ class QuantScheme:
 
         The policy for rows that the group size does not divide: the largest smaller group of 128,
         64 or 32 that does; if none does, int8 per row. No layer is left unquantized for its shape.
-        A K-quant that 256 does not divide becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1,
-        or Q8_0 as int8 in groups of 32. Of small floats, those of 8 bits become FP8 per row, those
-        of 4 bits int8 per row.
+        A type that 256 does not divide becomes what llama.cpp takes instead: IQ4_NL, Q4_0, Q5_0,
+        Q5_1, or Q8_0 as int8 in groups of 32. Of small floats, those of 8 bits become FP8 per row,
+        those of 4 bits int8 per row.
         """
         if columns % self.unit == 0:
             return self
@@ -277,6 +277,8 @@ class QuantScheme:
             return QuantScheme(8, None)
         if self.scales is not Scales.FLOATS:
             if columns % 32 == 0:
+                if self.codes is Codes.TABLE:
+                    return IQ4_NL
                 return _K_FALLBACKS.get(self.bits, self)
             return QuantScheme(8, None)
         assert self.group_size is not None
@@ -331,13 +333,12 @@ Q5_K = QuantScheme(5, 32, False, Scales.SUPER_BLOCKS)
 Q2_K = QuantScheme(2, 16, False, Scales.SUPER_BLOCKS)
 IQ4_NL = QuantScheme(4, 32, True, Scales.BLOCKS, Codes.TABLE)
 IQ4_XS = QuantScheme(4, 32, True, Scales.SUPER_BLOCKS, Codes.TABLE)
-# Q2_K, IQ4_NL and IQ4_XS are read and run, but not solved for.
-_BLOCKS = (Q3_K, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1)
+_BLOCKS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, Q4_1, Q5_0, Q5_1)
 # Q4_0 and Q8_0 are also int4-g32 and int8-g32, as `str` calls them, so GGUF's names are added.
 GGUF_SCHEMES = {str(scheme): scheme for scheme in (*_BLOCKS, Q8_0)}
 GGUF_SCHEMES |= {"q4_0": Q4_0, "q8_0": Q8_0}
 """Those that a user may request for GGUF, by name."""
-GGUF_SPELLINGS = "q3_k, q4_k, q5_k, q6_k, q4_0, q4_1, q5_0, q5_1, q8_0"
+GGUF_SPELLINGS = "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1, q8_0"
 FP8 = QuantScheme(8, None, codes=Codes.E4M3)
 FP8_BLOCK = QuantScheme(
     bits=8, group_size=TILE, symmetric=True, scales=Scales.TILES, codes=Codes.E4M3
@@ -348,7 +349,7 @@ FLOAT_SCHEMES = {_FLOAT_NAMES[scheme.scales]: scheme for scheme in (FP8, FP8_BLO
 """Those in small floats that a user may request for compressed-tensors, by name; there are no
 kernels for them here.
 """
-_K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
+_K_FALLBACKS = {2: Q4_0, 3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""
 KEEP = "keep"

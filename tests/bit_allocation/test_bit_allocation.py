@@ -260,5 +260,17 @@ def test_what_cannot_be_is_refused_before_any_work(
 
 
 def test_candidates_are_those_that_may_be_requested() -> None:
-    names = ["q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"]
+    names = [
+        "q2_k",
+        "q3_k",
+        "iq4_xs",
+        "int4-g128",
+        "int4-g64",
+        "int4-g32",
+        "q4_k",
+        "q5_0",
+        "q5_k",
+        "q6_k",
+        "int8",
+    ]
     assert [str(scheme) for scheme in CANDIDATES] == names

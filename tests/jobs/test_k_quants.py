@@ -141,6 +141,9 @@ def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("q2_k", {"attn_v": "Q3_K", "attn_output": "Q3_K", "ffn_down": "Q3_K", "ffn_up": "Q2_K"}),
+        ("iq4_xs", {"attn_v": "IQ4_XS", "ffn_down": "IQ4_XS", "output": "Q6_K"}),
+        ("iq4_nl", {"attn_v": "IQ4_NL", "ffn_down": "IQ4_NL", "output": "Q6_K"}),
         ("q3_k_m", {"attn_v": "Q5_K", "attn_output": "Q4_K", "ffn_down": "Q4_K", "ffn_up": "Q3_K"}),
         ("q3_k_l", {"attn_v": "Q5_K", "attn_output": "Q5_K", "ffn_down": "Q5_K", "ffn_up": "Q3_K"}),
         ("q4_k_s", {"attn_v": "Q5_K", "attn_output": "Q4_K", "ffn_down": "Q4_K", "ffn_up": "Q4_K"}),
@@ -277,9 +280,9 @@ def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
     assert made.allocation is not None
     assert made.allocation.bits <= 4.6
     offered = {scheme for unit in made.allocation.units for scheme in unit.losses}
-    assert offered == {"q3_k", "q4_k", "q5_k", "q6_k", "int8"}
+    assert offered == {"q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "int8"}
     for unit in made.allocation.units:
-        losses = [unit.losses[scheme] for scheme in ("q3_k", "q4_k", "q5_k", "q6_k")]
+        losses = [unit.losses[scheme] for scheme in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")]
         assert losses == sorted(losses, reverse=True), "more bits lose less"
     assert set(made.schemes) > {"q4_k"}, "some have more bits, some fewer"
 

@@ -253,8 +253,12 @@ class CodeFormat:
         can. For `is_carried` see `choose_codec`.
         """
         if scheme.codes not in self.codes:
+            if scheme.codes is Codes.TABLE:
+                problem = "its codes would stand for the numbers of a table"
+            else:
+                problem = "its quantized weights are small floats"
             return Reason(
-                "its quantized weights are small floats",
+                problem,
                 found=scheme,
                 expected=", ".join(map(str, self.schemes)),
             )

@@ -17,7 +17,7 @@ from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scal
 from quantkit.formats.codecs.ggml_blocks import LAYOUTS, BlockLayout
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, QuantScheme, Scales
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, Codes, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -200,6 +200,7 @@ class GgmlBlocks(CodeFormat):
     # Blocks with scales of their own take no more bytes than those that repeat a token's scale.
     embeddings = (Q8_0.scheme, *GGUF_SCHEMES.values(), EMBEDDING_SCHEME)
     scales = frozenset({Scales.FLOATS, Scales.BLOCKS, Scales.SUPER_BLOCKS})
+    codes = frozenset({Codes.INTEGERS, Codes.TABLE})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)

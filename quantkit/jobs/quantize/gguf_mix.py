@@ -1,6 +1,7 @@
 """llama.cpp's mixes of types, such as Q4_K_M: which tensors get other types than most.
 
-Source: llama.cpp's `llama_tensor_get_type_impl`.
+Source: llama.cpp's `llama_tensor_get_type_impl`, where it has an importance matrix if the mix is
+IQ4_NL or IQ4_XS: GPTQ measures the same inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from quantkit.tensors.scheme import Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, QuantScheme
 # is small: llama.cpp spends more bits there.
 _FEW_KV_HEADS = {"llama", "qwen2", "deci"}
 _LARGE_LAYERS = 80
+# Queries of a head of keys and values from which llama.cpp spends more bits on the values.
+_MANY_QUERIES = 4
+_TABLES = ("iq4_nl", "iq4_xs")
 _VALUES = ("attn_v", "attn_qkv")
 # Weights per block of GGUF's types; rows that it does not divide keep their floats.
 _BLOCK = 32
@@ -93,7 +97,12 @@ class MixRules:
     def _of_values(self, index: int, count: int, architecture: str) -> QuantScheme:
         # `index` counts tensors of values, as llama.cpp's `i_attention_wv` does, not layers.
         scheme = self.mix.default
-        if self.mix.name == "q3_k_m":
+        shares_values = self.config.num_heads >= _MANY_QUERIES * self.config.num_kv_heads
+        if self.mix.name == "q2_k":
+            scheme = Q4_K if shares_values else Q3_K
+        elif self.mix.name in _TABLES and shares_values:
+            scheme = Q5_K
+        elif self.mix.name == "q3_k_m":
             scheme = Q5_K if index < 2 else Q4_K
         elif self.mix.name == "q3_k_l":
             scheme = Q5_K
@@ -109,6 +118,8 @@ class MixRules:
         return scheme
 
     def _of_down(self, layer: int, layers: int) -> QuantScheme:
+        if self.mix.name == "q2_k":
+            return Q3_K
         if self.mix.name == "q3_k_m":
             if layer < layers // 16:
                 return Q5_K
@@ -121,10 +132,11 @@ class MixRules:
 
     def _of_attention_output(self) -> QuantScheme:
         if self._experts == _EXPERTS:
-            if self.mix.name in ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m"):
+            if self.mix.name in ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", *_TABLES):
                 return Q5_K
             return self.mix.default
-        return {"q3_k_m": Q4_K, "q3_k_l": Q5_K}.get(self.mix.name, self.mix.default)
+        of_mixes = {"q2_k": Q3_K, "q3_k_m": Q4_K, "q3_k_l": Q5_K}
+        return of_mixes.get(self.mix.name, self.mix.default)
 
 
 def _needs_more_bits(layer: int, layers: int) -> bool:
