@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.text_part import text_family
 from quantkit.base.arguments import as_path, require_flags
+from quantkit.base.memory import size_text
 from quantkit.base.messages import Message
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, count_text, parameter_count
@@ -17,8 +20,10 @@ from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, open_checkpoint, was_written_tensors_only
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
+from quantkit.formats.registry import CONTAINERS
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.positions import PositionCertificate
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -46,6 +51,9 @@ class Inspection:
         active_parameters: of these what one token meets.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
+        run_bytes: about what the weights take in memory on a CPU: codes that kernels run as they
+            are stored, others as floats; 0 where there is no decoder.
+        cache_bytes_per_token: of keys and values in the model's type, in one sequence; 0 likewise.
         tensors: number of tensors by float type or scheme.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
         made_by: ``quantkit_version`` and ``job`` that wrote it, ``method`` and ``effort`` of a
@@ -82,6 +90,8 @@ class Inspection:
     active_parameters: int
     weight_bytes: int
     bits_per_weight: float
+    run_bytes: int
+    cache_bytes_per_token: int
     tensors: dict[str, int]
     tokenizer: dict[str, Any] | None
     made_by: dict[str, Any] | None
@@ -134,6 +144,13 @@ class Inspection:
         if self.experts:
             lines.append(experts)
         lines.append(f"  tensors: {kinds}")
+        if self.runnable:
+            whole_context = self.context * self.cache_bytes_per_token
+            lines.append(
+                f"  memory to run: {size_text(self.run_bytes)} of weights, and"
+                f" {size_text(self.cache_bytes_per_token)} of keys and values for each token of a"
+                f" sequence, {size_text(whole_context)} for {self.context}"
+            )
         # Without a decoder nothing uses the tokenizer.
         if self.runnable or self.run_by:
             lines.append(f"  tokenizer: {_describe_tokenizer(self.tokenizer)}")
@@ -233,6 +250,8 @@ def inspect(
         active_parameters=active_parameter_count(checkpoint),
         weight_bytes=size,
         bits_per_weight=bits_per_weight,
+        run_bytes=_count_run_bytes(checkpoint),
+        cache_bytes_per_token=_count_cache_bytes(config),
         tensors=dict(kinds.most_common()),
         tokenizer=_read_tokenizer_facts(tokenizer),
         made_by=_read_maker(manifest),
@@ -245,6 +264,30 @@ def inspect(
         kv_cache=kv_cache,
         positions=positions,
     )
+
+
+def _count_run_bytes(checkpoint: StoredCheckpoint) -> int:
+    """Count the bytes of weights as a CPU runs them; 0 for a model without a decoder."""
+    if not checkpoint.config.runnable:
+        return 0
+    coded = CONTAINERS[checkpoint.format].with_codes(checkpoint)
+    total = 0
+    for name in checkpoint.names():
+        scheme = coded.info(name).scheme
+        if scheme is not None and not scheme.of_small_floats:
+            total += checkpoint.count_stored_bytes(name)
+        else:
+            spec = checkpoint.info(name)
+            total += math.prod(spec.shape) * DType(spec.dtype).itemsize
+    return total
+
+
+def _count_cache_bytes(config: ModelConfig) -> int:
+    """Count the bytes of a token's keys and values; 0 for a model without a decoder."""
+    if not config.runnable:
+        return 0
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return values * DType(config.dtype).itemsize
 
 
 def _read_tokenizer_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:

@@ -60,8 +60,8 @@ FP8 (e4m3) has 3 bits of mantissa, so rounding to it loses 2.65 % of weights or 
 distribution (Frobenius norms). Of normally distributed weights, int8 in rows loses 0.9 %, q6_k 2.05
 % and q5_k 3.8 %: FP8's bound lies where 2.65 % lies between the last two, on logarithmic scales.
 Rounding to q3_k loses 18.6 %, to q2_k 32.9 %: the bound of 2 bits follows from those of 3 and 4 on
-logarithmic scales. Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128 11.1 %), so they
-have its bound.
+logarithmic scales. Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128
+11.1 %), so they have its bound.
 """
 
 TIMES_ROUNDING = 3.0
