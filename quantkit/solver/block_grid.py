@@ -23,8 +23,9 @@ SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor
 
 _STARTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """Steps that are tried first, by how many more of them span a group than it has codes."""
-_TABLE_FACTORS = (0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
-"""Steps of a table that are tried, in units of the step that spans a group."""
+_TABLE_FACTORS = (1.0, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Steps of a table that are tried, in units of the step that spans a group, which comes first: of
+equal losses, as where no weight counts, the first one is kept."""
 # Rounds in which codes and the line through them improve each other.
 _ROUNDS = 2
 
@@ -131,8 +132,9 @@ def _fit_table(grouped: Tensor, weights: Tensor) -> Tensor:
     # The table reaches further below zero than above: a negative step turns it around.
     spanning = torch.maximum(high / TABLE[-1], low / TABLE[0])
     turned = -torch.maximum(high / -TABLE[0], low / -TABLE[-1])
-    best_steps = torch.zeros_like(high)
-    best = (weights * grouped.square()).sum(1)
+    # Kept also where squares overflow, so that no step has a smaller loss.
+    best_steps = spanning
+    best = torch.full_like(high, torch.inf)
     for span in (spanning, turned):
         for factor in _TABLE_FACTORS:
             steps = span * factor

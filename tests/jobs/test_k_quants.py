@@ -26,6 +26,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.gguf.container import Gguf
 from quantkit.jobs.convert import conversion
+from quantkit.jobs.quantize import default_embedding
 from quantkit.jobs.quantize.gguf_mix import MixRules
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
@@ -192,6 +193,23 @@ def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None
     assert "q4_k does not divide the rows of" in err
     assert "q5_0 is used there" in err
     assert "int8-g32 is used there" in err
+
+
+def test_an_embedding_that_no_block_divides_stays_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_embedding, "_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(default_embedding, "_LARGE_SHARE", 0.01)
+    source = make(
+        tmp_path / "narrow",
+        hidden_size=48,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+    )
+    made = quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", **RTN)
+    assert made.embedding is None
+    assert types(made.path)["blk.0.ffn_down.weight"] == "Q4_K"
 
 
 @pytest.mark.parametrize("width", [32, 96])

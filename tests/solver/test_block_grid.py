@@ -12,7 +12,7 @@ from quantkit.model.column_kernels import select_column_kernels
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import Damped, solve
-from quantkit.solver.grid import Grid
+from quantkit.solver.grid import Grid, search_scales
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.qtensor import QuantTensor, nearest_codes, quantize_rtn
 from quantkit.tensors.scheme import GGUF_SCHEMES, QuantScheme, Scales
@@ -56,7 +56,7 @@ def test_solved_blocks_are_closer_than_rounded_ones(name: str) -> None:
     assert report.output_error == pytest.approx((errors[0] / energy) ** 0.5, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["q3_k", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_nl", "iq4_xs"])
 def test_kernels_and_torch_find_the_same(name: str) -> None:
     weight, hessian = problem(rows=5)
     found = [
@@ -115,3 +115,11 @@ def test_a_step_of_zero_has_the_middle_code() -> None:
     assert scales is not None
     assert nearest_codes(torch.ones(1, 16, 16), scales, scheme).unique().tolist() == [32]
     assert Grid.of_blocks(scales, scheme, 256).values(torch.zeros(256, 1)).unique().tolist() == [0]
+
+
+def test_a_table_keeps_groups_of_which_no_weight_counts() -> None:
+    weight = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    importance = torch.ones(64)
+    importance[:32] = 0
+    scales = search_blocks(weight, importance, GGUF_SCHEMES["iq4_nl"], search_scales)
+    assert (scales.steps != 0).all()

@@ -108,7 +108,9 @@ def choose_embedding(
     head_override = find_head_override(recipe)
     if not config.runnable or (config.tied_embeddings and head_override is not None):
         return recipe, []
-    if isinstance(choose_codec(target.codes, scheme, embedding=True), Reason):
+    codec = choose_codec(target.codes, scheme, embedding=True)
+    # A default must not refuse what floats allow, such as rows that blocks do not divide.
+    if isinstance(codec, Reason) or codec.misfit(source.info(f"{EMBEDDING}.weight").shape):
         return recipe, []
     share = VocabularyShare.of(config, recipe.default.bits)
     if not share.is_large:
