@@ -225,6 +225,28 @@ class ExpertKernel:
     ]
 
 
+FindLikeliest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Finds the tokens [N] of the largest logits in float32 [N, V], of equal ones the first, and
+returns them, and again with -1 for each row whose logits are NaN or Inf.
+"""
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """What a step computes besides its blocks and products.
+
+    Attributes:
+        rotations: for positions [..., T], frequencies in float32, [P] or [..., 1 or T, P], a scale
+            and the head size: cosine and sine, float32 [..., T, Dh]; see `rope.compute_rotations`.
+        rms_norm: for float32 hidden states [..., D], a float32 weight [D] with its offset, and
+            epsilon: the root-mean-square norm (1910.07467).
+    """
+
+    rotations: Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    find_likeliest: FindLikeliest
+
+
 @dataclass(frozen=True)
 class OfferedKernels:
     """What a backend provides for the rest of a model, in addition to linears; None where it
@@ -239,6 +261,7 @@ class OfferedKernels:
         float_rounding: relative error of activations in products with weights of floats.
         block: for whole decoder blocks.
         experts: for mixtures of experts.
+        step: for the rest of a step.
         single_threaded: a context in which torch's operations run on the calling thread. Threads
             that torch wakes up spin for milliseconds on processors that the kernels need.
     """
@@ -249,6 +272,7 @@ class OfferedKernels:
     float_rounding: float = 0.0
     block: BlockKernel | None = None
     experts: ExpertKernel | None = None
+    step: StepKernels | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] | None = None
 
 

@@ -26,6 +26,7 @@ from quantkit.kernels.backend import (
     Prepared,
     PreparedLinear,
     Rounding,
+    StepKernels,
 )
 from quantkit.kernels.cpu_operators import BlockOperands, CppOperators
 from quantkit.kernels.library import load_kernels
@@ -179,6 +180,7 @@ class CpuBackend(Backend):
                 partial(prepare_blocks, operators, exact=self._exact), BLOCK_FEATURES, torch.float32
             ),
             experts=ExpertKernel(operators.stack, experts),
+            step=StepKernels(operators.rotations, operators.rms_norm, operators.find_likeliest),
             single_threaded=_single_threaded,
         )
 

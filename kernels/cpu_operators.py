@@ -173,6 +173,34 @@ class CppOperators:
         self._call("float_linear", x, weight, exact, torch.get_num_threads(), y)
         return y
 
+    def rotations(
+        self, positions: Tensor, frequencies: Tensor, scale: float, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute cosine and sine of positions, see `StepKernels`."""
+        if frequencies.dim() > 1:
+            # One row of frequencies for each position. Sequences may share positions.
+            shape = torch.broadcast_shapes(positions.shape, frequencies.shape[:-1])
+            frequencies = frequencies.expand(*shape, -1).contiguous()
+            positions = positions.expand(shape)
+        cosine = frequencies.new_empty((*positions.shape, head_dim))
+        sine = torch.empty_like(cosine)
+        self._call("rotations", positions.contiguous(), frequencies, scale, cosine, sine)
+        return cosine, sine
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute the norm of float32 rows, see `StepKernels`."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._call("rms_norm", x, weight, eps, torch.get_num_threads(), y)
+        return y
+
+    def find_likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the likeliest tokens, see `FindLikeliest`."""
+        tokens = logits.new_empty(len(logits), dtype=torch.int64)
+        checked = torch.empty_like(tokens)
+        self._call("likeliest", logits.contiguous(), torch.get_num_threads(), tokens, checked)
+        return tokens, checked
+
     def stack(self, packed: Sequence[Tensor]) -> Tensor:
         """Copy packed weights of one shape one after the other: [E, bytes]."""
         first = packed[0]
@@ -362,7 +390,12 @@ class _Views:
     def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
         if tensors is None:
             return None
-        return b"".join([_View.from_param(tensor) or _MISSING for tensor in tensors])
+        # Most tensors of a step occur again: each layer has the same angles.
+        views: dict[int, bytes] = {}
+        for tensor in tensors:
+            if id(tensor) not in views:
+                views[id(tensor)] = _View.from_param(tensor) or _MISSING
+        return b"".join([views[id(tensor)] for tensor in tensors])
 
 
 class _Output:
@@ -400,6 +433,9 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "cached_attention": (*[_View] * 7, _INT, _FLOAT, _Optional, _View, _THREADS, _Output),
     "experts": (*[_View] * 7, _Text, _Optional, _THREADS, _Output),
     "float_linear": (_View, _View, _FLAG, _THREADS, _Output),
+    "rotations": (_View, _View, _FLOAT, _View, _View),
+    "rms_norm": (_View, _View, _FLOAT, _THREADS, _Output),
+    "likeliest": (_View, _THREADS, _Output, _Output),
     "add_block": (
         ctypes.c_void_p,
         *[_Views, _INT] * 2,

@@ -10,6 +10,7 @@
 #include "export.h"
 #include "operands.h"
 #include "rows.h"
+#include "step.h"
 
 namespace quantkit {
 
@@ -185,6 +186,49 @@ QUANTKIT_EXPORT const char* quantkit_float_linear(const Tensor* x, const Tensor*
     require(x->dims > 0 && x->size(-1) == columns, "expected ", columns, " columns, found ", x->size(-1));
     const FloatRows rows{weight->data, float_type(weight->type), weight->size(0), nullptr, exact};
     float_products(&rows, 1, columns, x->data, float_type(x->type), x->numel() / columns, threads, y, rows.rows);
+  });
+}
+
+// Cosine and sine [N, Dh] of positions [N] that turn by frequencies, [P] or [N, P] of each.
+QUANTKIT_EXPORT const char* quantkit_rotations(const Tensor* positions, const Tensor* frequencies, double scale,
+                                               const Tensor* cosine, const Tensor* sine) {
+  return guarded([&] {
+    require(positions->type == Type::i64, "positions: int64");
+    const int64_t rows = positions->numel(), size = cosine->size(-1), pairs = frequencies->size(-1);
+    require(size % 2 == 0 && pairs > 0 && pairs <= size / 2, pairs, " pairs of dimensions do not fit in ", size);
+    require(frequencies->type == Type::f32 && (frequencies->numel() == pairs || frequencies->numel() == rows * pairs),
+            "frequencies: float32 [P] or [N, P]");
+    floats(*cosine, rows * size, "cosine");
+    floats(*sine, rows * size, "sine");
+    const int64_t step = frequencies->numel() == pairs ? 0 : pairs;
+    for (int64_t row = 0; row < rows; ++row)
+      rotation_of(static_cast<float>(positions->as<int64_t>()[row]), frequencies->as<float>() + row * step, pairs,
+                  static_cast<float>(scale), size, cosine->as<float>() + row * size, sine->as<float>() + row * size);
+  });
+}
+
+QUANTKIT_EXPORT const char* quantkit_rms_norm(const Tensor* x, const Tensor* weight, double eps, int threads,
+                                              float* y) {
+  return guarded([&] {
+    const int64_t size = x->size(-1), rows = size ? x->numel() / size : 0;
+    const float *from = floats(*x, rows * size, "x"), *by = floats(*weight, size, "weight");
+    each_row(rows, threads, [&](int64_t row) {
+      rms_norm(from + row * size, by, size, static_cast<float>(eps), y + row * size);
+    });
+  });
+}
+
+// The likeliest tokens [N] of logits [N, V], and the same with -1 where a row's logits are not finite.
+QUANTKIT_EXPORT const char* quantkit_likeliest(const Tensor* logits, int threads, int64_t* tokens, int64_t* checked) {
+  return guarded([&] {
+    require(logits->dims == 2 && logits->size(1) > 0, "logits: [N, V]");
+    const int64_t rows = logits->size(0), vocabulary = logits->size(1);
+    const float* from = floats(*logits, rows * vocabulary, "logits");
+    Pool::instance().parallel_for(rows, 1, threads, [&](int64_t row) {
+      const Likeliest found = likeliest(from + row * vocabulary, vocabulary);
+      tokens[row] = found.token;
+      checked[row] = found.finite ? found.token : -1;
+    });
   });
 }
 

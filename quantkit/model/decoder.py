@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.kernels.backend import FindLikeliest
 from quantkit.model.attention import (
     Attend,
     CachedAttention,
@@ -30,7 +31,7 @@ from quantkit.model.cache import KVCache
 from quantkit.model.device import check_token_ids
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
-from quantkit.model.rope import Angles, Rotary, rotate
+from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations, rotate
 
 
 class BlockRunner(Protocol):
@@ -75,6 +76,9 @@ class DecoderOps:
             the modules.
         ragged: whether the attention is as fast for rows [N, 1] of any sequences, also several
             rows of one sequence, as for rectangles [B, T].
+        rotations: the angles of rotary positions.
+        final_norm: of hidden states that `blocks` returned; None runs the module.
+        find_likeliest: greedy drawing; None is torch's, see `greedy.draw_greedily`.
         single_threaded: a context in which torch's operations use only the calling thread; for
             operations that are small compared with the kernels, such as drawing a token.
     """
@@ -83,6 +87,9 @@ class DecoderOps:
     ragged: bool = False
     float_linear: FloatLinear = float_linear
     blocks: BlockRunner | None = None
+    rotations: Rotations = compute_rotations
+    final_norm: Callable[[Tensor], Tensor] | None = None
+    find_likeliest: FindLikeliest | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -162,10 +169,12 @@ class Decoder(nn.Module):
             is_prefill: whether the cache has no earlier positions that the tokens should see.
         """
         x = self.model.embed(tokens)
-        angles = self.rotary(positions, lengths)
+        angles = self.rotary(positions, lengths, self.ops.rotations)
         blocks = self.ops.blocks
         if blocks is not None and blocks.serves(x, cache):
             x = blocks(x, positions, angles, cache, slots, is_prefill=is_prefill)
+            if self.ops.final_norm is not None and not torch.compiler.is_compiling():
+                return self.ops.final_norm(x)
         else:
             windows = self.config.windows
             attention = self.ops.cached_attention

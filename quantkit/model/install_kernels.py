@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import LayerConfig
-from quantkit.kernels.backend import Backend, BlockKernel, ScoredAttention
+from quantkit.kernels.backend import Backend, BlockKernel, ScoredAttention, StepKernels
 from quantkit.kernels.dispatch import BACKENDS, is_within, offer_kernels_for_floats, self_test
 from quantkit.model.attention import (
     PLAIN,
@@ -28,10 +28,11 @@ from quantkit.model.attention import (
     make_causal_attention,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Decoder, Step
+from quantkit.model.decoder import Block, Decoder, DecoderOps, Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
+from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
 
 # Tokens of the test with many tokens: more than the kernels for few tokens support.
@@ -82,6 +83,11 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
         # Blocks may compute in another dtype, in which attention and head then run as well.
         dtypes = {model.dtype, offered.block.dtype or model.dtype}
     with torch.inference_mode():
+        step = offered.step
+        if step is not None and _passes(
+            "rotations, norms and drawing", lambda: _same_step(model, step)
+        ):
+            model.ops = _install_step(model, step)
         # First, because the banks are installed already, and blocks use them.
         mixtures: list[Experts] = []
         for module in model.modules():
@@ -106,6 +112,27 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
         ):
             return
     model.ops = replace(model.ops, blocks=blocks)
+
+
+def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
+    """Return the model's operations with kernels for those besides its blocks and products."""
+    norm = model.model.norm
+
+    def compute_angles(
+        positions: Tensor, frequencies: Tensor, scale: float, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return compute_rotations(positions, frequencies, scale, head_dim)
+        return kernels.rotations(positions, frequencies, scale, head_dim)
+
+    # Kernels know no offset, so the weight includes it.
+    weight = norm.weight.detach().float() + norm.offset
+    return replace(
+        model.ops,
+        rotations=compute_angles,
+        final_norm=lambda states: kernels.rms_norm(states, weight, norm.eps),
+        find_likeliest=kernels.find_likeliest,
+    )
 
 
 def _wrap_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
@@ -167,6 +194,32 @@ def _same_linear(
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
         tolerance = (torch.finfo(torch.float32).eps * columns + rounding) * sizes
         if not is_within(linear(rows, weight), x @ w.t(), tolerance):
+            return False
+    return True
+
+
+def _same_step(model: Decoder, kernels: StepKernels) -> bool:
+    """Compare rotations, norms and drawing with torch's, for one row and for many."""
+    ops = _install_step(model, kernels)
+    assert ops.final_norm is not None
+    # Far apart, and beyond the original context.
+    positions = torch.arange(_MANY_TOKENS) * (1 + (model.config.rope.original_context or 0))
+    states = _draw_normal(model, _MANY_TOKENS, model.config.hidden_size)
+    # The largest value is in the remainder of the kernel's spans in some rows.
+    logits = _draw_normal(model, _MANY_TOKENS, 33)
+    for count in (1, _MANY_TOKENS):
+        right = model.rotary(positions[:count])
+        actual = model.rotary(positions[:count], None, ops.rotations)
+        # Both round the angle to the same float32; what follows is off by a few of its steps.
+        for own, torchs in ((actual.cosine, right.cosine), (actual.sine, right.sine)):
+            if not is_within(own, torchs, torch.full_like(torchs, _FLOAT_ERROR)):
+                return False
+        normed = model.model.norm(states[:count])
+        if not _is_close(ops.final_norm(states[:count]), normed, _FLOAT_ERROR):
+            return False
+        tokens, checked_tokens = kernels.find_likeliest(logits[:count])
+        likeliest = logits[:count].argmax(-1)
+        if not (torch.equal(tokens, likeliest) and torch.equal(checked_tokens, likeliest)):
             return False
     return True
 

@@ -7,7 +7,7 @@ Sources: RoFormer (2104.09864); linear and NTK-by-length scaling as in the Huggi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,10 @@ class Angles:
         return self.cosine, self.sine
 
 
+Rotations = Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
+"""Computes what `compute_rotations` does, with its arguments in their order."""
+
+
 class Rotary(nn.Module):
     """Computes the angles of positions for all layers."""
 
@@ -54,18 +58,25 @@ class Rotary(nn.Module):
         else:
             self.windowed = Frequencies(config.window_rope, *size)
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
+    def forward(
+        self,
+        positions: Tensor,
+        lengths: Tensor | None = None,
+        compute: Rotations | None = None,
+    ) -> Angles:
         """Compute the angles of positions [..., T].
 
         Args:
             lengths: of the sequence as of each token, [..., T]; None takes the last position of
                 each sequence plus one.
+            compute: takes the place of `compute_rotations`.
         """
+        compute = compute or compute_rotations
         if self.windowed is None:
             windowed = None
         else:
-            windowed = self.windowed(positions, lengths)
-        cosine, sine = self.whole(positions, lengths)
+            windowed = self.windowed(positions, lengths, compute)
+        cosine, sine = self.whole(positions, lengths, compute)
         beta = self._rope.query_scaling_beta
         context = self._rope.original_context
         if beta is None or context is None:
@@ -84,11 +95,10 @@ class Frequencies(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int, max_context: int) -> None:
         super().__init__()
         self._rope = rope
+        self._head_dim = head_dim
         self._dim = rope.rotary_dim or head_dim
         self._context = max_context
         self._attention_scale = _attention_scale(rope)
-        # Pairs that are not rotated, with partial rotary embedding.
-        self._still = (head_dim - self._dim) // 2
         self.register_buffer(
             "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
         )
@@ -99,7 +109,9 @@ class Frequencies(nn.Module):
             longer = _long_rope(rope, rope.long_factor, self._dim)
         self.register_buffer("stretched", longer, persistent=False)
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, lengths: Tensor | None, compute: Rotations
+    ) -> tuple[Tensor, Tensor]:
         """Compute cosine and sine, float32 [..., T, head_dim], for positions [..., T]; see
         `Rotary`.
         """
@@ -108,16 +120,7 @@ class Frequencies(nn.Module):
             if lengths is None:
                 lengths = positions.amax(-1, keepdim=True) + 1
             frequencies = self._of_length(lengths)
-        # [..., T, dim / 2]. Positions as float32 are exact up to 2**24.
-        angles = positions.float().unsqueeze(-1) * frequencies
-        cosine, sine = _cosine_and_sine(angles)
-        cosine = cosine * self._attention_scale
-        sine = sine * self._attention_scale
-        if self._still:
-            # An angle of zero.
-            cosine = F.pad(cosine, (0, self._still), value=1.0)
-            sine = F.pad(sine, (0, self._still))
-        return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
+        return compute(positions, frequencies, self._attention_scale, self._head_dim)
 
     def _of_length(self, lengths: Tensor) -> Tensor:
         """Compute frequencies [..., 1 or T, dim / 2] for sequences of lengths [..., 1 or T]."""
@@ -133,6 +136,30 @@ class Frequencies(nn.Module):
         pairs = torch.arange(0, self._dim, 2, device=lengths.device, dtype=torch.float32)
         exponents = pairs / (self._dim - 2)
         return self.inverse_frequencies / stretch**exponents
+
+
+def compute_rotations(
+    positions: Tensor, frequencies: Tensor, scale: float, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine times `scale`, float32 [..., T, head_dim], for positions [..., T].
+
+    Args:
+        frequencies: the angle per position of each pair of dimensions, float32 [P], or
+            [..., 1 or T, P] if they differ between tokens; P is at most head_dim / 2, and further
+            pairs are not rotated.
+    """
+    # [..., T, P]. Positions as float32 are exact up to 2**24.
+    angles = positions.float().unsqueeze(-1) * frequencies
+    cosine, sine = _cosine_and_sine(angles)
+    cosine = cosine * scale
+    sine = sine * scale
+    # Pairs that are not rotated, with partial rotary embedding.
+    num_still = head_dim // 2 - frequencies.shape[-1]
+    if num_still:
+        # An angle of zero.
+        cosine = F.pad(cosine, (0, num_still), value=1.0)
+        sine = F.pad(sine, (0, num_still))
+    return torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
 
 
 def _cosine_and_sine(angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import copy_integers, host_copy
-from quantkit.runtime.greedy import find_likeliest, mark_nonfinite
+from quantkit.runtime.greedy import draw_greedily
 
 DECODE_SETTING = "QUANTKIT_DECODE"
 """Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from
@@ -162,9 +162,9 @@ def greedy_step(
         lengths=lengths,
     )
     logits = model.head(hidden.flatten(0, 1))
-    tokens = find_likeliest(logits)
+    tokens, checked_tokens = draw_greedily(logits)
     last.index_copy_(0, last_indices, tokens)
-    drawn.copy_(mark_nonfinite(tokens, logits))
+    drawn.copy_(checked_tokens)
     positions.add_(1).clamp_(max=cache.length - 1)
 
 

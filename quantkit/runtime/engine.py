@@ -31,7 +31,7 @@ from quantkit.runtime.captured import (
     choose_decode_kind,
     greedy_step,
 )
-from quantkit.runtime.greedy import find_likeliest, mark_nonfinite
+from quantkit.runtime.greedy import draw_greedily
 from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
@@ -286,11 +286,15 @@ class Engine:
             self.last_tokens[self._to_device(slots)], slots, positions, range(len(slots))
         )
         with self.model.ops.single_threaded():
-            return self.set_last(slots, find_likeliest(logits), logits)
+            tokens, checked_tokens = draw_greedily(logits, self.model.ops.find_likeliest)
+            return self.set_last(slots, tokens, checked_tokens)
 
-    def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
-        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy
-        them to the host; of several tokens of a slot the last one counts.
+    def set_last(
+        self, slots: Sequence[int], tokens: Tensor, checked_tokens: Tensor
+    ) -> PendingTokens:
+        """Set the last tokens of slots to those drawn [N]; of several of a slot the last one
+        counts. Begin to copy `checked_tokens`, the same with -1 where logits are NaN or Inf, to the
+        host.
         """
         # A dictionary keeps the last row of each slot.
         rows = {slot: row for row, slot in enumerate(slots)}
@@ -299,7 +303,7 @@ class Engine:
         else:
             last = tokens[self._to_device(list(rows.values()))]
         self.last_tokens[self._to_device(list(rows))] = last
-        return self._recorder.fetch(mark_nonfinite(tokens, logits))
+        return self._recorder.fetch(checked_tokens)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -5,8 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.kernels.backend import FindLikeliest
+
 # Values of which one maximum is taken first.
 _SPAN = 512
+
+
+def draw_greedily(logits: Tensor, kernel: FindLikeliest | None = None) -> tuple[Tensor, Tensor]:
+    """Draw the likeliest tokens [N] from logits [N, V]. Returns them, and again with -1 for each
+    row whose logits are NaN or Inf.
+
+    Args:
+        kernel: finds them in logits of float32; None is torch.
+    """
+    if kernel is not None and logits.dtype == torch.float32:
+        return kernel(logits)
+    tokens = find_likeliest(logits)
+    return tokens, mark_nonfinite(tokens, logits)
 
 
 def find_likeliest(logits: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from quantkit.model.device import copy_integers
 from quantkit.runtime.captured import PendingTokens
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Share, Siblings
+from quantkit.runtime.greedy import mark_nonfinite
 from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
@@ -437,7 +438,8 @@ class Scheduler:
             if rows != list(range(len(logits))):
                 logits = logits[copy_integers(rows, logits.device)]
             slots = [generation.slot for generation in sequences]
-            pending = self.engine.set_last(slots, torch.cat(tokens), logits)
+            drawn = torch.cat(tokens)
+            pending = self.engine.set_last(slots, drawn, mark_nonfinite(drawn, logits))
         self._pending.append(_Drawn(sequences, pending, logprobs))
 
     def _collect_tokens(self, *, read_all: bool) -> list[Generation]:

@@ -148,9 +148,10 @@ class Session:
     def __init__(
         self, path: Path, threads: int, context: int, sequences: int, *, unified: bool
     ) -> None:
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
+        loading = llama_cpp.llama_model_default_params()
+        # Of a mapped file the system may drop pages while the other candidate is measured.
+        loading.use_mmap = False
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(
             llama_cpp.llama_model_get_vocab(self._model)
         )
