@@ -93,6 +93,8 @@ void attention_of_many(const AttentionShape& at, const void* queries, const Keys
       Tile tile{&run, run.first + done, std::min(per_tile, run.count - done), seen[run.first + done]};
       for (int64_t row = tile.first; row < tile.first + tile.tokens; ++row)
         tile.all = {std::min(tile.all.first, seen[row].first), std::max(tile.all.stop, seen[row].stop)};
+      // Sums of a row begin at the same key whichever rows are read with it.
+      tile.all.first -= tile.all.first % kTile;
       tiles.push_back(tile);
     }
   std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {

@@ -52,6 +52,9 @@ _MIN_CACHE = 256
 # Rows of a prompt in a step; on CPUs they leave room for 16 decoding sequences in a bucket of 256.
 _CPU_CHUNK = 240
 _CHUNK = 1024
+# The same beside sequences that decode, which wait for it: as many as the CPU kernels need to read
+# a prompt at full speed.
+_SHARED_CHUNK = 64
 # The limit of compiled graphs of one function: buckets of rows times sizes of caches.
 _GRAPHS = 64
 
@@ -124,6 +127,8 @@ class Engine:
             self.chunk_rows = _CHUNK
         else:
             self.chunk_rows = _CPU_CHUNK
+        # The same while other sequences decode.
+        self.shared_chunk_rows = self.chunk_rows
         # The slots of the current user, see `take_over`.
         self.slot_table: SlotTable | None = None
         if compiled is None:
@@ -168,7 +173,12 @@ class Engine:
             self.draft = draft_model.DraftModel(draft_engine, model.config.vocab_size)
         # Elsewhere the rows of a step have other roundings than alone, so that proposals could
         # change a text; there they are made only if a draft model asks for them.
-        if draft is not None or (not has_padding and _each_row_alone(model)):
+        is_row_alone = not has_padding and _each_row_alone(model)
+        if is_row_alone:
+            # Elsewhere the numbers of a prompt depend on how it is divided, and so would its text
+            # on what else the engine runs.
+            self.shared_chunk_rows = _SHARED_CHUNK
+        if draft is not None or is_row_alone:
             default = DRAFT_TOKENS
         else:
             default = 0

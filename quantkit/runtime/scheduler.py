@@ -20,7 +20,7 @@ from quantkit.runtime.generation import Generation, Share, Siblings
 from quantkit.runtime.greedy import mark_nonfinite
 from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
-from quantkit.runtime.slots import SlotTable
+from quantkit.runtime.slots import FEW_ROWS, SlotTable
 from quantkit.runtime.speculative import Speculation
 
 if TYPE_CHECKING:
@@ -342,7 +342,10 @@ class Scheduler:
 
     def _next_chunks(self) -> list[_Chunk]:
         """Choose the parts of prompts that the next step reads, in turn."""
-        size = remaining_rows = self.engine.chunk_rows
+        remaining_rows = self.engine.chunk_rows
+        if self._running:
+            remaining_rows = min(remaining_rows, self.engine.shared_chunk_rows)
+        max_rows = remaining_rows
         chunks: list[_Chunk] = []
         # A copy: the queue is rotated in the loop.
         for generation in list(self._reading):
@@ -353,14 +356,26 @@ class Scheduler:
                     generation,
                     *self._held_slot_table.find_longest_prefix(generation.tokens_to_read),
                 )
-            # Chunks end at multiples of the size, also after a reused prefix.
-            stop = min(len(generation.tokens_to_read), (generation.num_stored // size + 1) * size)
+            stop = self._find_chunk_end(generation, max_rows)
             remaining_rows -= stop - generation.num_stored
             if chunks and remaining_rows < 0:
                 break
             chunks.append(_Chunk(generation, stop))
             self._reading.rotate(-1)
         return chunks
+
+    def _find_chunk_end(self, generation: Generation, max_rows: int) -> int:
+        """Return the position up to which the next step reads a text: `max_rows` further, or a few
+        more.
+        """
+        size = self.engine.chunk_rows
+        # Chunks end at multiples of the size, also after a reused prefix.
+        end = min(len(generation.tokens_to_read), (generation.num_stored // size + 1) * size)
+        stop = generation.num_stored + max_rows
+        # Few rows would be summed in another order than with the rest of the chunk.
+        if end - stop <= FEW_ROWS:
+            return end
+        return stop
 
     def _tokens(self, rows: _Rows) -> Tensor:
         """Collect the tokens of a step on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.runtime.scheduler import Scheduler
+from quantkit.runtime.slots import FEW_ROWS
 from quantkit.tensors.qtensor import QuantTensor
 
 pytestmark = pytest.mark.cpu_kernels
@@ -382,6 +384,58 @@ def test_a_short_prompt_waits_for_no_long_one(
     assert max(rows) <= engine.chunk_rows + 9
     assert long.num_stored < len(long.tokens_to_read)
     assert [len(one.tokens) for one in running] == [count + 1 + len(rows) for count in drawn]
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "reference"])
+def test_a_prompt_is_read_in_small_pieces_only_where_someone_waits_for_them(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """And only where the numbers of a prompt do not depend on the pieces."""
+    model = batch_model(folders / "llama-int8", backend)
+    model.config = replace(model.config, max_context=1000)
+    engine = Engine(model, 900, slots=3, draft_tokens=0)
+    rows: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
+    scheduler = Scheduler(engine)
+    decoding = scheduler.add(Request([4] * 500, 100))[0]
+    while not decoding.tokens:
+        scheduler.step()
+    assert rows == [240, 240, 20]
+    rows.clear()
+    reading = scheduler.add(Request([5] * 500, 2))[0]
+    while not reading.tokens:
+        scheduler.step()
+    if backend == "cpu-exact":
+        assert max(rows) <= 1 + engine.shared_chunk_rows + FEW_ROWS < 100
+        # Once it has ended, the rest of a prompt is read as one alone.
+        scheduler.end(decoding)
+        scheduler.end(reading)
+        rows.clear()
+        scheduler.add(Request([6] * 500, 1))
+        scheduler.step()
+        assert rows == [240]
+    else:
+        assert max(rows) == 241
+
+
+@pytest.mark.parametrize("name", ["llama-int8", "windows-int4-g32"])
+def test_the_numbers_of_a_prompt_do_not_depend_on_its_pieces(name: str, folders: Path) -> None:
+    """As long as each has more than a few rows; also with windows that begin within a piece."""
+    model = batch_model(folders / name, "cpu-exact")
+    model.config = replace(model.config, max_context=1000)
+    prompt = torch.randint(0, 40, (500,), generator=torch.Generator().manual_seed(0))
+
+    def read(ends: list[int]) -> Tensor:
+        engine = Engine(model, 500, draft_tokens=0)
+        for start, end in itertools.pairwise([0, *ends]):
+            places = range(start, end)
+            logits = engine.step(prompt[start:end], [0] * len(places), places, [len(places) - 1])
+        return logits
+
+    whole = read([240, 480, 500])
+    assert torch.equal(read([64, 128, 192, 240, 304, 368, 432, 480, 500]), whole)
+    assert torch.equal(read([100, 223, 240, 417, 480, 500]), whole)
 
 
 def test_long_prompts_take_turns(folders: Path) -> None:
