@@ -179,7 +179,9 @@ class CppOperators:
         """Compute cosine and sine of positions, see `StepKernels`."""
         if frequencies.dim() > 1:
             # One row of frequencies for each position. Sequences may share positions.
-            shape = torch.broadcast_shapes(positions.shape, frequencies.shape[:-1])
+            shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+                positions.shape, frequencies.shape[:-1]
+            )
             frequencies = frequencies.expand(*shape, -1).contiguous()
             positions = positions.expand(shape)
         cosine = frequencies.new_empty((*positions.shape, head_dim))
