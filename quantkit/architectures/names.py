@@ -27,7 +27,7 @@ _TABLE = """
     attention.output         self_attn.o_proj                   attention.wo     attn_output
     attention.q_norm         self_attn.q_norm                   -                attn_q_norm
     attention.k_norm         self_attn.k_norm                   -                attn_k_norm
-    attention.sinks          self_attn.sinks                    -                -
+    attention.sinks          self_attn.sinks                    -                attn_sinks
     attention.q_down         self_attn.q_a_proj                 -                -
     attention.q_down_norm    self_attn.q_a_layernorm            -                -
     attention.q_up           self_attn.q_b_proj                 -                -

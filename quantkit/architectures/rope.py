@@ -41,6 +41,7 @@ MAX_THETA = 1e15
 MIN_THETA = 1.001
 DEFAULT_THETA = 10000.0
 SCALE = (1e-3, 1e6)
+MAX_BETA = 1e3
 _TURNS = (1e-3, 1e6)
 _BOUNDS = {
     "factor": SCALE,
@@ -184,7 +185,7 @@ class RopeConfig:
             rotary_dim=None if part == 1 else rotated,
         )
         if rope_settings.has(_BETA):
-            rope = replace(rope, query_scaling_beta=rope_settings.number(_BETA, 0, 1e3))
+            rope = replace(rope, query_scaling_beta=rope_settings.number(_BETA, 0, MAX_BETA))
         if kind == "longrope":
             rope = replace(
                 rope,

@@ -15,7 +15,7 @@ import pytest
 from case_names import case
 from config_cases import config_keys
 from error_parts import raises
-from gguf_config_cases import CASES, EXPERTS
+from gguf_config_cases import CASES, EXPERTS, GPT_OSS, YARN
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -177,9 +177,15 @@ def test_experts_and_fused_projections_are_one_tensor() -> None:
     assert tied[-1].parts == tied[0].parts
 
 
+_MINISTRAL_ROPE = {
+    **YARN,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 _GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "family": ("glm", {"head_dim": 16, "pad_token_id": 0}, "glm"),
+    "wide-glm": ("glm", {"head_dim": 16, "pad_token_id": 0}, "width"),
     "dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
@@ -223,6 +229,36 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_GEMMA2, "layer_types": ["full_attention"] * 3},
         "sliding-window",
     ),
+    "gpt-oss-limit": ("gpt_oss", {**GPT_OSS, "swiglu_limit": 6.0}, "limit of SwiGLU"),
+    "gpt-oss-alpha": ("gpt_oss", {**GPT_OSS, "swiglu_alpha": 1.5}, "factor of SwiGLU"),
+    "gpt-oss-bias": ("gpt_oss", {**GPT_OSS, "attention_bias": False}, "without biases"),
+    "gpt-oss-windows": (
+        "gpt_oss",
+        {**GPT_OSS, "layer_types": ["full_attention"] * 3},
+        "sliding-window",
+    ),
+    "gpt-oss-betas": (
+        "gpt_oss",
+        {**GPT_OSS, "rope_parameters": {**YARN, "beta_fast": 16.0}},
+        "beta_fast",
+    ),
+    "ministral3-mscale": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_MINISTRAL_ROPE, "mscale": 0.7}},
+        "mscale",
+    ),
+    "ministral3-factor": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_MINISTRAL_ROPE, "attention_factor": 1.5}},
+        "attention_factor",
+    ),
+    "ministral3-queries": ("ministral3", {"head_dim": 16, "rope_parameters": YARN}, "query_scal"),
+    "yarn-bounds": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_MINISTRAL_ROPE, "truncate": False}},
+        "truncate",
+    ),
+    "llama-betas": ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "beta_slow"),
     "smollm3-bias": ("smollm3", {"attention_bias": True}, "qkv"),
     "smollm3-mlp": ("smollm3", {"mlp_bias": True}, "mlp"),
 }
@@ -238,6 +274,50 @@ def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
     (note,) = describe_llama_cpp_differences(_config("mistral", sliding_window=7))
     assert " 7 " in note
     assert describe_llama_cpp_differences(_config("olmo3")) == []
+
+
+def test_bounds_of_yarn_that_llama_cpp_rounds_are_reported() -> None:
+    kind, changes = CASES["gpt-oss"]
+    (note,) = describe_llama_cpp_differences(_config(kind, **changes))
+    assert "truncate" in note
+    for name in ("gpt-oss-rounded", "gpt-oss-default", "ministral3-yarn"):
+        kind, changes = CASES[name]
+        assert describe_llama_cpp_differences(_config(kind, **changes)) == [], name
+
+
+def test_published_files_do_not_state_what_is_the_same_in_all_models_of_a_family() -> None:
+    """Keys that llama.cpp's converter does not write, or writes with values that mean nothing."""
+    oss = _config("gpt_oss", **CASES["gpt-oss"][1])
+    absent = {"rope.scaling.yarn_truncate": None, "rope.dimension_count": None, "vocab_size": None}
+    usual = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+    read = _read(oss, **{f"gpt-oss__{key}": value for key, value in {**absent, **usual}.items()})
+    assert not read.rope.truncate
+    assert replace(read.rope, beta_fast=None, beta_slow=None) == oss.rope
+    # Mistral Small 3.1: without YaRN and without a scale of queries.
+    small = _read(
+        _config("ministral3", **CASES["ministral3-window"][1]),
+        mistral3__attention__temperature_scale=None,
+        mistral3__rope__scaling__yarn_log_multiplier=0.0,
+    )
+    assert (small.rope.type, small.rope.query_scaling_beta) == ("default", 0.0)
+
+
+def test_any_order_of_layers_with_a_window_is_written() -> None:
+    order = ["full_attention", "sliding_attention", "sliding_attention"]
+    for kind, changes in (
+        ("gpt_oss", GPT_OSS),
+        ("gemma2", _GEMMA2),
+        ("gemma3_text", _GEMMA2),
+        ("olmo3", {}),
+    ):
+        config = _config(kind, **changes, layer_types=order)
+        (flags,) = [
+            value
+            for key, value in build_metadata(config).items()
+            if key.endswith("sliding_window_pattern")
+        ]
+        assert flags == [False, True, True], kind
+        assert _read(config).windows == config.windows
 
 
 def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None:

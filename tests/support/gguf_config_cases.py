@@ -9,6 +9,21 @@ from config_cases import VARIANTS
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: VARIANTS[name]
@@ -33,6 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "gemma",
             "olmo2",
             "olmo3",
+            "glm4",
+            "glm4-whole",
+            "ministral3",
+            "ministral3-window",
         )
     },
     "gemma2": (
@@ -56,6 +75,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm": ("glm", {"head_dim": 8}),
+    "glm4-bare": ("glm4", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
+    "ministral3-yarn": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-rounded": (
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            "rope_parameters": {**YARN, "truncate": True, "beta_fast": 32.0},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gpt-oss-default": ("gpt_oss", {**GPT_OSS, "rope_parameters": {"rope_theta": 150000.0}}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),

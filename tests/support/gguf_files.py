@@ -32,8 +32,17 @@ _ARCHITECTURES = {
     "olmo3": gguf.MODEL_ARCH.OLMO2,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
-_PERMUTED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3}
+_PERMUTED = {
+    gguf.MODEL_ARCH.LLAMA,
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.SMOLLM3,
+    gguf.MODEL_ARCH.MISTRAL3,
+}
 
 
 def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
@@ -45,7 +54,9 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for own, part in _apart(name, value.detach().float()).items():
+        # Only the experts of gpt-oss have inputs before outputs, and gate and up in turn.
+        interleaved = config.model_type == "gpt_oss"
+        for own, part in _apart(name, value.detach().float(), interleaved).items():
             stem, _, leaf = own.rpartition(".")
             leaf = leaf if leaf in ("weight", "bias") else "weight"
             mapped = names.get_name(own if leaf not in own else stem)
@@ -54,14 +65,20 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     return {name: value.contiguous().numpy() for name, value in found.items()}
 
 
-def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
+def _apart(name: str, value: Tensor, interleaved: bool) -> dict[str, Tensor]:
     """Experts as the converter has them: gate and up apart."""
     stem = name.removesuffix(".weight")
-    if stem.endswith("experts.gate_up_proj"):
-        gate, up = value.chunk(2, 1)
-        base = stem.removesuffix("gate_up_proj")
-        return {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
-    return {f"{stem}.weight" if stem.endswith("experts.down_proj") else name: value}
+    base, experts, role = stem.rpartition("experts.")
+    if not experts or "_proj" not in role:
+        return {name: value}
+    leaf = "bias" if role.endswith("_bias") else "weight"
+    role = role.removesuffix("_bias")
+    if interleaved and leaf == "weight":
+        value = value.transpose(1, 2)
+    if role != "gate_up_proj":
+        return {f"{base}{experts}{role}.{leaf}": value}
+    gate, up = (value[:, ::2], value[:, 1::2]) if interleaved else value.chunk(2, 1)
+    return {f"{base}{experts}gate_proj.{leaf}": gate, f"{base}{experts}up_proj.{leaf}": up}
 
 
 def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Tensor:
@@ -109,7 +126,7 @@ def write(
             continue
         kind = (
             F32
-            if values.ndim == 1 or "_inp" in name
+            if values.ndim == 1 or "_inp" in name or name.endswith(".bias")
             else (types or {}).get(name, (types or {}).get("", F32))
         )
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)

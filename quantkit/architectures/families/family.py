@@ -14,6 +14,14 @@ from quantkit.errors import UnsupportedError
 
 WINDOWED_BASE = "rope.freq_base_swa"
 """The rotary base of layers with a window."""
+YARN_BETAS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+"""The bounds of YaRN's ramp, in rotations within the original context."""
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+"""``mscale_all_dim`` of YaRN, next to an ``mscale`` of 1."""
+YARN_TRUNCATE = "rope.scaling.yarn_truncate"
+"""Whether the bounds of YaRN's ramp are rounded to whole dimensions; quantkit's key."""
+QUERY_SCALE = "attention.temperature_scale"
+"""``llama_4_scaling_beta``, see `RopeConfig.query_scaling_beta`."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
@@ -46,7 +54,9 @@ class GgufArchitecture:
 
     Attributes:
         name: the value of ``general.architecture``.
-        keys: its keys in addition to those that all architectures have, without its name.
+        keys: its keys in addition to those that all architectures have, without its name; keys of
+            YaRN in them are settings that llama.cpp reads, instead of assuming their defaults.
+        names: modules by role, if they differ from `names.GGUF_NAMES`.
         interleaved_rotary: whether the two rows of a rotary pair are adjacent.
         fused: roles of linears that are stored as one tensor.
         window_period: if a file does not say which layers have a window: all but the last of each
@@ -70,6 +80,7 @@ class GgufArchitecture:
 
     name: str
     keys: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rotary: bool = False
     fused: tuple[str, ...] = ()
     window_period: int | None = None

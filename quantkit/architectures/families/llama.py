@@ -11,7 +11,10 @@ from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import (
     EXPERT_KEYS,
+    QUERY_SCALE,
     WINDOWED_BASE,
+    YARN_BETAS,
+    YARN_LOG_MULTIPLIER,
     Family,
     GgufArchitecture,
     with_default_rope,
@@ -87,6 +90,11 @@ MINISTRAL3 = Family(
     (keys.one_window(None),),
     options={"head_dim": 128, "query_scaling": True},
     prepare=lambda settings: with_default_rope(settings, _MINISTRAL_ROPE),
+    gguf=GgufArchitecture(
+        "mistral3",
+        keys=(*YARN_BETAS, YARN_LOG_MULTIPLIER, QUERY_SCALE),
+        interleaved_rotary=True,
+    ),
 )
 
 # Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own
@@ -304,6 +312,14 @@ _PARTIAL = Keys(
         "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
     }
 )
+_GLM_GGUF = GgufArchitecture(
+    "chatglm",
+    interleaved_rotary=True,
+    fused=("mlp.gate_up",),
+    biases=("qkv",),
+    partial_rotary=True,
+    full_width=True,
+)
 GLM = Family(
     "glm",
     "GlmForCausalLM",
@@ -312,6 +328,7 @@ GLM = Family(
     options={"head_dim": 128, "partial_rotary": 0.5},
     fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]},
     interleaved_rotary=True,
+    gguf=_GLM_GGUF,
 )
 GLM4 = replace(
     GLM,
@@ -322,6 +339,7 @@ GLM4 = replace(
         "attention.output_norm": BLOCK + "post_self_attn_layernorm",
         "mlp.output_norm": BLOCK + "post_mlp_layernorm",
     },
+    gguf=replace(_GLM_GGUF, name="glm4", full_width=False),
 )
 
 # OLMo 2 (2501.00656): norms after attention and feed-forward, and of queries and keys over all

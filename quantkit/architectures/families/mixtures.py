@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, Limits
-from quantkit.architectures.families.family import Family, StackedExperts, with_default_rope
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    YARN_TRUNCATE,
+    Family,
+    GgufArchitecture,
+    StackedExperts,
+    with_default_rope,
+)
 from quantkit.architectures.families.keys import (
     Keys,
     experts,
     flag,
     layer_count,
     number,
+    only_window,
     windows_by_kind,
 )
 from quantkit.architectures.names import BLOCK
@@ -35,6 +43,13 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    # Experts have the width of the feed-forward in config.json, a key of their own in a file.
+    return {"intermediate_size": gguf.integer(EXPERT_KEYS[2], 1, Limits.width)}
+
+
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -63,6 +78,28 @@ GPT_OSS = Family(
             transposed=True,
             bias=_EXPERTS + "down_proj_bias",
         ),
+    ),
+    gguf=GgufArchitecture(
+        "gpt-oss",
+        keys=(*EXPERT_KEYS, YARN_TRUNCATE),
+        names={"mlp.norm": "blk.{layer}.post_attention_norm"},
+        window_period=2,
+        # The published width, without which llama.cpp does not load a file.
+        default_window=_WINDOW,
+        biases=("qkv", "output"),
+        normalized=True,
+        tied=False,
+        read=_read_gguf,
+        refused={
+            "attention without biases": lambda config: not config.output_bias,
+            "the absence of sliding-window layers": lambda config: only_window(config) is None,
+            f"a limit of SwiGLU other than {_LIMIT:g}": (
+                lambda config: config.activation_limit != _LIMIT
+            ),
+            f"a factor of SwiGLU's gate other than {_ALPHA:g}": (
+                lambda config: config.activation_alpha != _ALPHA
+            ),
+        },
     ),
 )
 

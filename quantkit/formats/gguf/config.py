@@ -211,13 +211,20 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
 
 def describe_llama_cpp_differences(config: ModelConfig) -> list[str]:
     """List what llama.cpp does differently, for the user."""
+    differences: list[str] = []
     window = only_window(config)
-    if window is None or gguf_architecture(config).window_period is not None:
-        return []
-    return [
-        f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for"
-        " longer texts"
-    ]
+    if window is not None and gguf_architecture(config).window_period is None:
+        differences.append(
+            f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for"
+            " longer texts"
+        )
+    # Of all published models with this setting, gpt-oss, llama.cpp's own files behave so too.
+    if config.rope.type == "yarn" and not config.rope.truncate:
+        differences.append(
+            "llama.cpp rounds the bounds of YaRN's ramp to whole dimensions, which the model does"
+            " not ('truncate' false), so its logits differ slightly"
+        )
+    return differences
 
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
@@ -394,7 +401,7 @@ def _ropes_by_layer(
             found=f"{WINDOWED_BASE} {base:g}",
             expected=f"{raw['rope_theta']:g}",
         )
-    full = {"rope_theta": raw["rope_theta"], **(raw["rope_scaling"] or {"rope_type": "default"})}
+    full = {"rope_theta": raw["rope_theta"], **raw["rope_scaling"]}
     kinds = {FULL: full, SLIDING: {"rope_theta": base, "rope_type": "default"}}
     return {"rope_parameters": kinds, "rope_scaling": None, "rope_theta": None}
 
@@ -424,17 +431,14 @@ def _write_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     keys: dict[str, Any] = {_WINDOW: widths.pop()}
     if windowed == _by_period(architecture.window_period, layers):
         return keys
-    # llama.cpp has no windows for these architectures, so only quantkit reads the flags.
-    if architecture.window_period is None:
-        return {**keys, _PATTERN: windowed}
-    # A period of one has no windows; one more than the layers has a window in all of them.
-    for period in range(2, layers + 2):
-        if windowed == _by_period(period, layers):
-            return {**keys, _PATTERN: period}
-    raise UnsupportedError(
-        "llama.cpp does not support this order of sliding-window layers",
-        found=format_value(windowed),
-    )
+    if architecture.window_period is not None:
+        # Older releases of llama.cpp read no flags. A period of one has no windows; one more than
+        # the layers has a window in all of them.
+        for period in range(2, layers + 2):
+            if windowed == _by_period(period, layers):
+                return {**keys, _PATTERN: period}
+    # llama.cpp ignores windows in the other architectures; there only quantkit reads the flags.
+    return {**keys, _PATTERN: windowed}
 
 
 def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> None:

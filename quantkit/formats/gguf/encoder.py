@@ -206,8 +206,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
     ) -> Iterator[bytes | memoryview]:
         """Encode a tensor or an expert, with padding after the last part of a tensor."""
         stored = unit.stored
-        # A tensor of all experts arrives one expert at a time.
-        shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
+        # A tensor of all experts, [E, O, I] or their biases [E, O], arrives one expert at a time.
+        shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
         if isinstance(value, QuantTensor):
             blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):

@@ -114,11 +114,13 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     else:
         role = parameter.role
     assert role is not None
-    if role not in GGUF_NAMES:
+    template = architecture.names.get(role) or GGUF_NAMES.get(role)
+    if template is None:
         raise UnsupportedError(
             "this architecture cannot be written as GGUF", found=f"'{parameter.name}'"
         )
-    return f"{GGUF_NAMES[role].format(layer=parameter.layer)}.{parameter.leaf}"
+    # Canonical names of some vectors, such as attention sinks, have no leaf; llama.cpp's do.
+    return f"{template.format(layer=parameter.layer)}.{parameter.leaf or 'weight'}"
 
 
 def _find_expert_stack(parameter: Parameter) -> StackedExperts | None:

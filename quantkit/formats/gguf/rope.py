@@ -9,8 +9,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
-from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
-from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA, SCALE, RopeConfig
+from quantkit.architectures.families.family import (
+    QUERY_SCALE,
+    WINDOWED_BASE,
+    YARN_BETAS,
+    YARN_LOG_MULTIPLIER,
+    YARN_TRUNCATE,
+    GgufArchitecture,
+)
+from quantkit.architectures.rope import (
+    DEFAULT_THETA,
+    MAX_BETA,
+    MAX_THETA,
+    MIN_THETA,
+    SCALE,
+    RopeConfig,
+)
 from quantkit.base.json_values import Settings, format_value
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_architecture
@@ -24,8 +38,7 @@ KEYS = (
     "rope.scaling.original_context_length",
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
+    *YARN_BETAS,
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_ext_factor",
 )
@@ -51,9 +64,11 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
     if rope.rotary_dim is not None and not architecture.partial_rotary:
         raise _make_unsupported_error(architecture, "partial rotary embedding", rope.rotary_dim)
     if rope.query_scaling_beta is not None:
-        raise _make_unsupported_error(
-            architecture, "queries scaled by position", rope.query_scaling_beta
-        )
+        if QUERY_SCALE not in architecture.keys:
+            raise _make_unsupported_error(
+                architecture, "queries scaled by position", rope.query_scaling_beta
+            )
+        keys[QUERY_SCALE] = float(rope.query_scaling_beta)
     has_windows = any(window is not None for window in config.windows)
     if has_windows and WINDOWED_BASE in architecture.keys:
         # llama.cpp scales only the positions of layers without a window.
@@ -67,15 +82,15 @@ def write_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str,
                 architecture, "a separate rotary base for sliding-window layers", windowed.theta
             )
         keys[WINDOWED_BASE] = float(windowed.theta)
-    if rope.type == "default":
-        return keys
+    # The scale of queries depends on this length too, whatever the type of the scaling.
     if rope.original_context is not None:
         keys["rope.scaling.original_context_length"] = rope.original_context
+    if rope.type == "default":
+        return keys
     if rope.type == "linear":
         return {**keys, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
     if rope.type == "yarn":
-        _require_plain_yarn(rope, architecture)
-        return {**keys, "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
+        return {**keys, **_write_yarn(rope, architecture)}
     # llama.cpp has no type for Llama 3's scaling: a tensor has its factors.
     if rope.type == "llama3" and architecture.rope_freqs:
         return keys
@@ -155,7 +170,7 @@ def read_rope(
     original = None
     if keys.has(original_key):
         original = keys.integer(original_key, 1, Limits.context)
-    scaling = _scaling(keys, original or context)
+    scaling = _scaling(keys, architecture, original or context)
     # Factors of one change nothing.
     if any(factor != 1 for factor in factors.get(ROPE_FREQS, ())):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)
@@ -170,32 +185,58 @@ def read_rope(
             "rope.scaling.attn_factor",
             keys,
         )
+    # Stated, because some families scale positions if a config.json does not say how.
+    scaling = scaling or {"rope_type": "default"}
+    if QUERY_SCALE in architecture.keys:
+        # transformers requires both keys of such models; a scale of 0 changes nothing.
+        scaling["llama_4_scaling_beta"] = 0.0
+        scaling["original_max_position_embeddings"] = original or context
+        if keys.has(QUERY_SCALE):
+            scaling["llama_4_scaling_beta"] = keys.number(QUERY_SCALE, 0, MAX_BETA)
     config_keys: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if rotated != head_dim:
+    if architecture.partial_rotary:
+        # Also if all of a head is rotated, which is not the default of every family.
         config_keys["partial_rotary_factor"] = rotated / head_dim
-    if scaling is not None and scaling["rope_type"] == "longrope":
+    if scaling["rope_type"] == "longrope":
         # Phi-3's config.json has it outside the scaling.
         original_context = scaling["original_max_position_embeddings"]
         config_keys["original_max_position_embeddings"] = original_context
     return config_keys
 
 
-def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> None:
-    # Values that differ from llama.cpp's, which a file cannot state; None for those that do not.
-    custom_values = {
-        "attention_factor": rope.attention_factor,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-        "truncate": None if rope.truncate else False,
-        "beta_fast": None if rope.beta_fast == _BETAS[0] else rope.beta_fast,
-        "beta_slow": None if rope.beta_slow == _BETAS[1] else rope.beta_slow,
+def _write_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+    """Write the keys of YaRN; raises `UnsupportedError` for settings with which llama.cpp computes
+    something else.
+    """
+    keys: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(rope.factor),
     }
-    for name, value in custom_values.items():
+    refused: dict[str, object] = {"attention_factor": rope.attention_factor}
+    betas = {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    for key, default, (name, beta) in zip(YARN_BETAS, _BETAS, betas.items(), strict=True):
+        # llama.cpp's converter writes them for all architectures, but few of its loaders read them.
+        if beta is not None and beta != default and key not in architecture.keys:
+            refused[name] = beta
+        elif beta is not None:
+            keys[key] = float(beta)
+    if YARN_LOG_MULTIPLIER in architecture.keys and rope.mscale == 1 and rope.mscale_all_dim:
+        keys[YARN_LOG_MULTIPLIER] = float(rope.mscale_all_dim)
+    else:
+        refused |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+    if YARN_TRUNCATE in architecture.keys:
+        keys[YARN_TRUNCATE] = rope.truncate
+    elif not rope.truncate:
+        refused["truncate"] = rope.truncate
+    for name, value in refused.items():
         if value is not None:
             raise _make_unsupported_error(architecture, f"{name} of yarn rope scaling", value)
+    return keys
 
 
-def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
+def _scaling(
+    keys: Settings, architecture: GgufArchitecture, original: int
+) -> dict[str, Any] | None:
     """Read the scaling that the keys state; LongRoPE is stated by tensors."""
     # llama.cpp reads the older key if the first is absent.
     if keys.has("rope.scaling.factor"):
@@ -222,16 +263,23 @@ def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    betas = {}
-    for name in ("beta_fast", "beta_slow"):
-        if keys.has(f"rope.scaling.yarn_{name}"):
-            betas[name] = keys.number(f"rope.scaling.yarn_{name}", *SCALE)
-    return {
+    scaling: dict[str, Any] = {
         "rope_type": kind,
         "factor": factor,
         "original_max_position_embeddings": original,
-        **betas,
     }
+    for name, key in zip(("beta_fast", "beta_slow"), YARN_BETAS, strict=True):
+        if keys.has(key):
+            scaling[name] = keys.number(key, *SCALE)
+    # llama.cpp divides the scale of attention by that of this multiplier, unless it is 0.
+    if keys.has(YARN_LOG_MULTIPLIER):
+        multiplier = keys.number(YARN_LOG_MULTIPLIER, 0, SCALE[1])
+        if multiplier:
+            scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if YARN_TRUNCATE in architecture.keys:
+        # The published models of these architectures do not round, and no key of llama.cpp says so.
+        scaling["truncate"] = keys.flag(YARN_TRUNCATE, False)
+    return scaling
 
 
 def _long_rope(

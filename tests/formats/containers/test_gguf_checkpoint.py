@@ -68,6 +68,10 @@ _FAMILIES = (
     "mixtral",
     "qwen2-moe",
     "olmoe",
+    "glm",
+    "glm4",
+    "ministral3-yarn",
+    "gpt-oss",
 )
 
 

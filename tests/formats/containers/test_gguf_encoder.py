@@ -30,7 +30,17 @@ from quantkit.tensors.spec import TensorSpec
 
 ONE = 1 << 40
 SCHEMES = [None, QuantScheme(8, None), QuantScheme(4, 32), QuantScheme(4, 64)]
-FAMILIES = ["llama", "qwen2", "gemma2", "phi3", "qwen3-moe", "mixtral"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "gemma2",
+    "phi3",
+    "qwen3-moe",
+    "mixtral",
+    "glm4",
+    "ministral3",
+    "gpt-oss",
+]
 
 
 def config_of(case: str, **changes: Any) -> ModelConfig:
