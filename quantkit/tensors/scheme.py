@@ -346,8 +346,8 @@ FP8_BLOCK = QuantScheme(
 MXFP4 = QuantScheme(bits=4, group_size=32, symmetric=True, scales=Scales.POWERS, codes=Codes.E2M1)
 NVFP4 = QuantScheme(bits=4, group_size=16, symmetric=True, scales=Scales.NESTED, codes=Codes.E2M1)
 FLOAT_SCHEMES = {_FLOAT_NAMES[scheme.scales]: scheme for scheme in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
-"""Those in small floats that a user may request for compressed-tensors, by name; there are no
-kernels for them here.
+"""Those in small floats that a user may request for compressed-tensors, MXFP4 also for GGUF, by
+name; there are no kernels for them here.
 """
 _K_FALLBACKS = {2: Q4_0, 3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -29,7 +31,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.gptq_linear import GptqLinear
 from quantkit.formats.containers.layout import ShardedEncoder
 from quantkit.formats.containers.meta_encoder import MetaEncoder
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.column_kernels import select_column_kernels
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
@@ -231,7 +233,7 @@ def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 def test_small_floats_are_not_blocks_of_gguf(
     scheme: str, floats: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -247,8 +249,30 @@ def test_small_floats_are_not_blocks_of_gguf(
     assert not file.exists()
     result = quantkit.convert(source, file, requantize=True, source_check=False)
     assert (result.rounded, result.exact and result.exact.tensors) == (14, 0)
-    expected = {"fp8": "int8-g32", "mxfp4": "int4-g32"}[scheme]
+    expected = {"fp8": "int8-g32", "nvfp4": "int4-g32"}[scheme]
     assert set(map(str, schemes(open_checkpoint(file)).values())) == {expected}
+
+
+def test_mxfp4_is_carried_between_folders_and_gguf(floats: Path, tmp_path: Path) -> None:
+    source = quantkit.quantize(floats, tmp_path / "source", "mxfp4", method="rtn", **UNCHECKED).path
+    to_file = quantkit.convert(source, tmp_path / "out.gguf", source_check=False)
+    assert (to_file.rounded, to_file.exact and to_file.exact.tensors) == (0, 14)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(to_file.path).tensors}
+    down = stored["blk.1.ffn_down.weight"]
+    assert down.tensor_type is gguf.GGMLQuantizationType.MXFP4
+    weight = with_codes(open_checkpoint(source)).load(f"{DOWN}.weight")
+    assert isinstance(weight, QuantTensor)
+    theirs = gguf.quants.dequantize(down.data, down.tensor_type)
+    assert np.array_equal(theirs, weight.dequantize().numpy())
+    # A file made at once is the same; as floats both mean the same.
+    made = quantkit.quantize(floats, tmp_path / "made.gguf", "mxfp4", method="rtn", **UNCHECKED)
+    assert verify(made.path).is_same
+    assert verify(to_file.path, made.path).verdict is Verdict.SAME
+    for model in (source, to_file.path):
+        folder = quantkit.convert(
+            model, tmp_path / f"{model.stem}-floats", dequantize=True, source_check=False
+        ).path
+        assert verify(tmp_path / "source-floats", folder).verdict is Verdict.SAME
 
 
 @pytest.mark.parametrize(

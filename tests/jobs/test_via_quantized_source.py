@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from quantized_folders import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -50,17 +51,7 @@ def _fp8(source: Path, target: Path) -> Path:
 
 def _mxfp4(source: Path, target: Path) -> Path:
     """A copy whose experts are in MXFP4 of random codes, as gpt-oss is published."""
-    tensors = load_file(source / "model.safetensors")
-    drawn = torch.Generator().manual_seed(1)
-    for name in [name for name, value in tensors.items() if value.dim() == 3]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = experts, outputs, inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(
-            0, 256, (*shape, 16), dtype=torch.uint8, generator=drawn
-        )
-        tensors[f"{name}_scales"] = torch.randint(
-            118, 124, shape, dtype=torch.uint8, generator=drawn
-        )
+    tensors = with_mxfp4_experts(load_file(source / "model.safetensors"))
     return _written(source, target, tensors, {"quant_method": "mxfp4"})
 
 

@@ -1,13 +1,17 @@
-"""Folders in compressed-tensors as quantkit lays them out, made without its jobs."""
+"""Folders in compressed-tensors as quantkit lays them out, made without its jobs; and experts in
+MXFP4 as gpt-oss is published.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import oracle
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quantkit.architectures.topology import linear_columns
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -42,3 +46,24 @@ def quantized(
     oracle.edit_json(folder / "config.json", quantization_config=settings)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def with_mxfp4_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the experts among a folder's tensors, [E, I, O], by random codes of MXFP4: blocks
+    [E, O, I / 32, 16] and exponents [E, O, I / 32].
+    """
+    drawn = torch.Generator().manual_seed(1)
+    replaced: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if value.dim() != 3:
+            replaced[name] = value
+            continue
+        experts, inputs, outputs = value.shape
+        shape = experts, outputs, inputs // 32
+        replaced[f"{name}_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=drawn
+        )
+        replaced[f"{name}_scales"] = torch.randint(
+            118, 124, shape, dtype=torch.uint8, generator=drawn
+        )
+    return replaced

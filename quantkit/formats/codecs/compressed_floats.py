@@ -17,7 +17,11 @@ from quantkit.formats.codecs.codec import GroupedCodec, Reason, Weight
 from quantkit.formats.codecs.layout import Layout, Shape
 from quantkit.formats.codecs.layouts import FLOAT8, FP4, GLOBAL_SCALE, PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.raw_module import RawModule
-from quantkit.formats.codecs.small_floats import EXPONENT_BIAS
+from quantkit.formats.codecs.small_floats import (
+    decode_exponents,
+    encode_exponents,
+    unpack_halves,
+)
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import FP8, FP8_BLOCK, TILE, Codes, QuantScheme, Scales
@@ -128,7 +132,7 @@ class SmallFloats(GroupedCodec):
         )
         codes = raw.read(self.layout.codes, part)
         if scheme.codes is Codes.E2M1:
-            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+            codes = unpack_halves(codes)
         scale = self.row_scales(raw.read(SCALE), spec.shape[0])
         if rows is not None:
             scale = rows.of(scale)
@@ -144,7 +148,7 @@ class SmallFloats(GroupedCodec):
     def row_scales(self, stored: torch.Tensor, rows: int) -> torch.Tensor:
         """Convert stored scales to those [O, G] of rows, as `QuantTensor` has them."""
         if self.scheme.scales is Scales.POWERS:
-            return (stored.float() - EXPONENT_BIAS).exp2()
+            return decode_exponents(stored)
         if self.scheme.scales is Scales.NESTED:
             # float16 represents every e4m3 number.
             return stored.half()
@@ -164,8 +168,7 @@ class SmallFloats(GroupedCodec):
             return [value.codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous()]
         packed = value.codes[:, 0::2] | (value.codes[:, 1::2] << 4)
         if value.outer is None:
-            # `frexp` has mantissas in [0.5, 1), so 2 ** k has the exponent k + 1.
-            return [packed, (torch.frexp(scale)[1] - 1 + EXPONENT_BIAS).to(torch.uint8)]
+            return [packed, encode_exponents(scale)]
         if not (value.outer == value.outer[:1]).all():
             return Reason("its rows have several global scales: its tensor on disk joins weights")
         return [packed, scale.to(torch.float8_e4m3fn), value.outer[0].clone()]

@@ -115,7 +115,7 @@ def replace_quantized_tensors(
     ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + BLOCKS, 0)))
     notes: list[str] = []
     for kind, count in kinds.items():
-        notes.append(f"{count} weights in {kind} are read as {dtype}, by their own scales")
+        notes.append(describe_float_weights(kind, count, dtype))
     if method in NAMES and not kinds:
         notes.append(f"the config names {method}, but no weight is quantized")
     if _rounds_activations(settings):
@@ -131,6 +131,11 @@ def replace_quantized_tensors(
             f" stated: {carried[0]}"
         )
     return {name: tensors[name] for name in ordered}, new_homes, notes
+
+
+def describe_float_weights(kind: str, count: int, dtype: DType) -> str:
+    """Describe that weights in small floats are read as floats, for the user."""
+    return f"{count} weights in {kind} are read as {dtype}, by their own scales"
 
 
 def _find_block_size(settings: Settings) -> tuple[int, int] | None:

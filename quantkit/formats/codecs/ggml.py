@@ -16,7 +16,7 @@ from quantkit.files.tensor_file import TensorFile, View
 from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scale
 from quantkit.formats.codecs.ggml_blocks import LAYOUTS, BlockLayout
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.late import qtensor, torch
+from quantkit.tensors.late import block_scales, qtensor, torch
 from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, Codes, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -116,15 +116,17 @@ class BlockType:
         if reason is not None:
             return reason
         rows, columns = value.shape
-        if self.layout is not None and value.block_scales is not None:
-            if value.scale.dtype != torch.float16:
+        if self.layout is not None:
+            # Powers of two are stored as exponents, whatever their type here.
+            if value.scheme.scales is not Scales.POWERS and value.scale.dtype != torch.float16:
                 return Reason(
                     "its scales have a different type",
                     found=DType.of(value.scale.dtype),
                     expected="float16",
                 )
             count = rows * columns // self.type.block
-            scales = value.block_scales.map(lambda values: values.reshape(count, -1))
+            stored = value.block_scales or block_scales.BlockScales(value.scale, None, None, None)
+            scales = stored.map(lambda values: values.reshape(count, -1))
             return self.layout.pack(value.codes.reshape(count, -1), scales).view(rows, -1)
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
@@ -199,8 +201,8 @@ class GgmlBlocks(CodeFormat):
     scale_dtype = DType.FLOAT16
     # Blocks with scales of their own take no more bytes than those that repeat a token's scale.
     embeddings = (Q8_0.scheme, *GGUF_SCHEMES.values(), EMBEDDING_SCHEME)
-    scales = frozenset({Scales.FLOATS, Scales.BLOCKS, Scales.SUPER_BLOCKS})
-    codes = frozenset({Codes.INTEGERS, Codes.TABLE})
+    scales = frozenset({Scales.FLOATS, Scales.BLOCKS, Scales.SUPER_BLOCKS, Scales.POWERS})
+    codes = frozenset({Codes.INTEGERS, Codes.TABLE, Codes.E2M1})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)

@@ -7,8 +7,10 @@ byte: byte j holds those of weights j (low) and j + 16.
 K-quants, blocks of 256 weights: a float16 ``d`` and, in asymmetric ones, ``dmin``; integers for
 groups of 32 (``Q4_K``, ``Q5_K``) or 16 weights; the codes' lower bits, which two or four weights
 share a byte for, and their higher bits apart. ``IQ4_NL`` and ``IQ4_XS`` are blocks of either kind
-whose codes are numbers of a table. Sources: ggml's block_q4_1, block_q5_0, block_q5_1, block_q2_K,
-block_q3_K, block_q4_K, block_q5_K, block_q6_K, block_iq4_nl, block_iq4_xs.
+whose codes are numbers of a table. ``MXFP4`` is a block of 32 weights with the exponent of a power
+of two, plus 127, in place of ``d``, and codes e2m1. Sources: ggml's block_q4_1, block_q5_0,
+block_q5_1, block_q2_K, block_q3_K, block_q4_K, block_q5_K, block_q6_K, block_iq4_nl, block_iq4_xs,
+block_mxfp4.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.files.gguf_types import GgmlType
+from quantkit.formats.codecs.small_floats import decode_exponents, encode_exponents
 from quantkit.tensors import scheme as schemes
 from quantkit.tensors.late import block_scales, torch
 from quantkit.tensors.scheme import QuantScheme
@@ -263,6 +266,15 @@ def _unpack_iq4_xs(data: Tensor) -> tuple[Tensor, BlockScales]:
     return _unpack_nibbles(codes, 16), scales
 
 
+def _pack_mxfp4(codes: Tensor, scales: BlockScales) -> Tensor:
+    return torch.cat((encode_exponents(scales.scale), _pack_nibbles(codes, 16)), 1)
+
+
+def _unpack_mxfp4(data: Tensor) -> tuple[Tensor, BlockScales]:
+    scale = decode_exponents(data[:, :1])
+    return _unpack_nibbles(data[:, 1:], 16), block_scales.BlockScales(scale, None, None, None)
+
+
 LAYOUTS = {
     GgmlType.Q4_1: _build_small_layout(schemes.Q4_1),
     GgmlType.Q5_0: _build_small_layout(schemes.Q5_0),
@@ -274,5 +286,6 @@ LAYOUTS = {
     GgmlType.Q2_K: BlockLayout(schemes.Q2_K, _pack_q2, _unpack_q2),
     GgmlType.IQ4_NL: BlockLayout(schemes.IQ4_NL, _pack_iq4_nl, _unpack_iq4_nl),
     GgmlType.IQ4_XS: BlockLayout(schemes.IQ4_XS, _pack_iq4_xs, _unpack_iq4_xs),
+    GgmlType.MXFP4: BlockLayout(schemes.MXFP4, _pack_mxfp4, _unpack_mxfp4),
 }
 """By type."""

@@ -1,4 +1,5 @@
-"""Weights in small floats with scales, FP8 and MXFP4: read only, as floats.
+"""Weights in small floats with scales, FP8 and MXFP4: read only, as floats; the latter also as
+codes, for formats that have them.
 
 FP8: a tensor ``T`` of float8 [..., O, I] has its scales in ``T_scale_inv`` or ``T_scale``: one for
 the whole tensor (or matrix), one for each row, or one for each block of rows and columns; ``w = q *
@@ -23,6 +24,8 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.layouts import BLOCKS
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
+from quantkit.tensors.scheme import MXFP4
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 SUFFIXES = ("_scale_inv", "_scale")
@@ -30,6 +33,8 @@ _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
 # The positive values of e2m1, MXFP4's codes.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_BIAS = 127
+# The exponent of e8m0 that is NaN, and beyond float32's.
+_NO_NUMBER = 255
 # The bytes of the codes of MXFP4 that share a scale, two codes in each.
 _BYTES = 16
 # The groups of MXFP4 that are dequantized at a time.
@@ -122,7 +127,7 @@ class Float8Weight(DequantizedTensor):
         codes = self._read(weight, part)
         stored = self._read(scale)
         # Bytes are biased exponents, as float8_e8m0fnu is, which torch converts itself.
-        scales = _powers(stored) if scale.dtype == DType.UINT8 else stored.float()
+        scales = decode_exponents(stored) if scale.dtype == DType.UINT8 else stored.float()
         scales = scales.reshape(self._grid)
         if len(weight.shape) > 2 and part is not None and part.axis == 0:
             # A part of stacked matrices selects the scales of these, with all rows and columns.
@@ -192,9 +197,17 @@ def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> tor
     return torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Compute powers of two from their biased exponents, uint8."""
+def decode_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Compute powers of two, float32, from their biased exponents, uint8; infinity for 255."""
     return (exponents.float() - EXPONENT_BIAS).exp2()
+
+
+def encode_exponents(powers: torch.Tensor) -> torch.Tensor:
+    """Undo `decode_exponents`, of powers in any float type."""
+    # `frexp` has mantissas in [0.5, 1), so 2 ** k has the exponent k + 1; of infinity it has none.
+    _, exponents = torch.frexp(powers.float())
+    biased = exponents - 1 + EXPONENT_BIAS
+    return torch.where(powers.isinf(), _NO_NUMBER, biased).to(torch.uint8)
 
 
 class Mxfp4Weight(DequantizedTensor):
@@ -226,11 +239,14 @@ class Mxfp4Weight(DequantizedTensor):
             StoredTensor(blocks.name.removesuffix(BLOCKS), dtype, shape), (blocks, scales), homes
         )
 
+    def read_parts(self, experts: TensorSlice | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the codes and the exponents of some experts as they are stored; None for all."""
+        return self._read(self.parts[0], experts), self._read(self.parts[1], experts)
+
     def floats(self, part: TensorSlice | None) -> torch.Tensor:
         """Dequantize the experts of the part; no others are read."""
         of_experts = part if part is not None and part.axis == 0 else None
-        blocks = self._read(self.parts[0], of_experts)
-        scales = self._read(self.parts[1], of_experts)
+        blocks, scales = self.read_parts(of_experts)
         out = self.tensor.dtype.empty((len(blocks), *self.tensor.shape[1:]))
         # In float folders of these models, inputs come before outputs.
         for expert, target in enumerate(out):
@@ -238,6 +254,31 @@ class Mxfp4Weight(DequantizedTensor):
         if part is of_experts or part is None:
             return out
         return part.of(out).contiguous()
+
+
+class Mxfp4Codes:
+    """Reads stacked experts in MXFP4 as codes, one expert at a time; see `ReadCodec`."""
+
+    scheme = MXFP4
+
+    def __init__(self, weight: Mxfp4Weight) -> None:
+        self._weight = weight
+
+    def spec(self, raw: object, expected: TensorSpec) -> TensorSpec:
+        return TensorSpec(expected.name, expected.shape, expected.dtype, self.scheme)
+
+    def parts(self, raw: object, spec: TensorSpec) -> list[StoredTensor]:
+        return list(self._weight.parts)
+
+    def decode(
+        self, raw: object, spec: TensorSpec, part: TensorSlice | None = None
+    ) -> qtensor.QuantTensor:
+        """Read the codes [O, I] of the one expert that `part` selects."""
+        assert part is not None
+        assert (part.axis, part.size) == (0, 1)
+        blocks, scales = self._weight.read_parts(part)
+        codes = unpack_halves(blocks[0]).flatten(1)
+        return qtensor.QuantTensor(codes, decode_exponents(scales[0]), None, self.scheme)
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: DType) -> torch.Tensor:
@@ -250,7 +291,11 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: DType) -> torc
     exponents = scales.reshape(-1)
     out = dtype.empty((len(codes), 2 * _BYTES))
     for start, stop in qtensor.row_chunks(len(codes), 1, _SCALES_AT_ONCE):
-        chunk = codes[start:stop]
-        halves = torch.stack((chunk & 0xF, chunk >> 4), dim=-1).flatten(-2).int()
-        out[start:stop] = values[halves] * _powers(exponents[start:stop]).unsqueeze(-1)
+        halves = unpack_halves(codes[start:stop]).int()
+        out[start:stop] = values[halves] * decode_exponents(exponents[start:stop]).unsqueeze(-1)
     return out.view(*blocks.shape[:-2], -1)
+
+
+def unpack_halves(data: torch.Tensor) -> torch.Tensor:
+    """Unpack codes [..., 2 N] from bytes [..., N] with two each, the low half first."""
+    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)

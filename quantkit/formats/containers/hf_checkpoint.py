@@ -37,13 +37,19 @@ from quantkit.formats.codecs.compressed_tensors import (
 )
 from quantkit.formats.codecs.dequantized import (
     Float64Tensor,
+    describe_float_weights,
     narrow_float64,
     replace_quantized_tensors,
 )
 from quantkit.formats.codecs.float_methods import uses_small_floats
 from quantkit.formats.codecs.layouts import SCALE
 from quantkit.formats.codecs.raw_module import RawModule
-from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
+from quantkit.formats.codecs.small_floats import (
+    DequantizedTensor,
+    Float8Weight,
+    Mxfp4Codes,
+    Mxfp4Weight,
+)
 from quantkit.formats.containers.hf_files import read_headers
 from quantkit.formats.containers.hf_parts import Decodes, decode_place, read_floats, share
 from quantkit.formats.containers.hf_settings import (
@@ -218,19 +224,25 @@ class HFCheckpoint:
         }
 
     def with_codes(self) -> HFCheckpoint:
-        """Copy this checkpoint to one that reads all codes of compressed-tensors and of MLX as
-        such; see `Container.with_codes`.
+        """Copy this checkpoint to one that reads all codes of compressed-tensors and of MLX, and
+        MXFP4 of gpt-oss, as such; see `Container.with_codes`.
         """
-        if self._method is None:
-            return self
+        codecs: dict[str, ReadCodec] = {}
+        outdated_notes: set[str] = set()
         if isinstance(self._method, CompressedTensors):
-            codecs: dict[str, ReadCodec] = dict(self.small_floats())
+            codecs |= dict(self.small_floats())
+        elif self._method is None:
+            for name, home in self._home.items():
+                # The tensors of a model without a decoder keep their form in every output.
+                if isinstance(home, Mxfp4Weight) and self.config.runnable:
+                    codecs[name] = Mxfp4Codes(home)
+            note = describe_float_weights(Mxfp4Weight.kind, len(codecs), self._floats_as)
+            outdated_notes.add(f"{self.path}: {note}")
         elif isinstance(self._method, mlx.Mlx):
-            codecs = {}
             for name, affine_codec in self._codecs.items():
                 if isinstance(affine_codec, mlx.Affine):
                     codecs[name] = replace(affine_codec, minima=True)
-        else:
+        if not codecs:
             return self
         # The containers that change below are copied, the rest is shared with this checkpoint.
         coded = copy.copy(self)
@@ -248,7 +260,7 @@ class HFCheckpoint:
             coded._disk_specs[tensor.name] = codec.spec(coded._raw(tensor), expected)
         # Notes on codes that this checkpoint reads as floats are not true of the copy.
         coded_notes = self._float_notes(coded._disk_specs)
-        outdated_notes = set(self._float_notes(self._disk_specs)) - set(coded_notes)
+        outdated_notes |= set(self._float_notes(self._disk_specs)) - set(coded_notes)
         coded.notes = [note for note in self.notes if note not in outdated_notes]
         return coded
 

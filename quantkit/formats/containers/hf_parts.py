@@ -69,7 +69,13 @@ def decode_place(
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
         if isinstance(slab, qtensor.QuantTensor):
-            expert_codes = place_rows.of_weight(slab)
+            expert_codes: Weight
+            if place.step == 1:
+                expert_codes = place_rows.of_weight(slab)
+            else:
+                # A step of two selects the gate or up rows of experts that are interleaved.
+                stop = place.first + place.step * place.shape[0]
+                expert_codes = slab.take(torch.arange(place.first, stop, place.step))
             if part is None:
                 return expert_codes
             return part.of_weight(expert_codes)

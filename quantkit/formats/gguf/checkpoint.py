@@ -44,6 +44,7 @@ from quantkit.formats.gguf.names import (
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.scheme import Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -216,8 +217,10 @@ class GgufCheckpoint:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
         keeps_codes = tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING
         if keeps_codes and kind in self._codes:
-            # GGUF's scales are float16.
-            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
+            scheme = self._codes[kind].scheme
+            # GGUF's scales are float16, except for powers of two.
+            dtype = self._floats_as if scheme.scales is Scales.POWERS else DType.FLOAT16
+            return TensorSpec(tensor.name, tensor.shape, dtype, scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value

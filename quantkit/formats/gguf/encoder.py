@@ -50,6 +50,7 @@ _FILE_TYPES = {
     GgmlType.IQ4_NL: 25,
     GgmlType.IQ4_XS: 30,
     GgmlType.BF16: 32,
+    GgmlType.MXFP4: 38,
 }
 """``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""
 

@@ -77,7 +77,7 @@ def assign_schemes(
             small_floats.add(str(scheme))
     small = sorted(small_floats)
     # A bfloat16 model needs no note: transformers loads it in its own type.
-    if small and source.config.dtype != DType.BFLOAT16:
+    if small and native and source.config.dtype != DType.BFLOAT16:
         # This `dtype` is an argument of transformers.
         notes.append(
             f"{dst}: {' and '.join(small)}: transformers only decodes it to bfloat16 (seen in"

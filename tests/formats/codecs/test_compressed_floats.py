@@ -183,9 +183,13 @@ def test_a_tensor_on_disk_that_cuts_tiles_is_refused_at_once(tmp_path: Path) -> 
 
 
 def test_other_formats_refuse_them_by_name(model: Path, tmp_path: Path) -> None:
-    for target in ("int-quantized", "gptq", "awq", "mlx", "gguf"):
+    for target in ("int-quantized", "gptq", "awq", "mlx"):
         with raises(UnsupportedError, target, "mxfp4", path=model):
             quantkit.quantize(model, tmp_path / "refused", "mxfp4", method="rtn", to=target)
+    # GGUF has blocks of MXFP4.
+    for scheme in ("fp8", "nvfp4"):
+        with raises(UnsupportedError, "gguf", scheme, path=model):
+            quantkit.quantize(model, tmp_path / "refused", scheme, method="rtn", to="gguf")
 
 
 def test_a_result_becomes_floats_and_other_formats(

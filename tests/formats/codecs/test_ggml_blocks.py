@@ -165,7 +165,7 @@ BLOCK_SCHEMES = (*CODED_TYPES.keys() - BLOCK_TYPES.keys(),)
 
 
 def in_blocks(kind: BlockType, rows: int = 3) -> QuantTensor:
-    """Codes, integers and float16 scales of the whole range."""
+    """Codes, integers, and float16 scales or powers of two of the whole range."""
     groups, blocks = 512 // (kind.scheme.group_size or 1), 512 // kind.type.block
     nested, asymmetric = kind.scheme.scales is Scales.SUPER_BLOCKS, not kind.scheme.symmetric
     integers = {2: (0, 16), 3: (-32, 32), 6: (-128, 128)}.get(kind.scheme.bits, (0, 64))
@@ -175,6 +175,8 @@ def in_blocks(kind: BlockType, rows: int = 3) -> QuantTensor:
     def inner() -> Tensor:
         if nested:
             return torch.randint(*integers, (rows, groups)).half()
+        if kind.scheme.scales is Scales.POWERS:
+            return torch.randint(-127, 126, (rows, groups)).float().exp2()
         return torch.randn(rows, groups).half()
 
     def outer() -> Tensor:
