@@ -21,6 +21,18 @@ TEMPLATES = {
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    "gpt-4o": (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    ),
+    "glm4": (
+        "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    ),
+    "tekken": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}"
+        "[/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
     "gemma": (
         "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant'"
         " else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if"
@@ -52,6 +64,22 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }
 _WINDOWS = {"sliding_window": 64, "query_pre_attn_scalar": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+# Sizes that 32 divides, but not 256, as the published ones.
+_GPT_OSS = {
+    "hidden_size": 288,
+    "intermediate_size": 288,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 64,
+}
+MXFP4 = "gptoss-mxfp4"
+"""The name of the model whose experts are stored in MXFP4, as published ones are."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama", "llama3", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", "qwen", {"tie_word_embeddings": False}),
@@ -86,6 +114,24 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("smollm3", "llama3", {}),
+    "gptoss": ("gpt_oss", "gpt-4o", {**_GPT_OSS, "rope_parameters": {**_YARN, "truncate": True}}),
+    MXFP4: ("gpt_oss", "gpt-4o", {**_GPT_OSS, "rope_parameters": {**_YARN, "truncate": True}}),
+    "glm": ("glm", "glm4", {}),
+    "glm4": ("glm4", "glm4", {"tie_word_embeddings": True}),
+    "ministral3": (
+        "ministral3",
+        "tekken",
+        {
+            "rope_parameters": {
+                **_YARN,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
 }
 """By name: ``model_type``, kind of tokenizer, and settings."""
 
@@ -123,6 +169,33 @@ def make(out: Path, steps: int, names: Iterable[str]) -> None:
         )
         # As published ones are: scales are then exact in float16.
         model.eval().bfloat16().save_pretrained(folder)
+        if name == MXFP4:
+            store_experts_in_mxfp4(folder)
+
+
+def store_experts_in_mxfp4(folder: Path) -> None:
+    """Round a model's experts, [E, I, O], to MXFP4 as gpt-oss's are published: blocks of rows
+    [E, O, I / 32, 16] and exponents [E, O, I / 32].
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from quantkit.tensors.qtensor import quantize_rtn
+    from quantkit.tensors.scheme import MXFP4 as SCHEME
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        rows = tensors.pop(name).transpose(1, 2).reshape(-1, inputs).float()
+        rounded = quantize_rtn(rows, SCHEME, torch.float32)
+        codes = rounded.codes.view(experts, outputs, inputs // 32, 16, 2)
+        tensors[f"{name}_blocks"] = codes[..., 0] | codes[..., 1] << 4
+        exponents = rounded.scale.log2().add(127).to(torch.uint8)
+        tensors[f"{name}_scales"] = exponents.view(experts, outputs, -1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def text() -> str:
@@ -167,7 +240,7 @@ def write_tokenizer(folder: Path, kind: str) -> None:
 
 
 def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
-    """A tokenizer.json of Llama 3's or Qwen 2's kind."""
+    """A tokenizer.json of another kind than Gemma's."""
     from tokenizers import (
         Regex,
         Tokenizer,
@@ -179,12 +252,11 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
         trainers,
     )
 
-    digits = r"\p{N}{1,3}" if kind == "llama3" else r"\p{N}"
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    from quantkit.text.pipeline import patterns_by_name
+
+    found = patterns_by_name({"qwen": "qwen2"}.get(kind, kind))
+    assert found is not None
+    (words,), ignore_merges = found
     specials = {
         "llama3": [
             "<|begin_of_text|>",
@@ -194,8 +266,19 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
             "<|eot_id|>",
         ],
         "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "gpt-4o": [
+            "<|startoftext|>",
+            "<|endoftext|>",
+            "<|start|>",
+            "<|message|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+        ],
+        "glm4": ["<|endoftext|>", "[gMASK]", "<sop>", "<|assistant|>", "<|user|>"],
+        "tekken": ["<s>", "[INST]", "[/INST]", "</s>"],
     }[kind]
-    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if kind == "qwen":
         tokenizer.normalizer = normalizers.NFC()
     parts = [
@@ -209,13 +292,14 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
     )
     tokenizer.train_from_iterator(text().splitlines(keepends=True), trainer)
     tokenizer.add_special_tokens(specials)
-    if kind == "llama3":
+    has_bos = kind in ("llama3", "tekken")
+    if has_bos:
         first = (specials[0], tokenizer.token_to_id(specials[0]))
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{first[0]} $A", pair=f"{first[0]} $A {first[0]} $B", special_tokens=[first]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    if kind == "llama3":
+    if has_bos:
         return {"bos_token": specials[0], "eos_token": specials[-1]}
     return {
         "bos_token": None,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_models import MODELS, make, text
+from gguf_models import MODELS, MXFP4, make, text
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared import llama
@@ -31,6 +31,7 @@ from shared.tables import print_header, print_row
 
 TOKENS, PROMPT, NEW = 200, 12, 50
 LOGITS, KL, TIE = 2e-3, 1e-3, 0.05
+KEPT = "MXFP4"
 SCHEMES: dict[str, dict[str, Any]] = {
     "Q8_0": {"scheme": "int8"},
     "Q4_0": {"scheme": "int4-g64"},
@@ -109,12 +110,16 @@ def check(python: Path, out: Path, folders: Sequence[Path]) -> bool:
     print_header("model", "file", *figures, "tokens", "talk")
     good = True
     for folder in folders:
-        for kind in ("F32", *SCHEMES):
+        # A folder of codes becomes one file, which keeps them.
+        kinds = [KEPT] if folder.name == MXFP4 else ["F32", *SCHEMES]
+        for kind in kinds:
             file, source = out / f"{folder.name}-{kind}.gguf", folder
             for path in out.glob(f"{folder.name}-{kind}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             if kind == "F32":
                 quantkit.convert(folder, file, dtype="fp32", source_check=False)
+            elif kind == KEPT:
+                quantkit.convert(folder, file, source_check=False)
             else:
                 source = out / f"{folder.name}-{kind}"
                 quantkit.quantize(
@@ -182,11 +187,11 @@ def equal_codes(source: Path, file: Path) -> bool:
     """
     import gguf
 
-    from quantkit.formats.detect import open_checkpoint
+    from quantkit.formats.detect import open_checkpoint, with_codes
     from quantkit.formats.gguf.names import gguf_architecture, gguf_tensors
     from quantkit.tensors.qtensor import QuantTensor
 
-    checkpoint = open_checkpoint(source)
+    checkpoint = with_codes(open_checkpoint(source))
     config = checkpoint.config
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     found = 0
@@ -200,10 +205,14 @@ def equal_codes(source: Path, file: Path) -> bool:
             ("attn_q.weight", "attn_k.weight")
         ):
             rows, columns = expected.shape
+            # Canonical rows of a rotary pair are half a head apart, and so are the other rows.
             heads = expected.reshape(rows // config.head_dim, 2, config.head_dim // 2, columns)
-            expected = heads.swapaxes(1, 2).reshape(rows, columns)
+            rotated = (config.rope.rotary_dim or config.head_dim) // 2
+            pairs = heads[:, :, :rotated].swapaxes(1, 2).reshape(len(heads), -1, columns)
+            others = heads[:, :, rotated:].reshape(len(heads), -1, columns)
+            expected = np.concatenate((pairs, others), 1).reshape(rows, columns)
         theirs = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
-        if stored[tensor.name].tensor_type.name not in ("Q8_0", "Q4_0") or not np.array_equal(
+        if stored[tensor.name].tensor_type.name not in ("Q8_0", "Q4_0", KEPT) or not np.array_equal(
             theirs.reshape(-1), expected.reshape(-1)
         ):
             return False
