@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from quantkit.text.generation_settings import (
     list_unapplied,
     read_other_settings,
 )
-from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, tokenizer_json
+from quantkit.text.gguf_tokenizer import POST_PROCESSOR, SAMPLING, run_merges, tokenizer_json
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
@@ -73,7 +73,8 @@ def tokenizer_metadata(
     folder_vocabulary = read_folder_vocabulary(folder)
     vocabulary = _fill_vocabulary(folder_vocabulary.vocabulary, rows, folder)
     ids = _special_ids(folder, tokenizer, folder_vocabulary)
-    adds = _find_added_ends(tokenizer, ids, folder)
+    around = ids_around_text(tokenizer)
+    adds = _find_added_ends(around, ids)
     ends = list(dict.fromkeys([*list_end_tokens(folder), *tokenizer.eos_ids]))
     names_eos = "eos_token" in ids
     if ends and not names_eos:
@@ -102,7 +103,10 @@ def tokenizer_metadata(
         templates = ChatTemplates(folder).sources
     metadata |= _template_keys(templates)
     metadata |= _sampling_keys(folder, len(vocabulary.tokens))
-    unexpressed = _list_unexpressed_parts(folder_vocabulary, ids, adds)
+    unadded = _describe_unadded_tokens(around, adds, vocabulary.tokens)
+    unexpressed = _list_unexpressed_parts(
+        folder_vocabulary, ids, adds, has_unadded_tokens=bool(unadded)
+    )
     # llama.cpp requires these tokens, and the tokenizer does not have them.
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
         unexpressed["bos_token"] = None
@@ -113,6 +117,7 @@ def tokenizer_metadata(
         metadata[keys.PIPELINE] = json.dumps(unexpressed, ensure_ascii=False)
     notes = [
         *folder_vocabulary.notes,
+        *unadded,
         *_compare_written(tokenizer, folder_vocabulary.vocabulary, metadata, folder),
     ]
     lost = list_unapplied(read_other_settings(folder))
@@ -137,7 +142,11 @@ def tokenizer_metadata(
 
 
 def _list_unexpressed_parts(
-    folder_vocabulary: FoundTokenizer, ids: Mapping[str, int], adds: tuple[bool, bool]
+    folder_vocabulary: FoundTokenizer,
+    ids: Mapping[str, int],
+    adds: tuple[bool, bool],
+    *,
+    has_unadded_tokens: bool,
 ) -> dict[str, Any]:
     """List the parts of a folder's tokenizer.json that a reader would not rebuild from GGUF's keys
     alone; none without such a file.
@@ -147,6 +156,9 @@ def _list_unexpressed_parts(
         return parts
     rebuilt = tokenizer_json(folder_vocabulary.vocabulary, ids, adds)
     for part, value in folder_vocabulary.pipeline.items():
+        # A post-processor does nothing but add tokens, in several equivalent ways.
+        if part == POST_PROCESSOR and not has_unadded_tokens:
+            continue
         if part not in rebuilt or rebuilt[part] != value:
             parts[part] = value
     model = rebuilt["model"]
@@ -257,22 +269,32 @@ def _special_ids(
     return ids
 
 
-def _find_added_ends(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
-    """Find out whether BOS is added before text, and EOS after it.
+def _find_added_ends(around: tuple[list[int], list[int]], ids: dict[str, int]) -> tuple[bool, bool]:
+    """Find out whether BOS is added before text, and EOS after it: all that GGUF can state.
 
-    The tokenizer's BOS replaces that of files in `ids`.
+    The tokenizer's BOS replaces that of files in `ids`. `around` are the tokens before and after a
+    text.
     """
-    before, after = ids_around_text(tokenizer)
-    if len(before) > 1 or after not in ([], [ids.get("eos_token")]):
-        raise UnsupportedError(
-            "llama.cpp adds only BOS and EOS tokens to text",
-            path=folder,
-            found=f"{before} and {after}",
-            hint="write another format",
-        )
-    if before:
+    before, after = around
+    adds_bos = len(before) == 1
+    if adds_bos:
         ids["bos_token"] = before[0]
-    return bool(before), bool(after)
+    return adds_bos, bool(after) and after == [ids.get("eos_token")]
+
+
+def _describe_unadded_tokens(
+    around: tuple[list[int], list[int]], adds: tuple[bool, bool], tokens: Sequence[str]
+) -> list[str]:
+    """Describe the tokens around a text that llama.cpp does not add, such as GLM-4's."""
+    lines: list[str] = []
+    for ids, is_added, side in zip(around, adds, ("before", "after"), strict=True):
+        if ids and not is_added:
+            spelled = "".join(tokens[number] for number in ids)
+            lines.append(
+                f"llama.cpp does not add {spelled} {side} text, as the tokenizer does; a chat"
+                " template may contain it"
+            )
+    return lines
 
 
 def _end_keys(

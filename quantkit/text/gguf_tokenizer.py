@@ -38,7 +38,8 @@ SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 """Keys by the names in generation_config.json."""
-PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+POST_PROCESSOR = "post_processor"
+PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder", POST_PROCESSOR)
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _MIN = 1e-6
 _MAX = 1e9

@@ -293,6 +293,11 @@ def write_byte_level(folder: Path, kind: str) -> dict[str, Any]:
     tokenizer.train_from_iterator(text().splitlines(keepends=True), trainer)
     tokenizer.add_special_tokens(specials)
     has_bos = kind in ("llama3", "tekken")
+    if kind == "glm4":
+        marks = [(token, tokenizer.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[gMASK] <sop> $A", pair="[gMASK] <sop> $A $B", special_tokens=marks
+        )
     if has_bos:
         first = (specials[0], tokenizer.token_to_id(specials[0]))
         tokenizer.post_processor = processors.TemplateProcessing(

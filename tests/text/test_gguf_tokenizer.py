@@ -536,6 +536,43 @@ def test_decoder_steps_that_llama_cpp_lacks_are_a_note(
     assert notes[0].endswith(": Replace")
 
 
+def test_tokens_around_text_that_llama_cpp_does_not_add_are_a_note(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """GLM-4 puts two tokens before a text."""
+
+    def add_two(raw: dict[str, Any]) -> None:
+        first, second, *_ = raw["added_tokens"]
+        pieces = [
+            {"SpecialToken": {"id": token["content"], "type_id": 0}} for token in (first, second)
+        ]
+        single = [*pieces, {"Sequence": {"id": "A", "type_id": 0}}]
+        named = {
+            token["content"]: {
+                "id": token["content"],
+                "ids": [token["id"]],
+                "tokens": [token["content"]],
+            }
+            for token in (first, second)
+        }
+        raw["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": named,
+        }
+
+    folder = _edited(folders["qwen2"], tmp_path / "model", add_two)
+    original = load_tokenizer(folder)
+    metadata, notes = tokenizer_metadata(folder, original.vocab_size)
+    (note,) = [note for note in notes if "does not add" in note]
+    assert END in note
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+    read = load_tokenizer(_folder(metadata, tmp_path / "read"))
+    assert read.encode("one text") == original.encode("one text")
+    assert len(read.encode("one text")) == 2 + len(read.encode("one text", bos=False))
+
+
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_added_tokens_that_hide_others_are_a_note(
     is_normalized: bool, folders: dict[str, Path], tmp_path: Path
