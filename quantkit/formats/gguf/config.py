@@ -218,7 +218,7 @@ def describe_llama_cpp_differences(config: ModelConfig) -> list[str]:
             f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for"
             " longer texts"
         )
-    # Of all published models with this setting, gpt-oss, llama.cpp's own files behave so too.
+    # The published gpt-oss models have this setting, which llama.cpp's converter leaves out.
     if config.rope.type == "yarn" and not config.rope.truncate:
         differences.append(
             "llama.cpp rounds the bounds of YaRN's ramp to whole dimensions, which the model does"

@@ -25,11 +25,11 @@ from quantkit.formats.gguf.encoder import GgufEncoder
 from quantkit.formats.gguf.names import gguf_tensors
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import MXFP4, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 ONE = 1 << 40
-SCHEMES = [None, QuantScheme(8, None), QuantScheme(4, 32), QuantScheme(4, 64)]
+SCHEMES = [None, QuantScheme(8, None), QuantScheme(4, 32), QuantScheme(4, 64), MXFP4]
 FAMILIES = [
     "llama",
     "qwen2",
