@@ -61,7 +61,7 @@ distribution (Frobenius norms). Of normally distributed weights, int8 in rows lo
 % and q5_k 3.8 %: FP8's bound lies where 2.65 % lies between the last two, on logarithmic scales.
 Rounding to q3_k loses 18.6 %, to q2_k 32.9 %: the bound of 2 bits follows from those of 3 and 4 on
 logarithmic scales. Small floats of 4 bits lose what int4 does (mxfp4 11.5 %, nvfp4 9.5 %, int4-g128
-11.1 %), so they have its bound.
+11.1 %), so they have its bound. `scripts/measure/measure_normal_errors.py` prints these errors.
 """
 
 TIMES_ROUNDING = 3.0
