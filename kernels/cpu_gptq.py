@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.library import load_kernels
+from quantkit.tensors.code_table import CodeTable
 
 # The numbers by which the C++ functions know the types of scales.
 _FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -23,6 +24,7 @@ def search_scales(
     importance: Tensor,
     size: int,
     levels: int,
+    table: CodeTable | None,
     symmetric: bool,
     scale_dtype: torch.dtype,
     coarse: Sequence[float],
@@ -36,6 +38,8 @@ def search_scales(
         weight: [I, O] float32.
         importance: [I] float32, not negative: the error's weights.
         levels: number of codes.
+        table: their numbers, if they are not whole ones; then each coarse step is followed by the
+            one that fits its codes best, and a group of zeros has a scale of 0.
         coarse, fine: the steps, and how far those next to the best of them are from it.
 
     Raises:
@@ -51,6 +55,7 @@ def search_scales(
         zero_pointer = _pointer(zero, torch.uint8)
     _functions().quantkit_search_scales(
         *_sizes(inputs, outputs, size, levels),
+        *_table_arguments(table),
         _floats(weight),
         _floats(importance),
         (c_float * len(coarse))(*coarse),
@@ -74,6 +79,7 @@ def _run_column_step(
     scale: Tensor,
     zero: Tensor | None,
     levels: int,
+    table: CodeTable | None,
     size: int,
     codes: Tensor,
     errors: Tensor,
@@ -89,6 +95,7 @@ def _run_column_step(
         zero_pointer = _floats(zero)
     step(
         *_sizes(*codes.shape, size, levels),
+        *_table_arguments(table),
         c_int64(len(start)),
         *[_floats(operand) for operand in operands],
         _pointer(columns, torch.int64),
@@ -113,6 +120,12 @@ def _functions() -> Any:
 
 def _sizes(*sizes: int) -> list[c_int64]:
     return [c_int64(size) for size in sizes]
+
+
+def _table_arguments(table: CodeTable | None) -> tuple[c_int64, c_void_p | None, c_void_p | None]:
+    if table is None:
+        return c_int64(0), None, None
+    return c_int64(len(table.values)), _floats(table.values), _floats(table.bounds)
 
 
 def _floats(tensor: Tensor) -> c_void_p:

@@ -12,11 +12,25 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.tensors.code_table import CodeTable
 
 # Rows of one program, which is a warp: a few hundred of them fill a GPU.
 _ROWS = 512 if INTERPRETED else 32
 # A float that it is added to keeps no fraction.
 _WHOLE = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def find_in_table(quotients, values, bounds, count):
+    """Round quotients to the nearest of some numbers by bisection; see `CodeTable`."""
+    first = tl.zeros_like(quotients).to(tl.int32)
+    remaining = count
+    while remaining > 1:
+        half = remaining // 2
+        bound = tl.load(bounds + first + (half - 1))
+        first += tl.where(quotients <= bound, 0, half)
+        remaining -= half
+    return tl.load(values + first)
 
 
 @triton.jit
@@ -28,17 +42,23 @@ def round_columns(
     columns,
     scale,
     zero,
+    values,
+    bounds,
     codes,
     errors,
     rows,
     count,
     size,
     levels,
+    IN_TABLE: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     DESCEND: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Round some columns of ROWS rows; `errors` are those of the columns before one, too."""
+    """Round some columns of ROWS rows; `errors` are those of the columns before one, too.
+
+    `values` and `bounds` are a table's, of `levels` numbers.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
     row = row.to(tl.int64)
@@ -57,14 +77,17 @@ def round_columns(
         if DESCEND:
             before = tl.load(codes + place, mask=mask, other=0.0)
             steps = before + steps * tl.load(inverse + i)
-        if SYMMETRIC:
-            low = -0.5 * levels
-            high = 0.5 * levels - 1
+        if IN_TABLE:
+            best = find_in_table(steps, values, bounds, levels)
         else:
-            low = -tl.load(zero + group, mask=mask, other=0.0)
-            high = levels - 1 + low
-        best = tl.minimum(tl.maximum(steps, low), high)
-        best = (best + _WHOLE) - _WHOLE
+            if SYMMETRIC:
+                low = -0.5 * levels
+                high = 0.5 * levels - 1
+            else:
+                low = -tl.load(zero + group, mask=mask, other=0.0)
+                high = levels - 1 + low
+            best = tl.minimum(tl.maximum(steps, low), high)
+            best = (best + _WHOLE) - _WHOLE
         if DESCEND:
             error = (before - best) * step
         else:
@@ -81,6 +104,7 @@ def _run_column_step(
     scale: Tensor,
     zero: Tensor | None,
     levels: int,
+    table: CodeTable | None,
     size: int,
     codes: Tensor,
     errors: Tensor,
@@ -99,7 +123,14 @@ def _run_column_step(
     symmetric = zero is None
     if zero is None:
         zero = scale
-    operands = (start, target, ratios, inverse, columns, scale, zero)
+    if table is None:
+        values = scale
+        bounds = scale
+    else:
+        values = table.values
+        bounds = table.bounds
+        levels = len(values)
+    operands = (start, target, ratios, inverse, columns, scale, zero, values, bounds)
     with torch.cuda.device_of(start):
         round_columns[triton.cdiv(rows, _ROWS),](
             *[operand.contiguous() for operand in operands],
@@ -108,7 +139,8 @@ def _run_column_step(
             rows,
             count,
             size,
-            float(levels),
+            levels,
+            IN_TABLE=table is not None,
             SYMMETRIC=symmetric,
             DESCEND=descend,
             ROWS=_ROWS,

@@ -18,7 +18,8 @@ from quantkit.kernels import cpu_gptq
 from quantkit.kernels.library import load_kernels
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import Damped, solve
-from quantkit.solver.grid import FINE, list_trial_steps, search_scales
+from quantkit.solver.grid import list_trial_steps, search_scales
+from quantkit.tensors.code_table import find_table
 from quantkit.tensors.scheme import QuantScheme
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _GPU_COLUMNS = 32
 _ROWS = 40
 # More columns than a panel has, so that the test covers the update between panels.
 _COLUMNS = 288
-_SCHEMES = ("int4-g32", "int4-g32-asym")
+_SCHEMES = ("int4-g32", "int4-g32-asym", "iq4_nl")
 # Of the output error. Codes are not compared: where two are equally good, kernels may choose the
 # other one, and GPTQ carries the difference into all later columns.
 _TOLERANCE = 0.01
@@ -92,15 +93,17 @@ def make_cpu_kernels() -> ColumnKernels:
     def search(
         weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
+        coarse, fine = list_trial_steps(scheme)
         return cpu_gptq.search_scales(
             weight.contiguous(),
             importance.contiguous(),
             len(weight) // scheme.groups(len(weight)),
             scheme.levels,
+            find_table(scheme.codes, weight.device),
             scheme.symmetric,
             scale_dtype,
-            list_trial_steps(scheme),
-            FINE,
+            coarse,
+            fine,
         )
 
     return ColumnKernels(search, cpu_gptq.round_in_turn, cpu_gptq.improve_in_turn, _CPU_COLUMNS)

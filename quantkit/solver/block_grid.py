@@ -14,18 +14,14 @@ import torch
 from torch import Tensor
 
 from quantkit.solver.grid import weights_at_once
-from quantkit.tensors import code_table
 from quantkit.tensors.block_scales import BlockScales
-from quantkit.tensors.scheme import TABLE, Codes, QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
 
 _STARTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """Steps that are tried first, by how many more of them span a group than it has codes."""
-_TABLE_FACTORS = (1.0, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Steps of a table that are tried, in units of the step that spans a group, which comes first: of
-equal losses, as where no weight counts, the first one is kept."""
 # Rounds in which codes and the line through them improve each other.
 _ROUNDS = 2
 
@@ -46,11 +42,6 @@ def search_blocks(
     assert size is not None
     grouped = weight.view(-1, size, weight.shape[1])
     weights = importance.view(-1, size, 1)
-    if scheme.codes is Codes.TABLE:
-        table_steps = []
-        for outputs in _row_slices(weight):
-            table_steps.append(_fit_table(grouped[:, :, outputs], weights))
-        return BlockScales.nearest(torch.cat(table_steps, 1).t(), None, scheme)
     if scheme.symmetric:
         scale, _ = search(weight, importance, scheme.of_floats, torch.float32)
         # The search leaves a scale of one for a group of zeros, which would coarsen the integers
@@ -119,38 +110,6 @@ def _fit_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[T
             steps = torch.where(usable, steps, best_steps)
             offsets = torch.where(usable, offsets, best_offsets)
     return best_steps, best_offsets
-
-
-def _fit_table(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Find the steps [G, O] float32, of either sign, with which the numbers of `TABLE` fit groups
-    [G, S, O] best; 0 for a group of zeros. `weights` [G, S, 1] are those of squared errors.
-
-    Each trial rounds a group, fits the step to these codes by least squares, and rounds again.
-    """
-    high = grouped.amax(1).clamp(min=0)
-    low = grouped.amin(1).clamp(max=0)
-    # The table reaches further below zero than above: a negative step turns it around.
-    spanning = torch.maximum(high / TABLE[-1], low / TABLE[0])
-    turned = -torch.maximum(high / -TABLE[0], low / -TABLE[-1])
-    # Kept also where squares overflow, so that no step has a smaller loss.
-    best_steps = spanning
-    best = torch.full_like(high, torch.inf)
-    for span in (spanning, turned):
-        for factor in _TABLE_FACTORS:
-            steps = span * factor
-            for _ in range(_ROUNDS):
-                divisors = torch.where(steps == 0, 1, steps).unsqueeze(1)
-                values = code_table.round_to_table(grouped / divisors)
-                error = (values * steps.unsqueeze(1)).sub_(grouped).square_()
-                loss = error.mul_(weights).sum(1)
-                better = loss < best
-                best = torch.where(better, loss, best)
-                best_steps = torch.where(better, steps, best_steps)
-                weighted = weights * values
-                steps = (weighted * grouped).sum(1) / (weighted * values).sum(1)
-                # A group whose codes are all zero leaves nothing to fit.
-                steps = torch.where(steps.isfinite(), steps, 0)
-    return best_steps
 
 
 def refit_blocks(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.tensors import code_table, float_codes
+from quantkit.tensors.code_table import CodeTable, find_table
 from quantkit.tensors.products import times
-from quantkit.tensors.scheme import Codes, QuantScheme
+from quantkit.tensors.scheme import QuantScheme
 
 # Columns after which errors reach all later ones by a matrix product.
 PANEL_COLUMNS = 256
@@ -26,15 +26,24 @@ PANEL_COLUMNS = 256
 
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
-RoundCodes = Callable[[Tensor, Tensor | None, int], None]
-"""Rounds real-valued codes, in place, to the nearest valid codes less their zero points; takes the
-zero points and the number of codes.
-"""
 ColumnStep = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None
+    [
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor | None,
+        int,
+        CodeTable | None,
+        int,
+        Tensor,
+        Tensor,
+    ],
+    None,
 ]
-"""Takes start, target or inverse, ratios, columns, scale, zero, levels, size, codes and errors;
-see `ColumnKernels`.
+"""Takes start, target or inverse, ratios, columns, scale, zero, levels, table, size, codes and
+errors; see `ColumnKernels`.
 """
 
 
@@ -46,6 +55,7 @@ class ColumnKernels:
     Both steps write `codes` [I, O], less their zero points, in the rows `columns` [C], and add a
     column's error to the later ones by `ratios` [C, C]. `scale` and `zero` are those of groups [G,
     O] of `size` columns; codes without zero points are signed; `levels` is the number of codes.
+    Codes of a `table` are in `codes` by their values, and have no zero points.
 
     Attributes:
         search_scales: finds scales and zero points.
@@ -73,22 +83,17 @@ def _round_in_turn(
     scale: Tensor,
     zero: Tensor | None,
     levels: int,
+    table: CodeTable | None,
     size: int,
     codes: Tensor,
     errors: Tensor,
-    *,
-    round_: RoundCodes | None = None,
 ) -> None:
     # The columns that follow are changed in place.
     start = start.clone()
-    round_ = round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
         code = torch.div(start[i], scale[group], out=codes[column])
-        if zero is None:
-            round_(code, None, levels)
-        else:
-            round_(code, zero[group], levels)
+        _round_(code, None if zero is None else zero[group], levels, table)
         torch.addcmul(target[i], code, scale[group], value=-1, out=errors[i])
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
@@ -101,31 +106,28 @@ def _improve_in_turn(
     scale: Tensor,
     zero: Tensor | None,
     levels: int,
+    table: CodeTable | None,
     size: int,
     codes: Tensor,
     errors: Tensor,
-    *,
-    round_: RoundCodes | None = None,
 ) -> None:
     start = start.clone()
     factors = inverse.tolist()
-    round_ = round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
         code = codes[column]
         best = torch.add(code, start[i] / scale[group], alpha=factors[i])
-        if zero is None:
-            round_(best, None, levels)
-        else:
-            round_(best, zero[group], levels)
+        _round_(best, None if zero is None else zero[group], levels, table)
         torch.sub(code, best, out=errors[i]).mul_(scale[group])
         code.copy_(best)
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
 
-def _round_(quotients: Tensor, zero: Tensor | None, levels: int) -> None:
-    """Round to the nearest codes less their zero point, in place."""
-    if zero is None:
+def _round_(quotients: Tensor, zero: Tensor | None, levels: int, table: CodeTable | None) -> None:
+    """Round to the nearest codes less their zero point, or numbers of a table, in place."""
+    if table is not None:
+        quotients.copy_(table.round(quotients))
+    elif zero is None:
         quotients.round_().clamp_(-(levels // 2), levels // 2 - 1)
     else:
         quotients.round_().add_(zero).clamp_(0, levels - 1).sub_(zero)
@@ -138,22 +140,6 @@ TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
 def with_positive_scales(kernels: ColumnKernels) -> ColumnKernels:
     """Replace the search of kernels by torch's, without negative scales."""
     return replace(kernels, search_scales=partial(search_scales, signed=False))
-
-
-def value_kernels(kind: Codes) -> ColumnKernels:
-    """Build kernels as `TORCH`, for codes that are small floats or in a table, which are in `codes`
-    by their values; there is no zero point.
-    """
-
-    def round_(quotients: Tensor, zero: Tensor | None, levels: int) -> None:
-        if kind is Codes.TABLE:
-            quotients.copy_(code_table.round_to_table(quotients))
-        else:
-            quotients.copy_(float_codes.round_to_code_values(quotients, kind))
-
-    in_turn = partial(_round_in_turn, round_=round_)
-    improve = partial(_improve_in_turn, round_=round_)
-    return ColumnKernels(search_scales, in_turn, improve, TORCH.max_columns)
 
 
 def solve_codes(
@@ -276,6 +262,7 @@ def _run(
     """Run a step over the columns of a panel, a few at a time, with what it has `written` for
     earlier ones compensated.
     """
+    table = find_table(grid.scheme.codes, codes.device)
     for begin, end in _ranges(len(columns), kernels.max_columns):
         part = slice(begin, end)
         if begin:
@@ -290,6 +277,7 @@ def _run(
             grid.scale,
             grid.zero,
             grid.scheme.levels,
+            table,
             grid.size,
             codes,
             written[part],

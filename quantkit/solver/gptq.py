@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.block_grid import refit_blocks, search_blocks
-from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes, value_kernels
+from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
 from quantkit.solver.grid import ENDLESS, Grid, weights_at_once
 from quantkit.solver.refit import refit_scales
 from quantkit.solver.two_sided import OUTPUT_DAMPING, OutputFactor, solve_two_sided
@@ -200,7 +200,7 @@ def solve(
                 rows_target, hessian, output_block, scheme, scale_dtype, kernels
             )
         elif start is not None:
-            solution = _solve_small_floats(rows_target, hessian, start.rows(first, last))
+            solution = _solve_small_floats(rows_target, hessian, start.rows(first, last), kernels)
         elif scheme.scales is Scales.FLOATS:
             solution = _solve_on_float_scales(rows_target, hessian, scheme, scale_dtype, kernels)
         else:
@@ -284,17 +284,14 @@ def _build_weight(
 
 
 def _solve_small_floats(
-    target: Tensor, hessian: Damped, start: QuantTensor
+    target: Tensor, hessian: Damped, start: QuantTensor, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_on_float_scales` for small floats, on the scales of `start`, by torch
-    alone.
-    """
+    """Solve rows as `_solve_on_float_scales` for small floats, on the scales of `start`."""
     kind = start.scheme.codes
     steps = start.steps.t().contiguous()
     grid = Grid(
         torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(target) // len(steps)
     )
-    kernels = value_kernels(kind)
     values, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
     values, _ = descend(target, values, hessian.matrix, grid, hessian.order, kernels)
     codes = float_codes.encode_values(values.t().contiguous(), kind)
@@ -320,14 +317,10 @@ def _errors(missing: Tensor, target: Tensor, hessian: Damped) -> tuple[Tensor, T
 def _solve_blocks(
     target: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
-    """Solve rows as `_solve_on_float_scales` for blocks of GGUF; by torch alone for codes in a
-    table.
+    """Solve rows as `_solve_on_float_scales` for blocks of GGUF.
 
     The float16 scales are fitted to the codes; their integers stay.
     """
-    in_table = scheme.codes is Codes.TABLE
-    if in_table:
-        kernels = value_kernels(scheme.codes)
     scales = search_blocks(target, hessian.diagonal, scheme, kernels.search_scales)
     grid = Grid.of_blocks(scales, scheme, len(target))
     codes, _ = solve_codes(target, hessian.factor, grid, hessian.order, kernels)
@@ -344,7 +337,7 @@ def _solve_blocks(
     grid = Grid.of_blocks(scales, scheme, len(target))
     codes, _ = descend(target, codes, hessian.matrix, grid, hessian.order, kernels)
     error, energy = _errors(grid.values(codes).sub_(target), target, hessian)
-    if in_table:
+    if scheme.codes is Codes.TABLE:
         unsigned = code_table.find_nearest(codes)
     elif scheme.symmetric:
         unsigned = (codes + scheme.levels // 2).to(torch.uint8)

@@ -6,7 +6,6 @@ as its memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,12 +13,15 @@ import torch
 from torch import Tensor
 
 from quantkit.tensors.block_scales import BlockScales
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.code_table import find_table
+from quantkit.tensors.scheme import Codes, QuantScheme
 
 # From 1.05 down to 0.40; 1, the step that spans a group, is among them.
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))
-FINE = (-0.025, -0.0125, 0.0125, 0.025)
+_FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
+# Of a table. 1 comes first: of equal losses, as where no weight counts, the first one is kept.
+_TABLE_COARSE = (1.0, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
 # Steps of both signs often have equal losses except for rounding: the first is kept.
 _LESS = 1 - 1e-6
 MIN_TILE_ROWS = 16
@@ -135,6 +137,10 @@ def search_scales(
     close to the best of them. Symmetric codes have one more negative value than positive ones, so
     symmetric scales may be negative: the longer side is then used for the larger weights.
 
+    The numbers of a table are not evenly spaced: each of fewer steps, from 1.05 down to 0.75, is
+    followed by the one that fits its codes best, by least squares, which replaces the finer steps.
+    A group of zeros has a scale of 0 then, and otherwise of 1.
+
     Args:
         weight: [I, O] float32: inputs first.
         importance: [I] float32, not negative: how much the errors of an input's weights count; for
@@ -192,15 +198,22 @@ def search_scales(
     return scale, zero
 
 
-def list_trial_steps(scheme: QuantScheme) -> list[float]:
-    """List the steps that are tried first, in units of the step that spans a group."""
-    result: list[float] = []
+def list_trial_steps(
+    scheme: QuantScheme, *, signed: bool = True
+) -> tuple[list[float], list[float]]:
+    """List the steps that are tried first, in units of the step that spans a group, and the
+    distances from the best of them of those that are tried then.
+    """
+    if scheme.codes is Codes.TABLE:
+        negative = [-factor for factor in _TABLE_COARSE]
+        return [*_TABLE_COARSE, *negative], []
+    coarse: list[float] = []
     for factor in _COARSE:
-        result.append(factor)
+        coarse.append(factor)
         # Symmetric codes have one more negative value than positive ones: either side may be it.
-        if scheme.symmetric:
-            result.append(-factor)
-    return result
+        if scheme.symmetric and signed:
+            coarse.append(-factor)
+    return coarse, list(_FINE)
 
 
 class _Search:
@@ -222,41 +235,66 @@ class _Search:
         # Zero is always within the span, so that it has a code.
         self._low = grouped.amin(1).clamp(max=0)
         high = grouped.amax(1).clamp(min=0)
-        if scheme.symmetric:
-            span = torch.maximum(-self._low, high) / (self._top / 2)
+        self._table = find_table(scheme.codes, grouped.device)
+        if self._table is not None:
+            first, *_, last = self._table.values.tolist()
+            self._span = torch.maximum(high / last, self._low / first)
+            # A negative step turns the table around, which may reach further on one side.
+            self._turned_span = torch.maximum(high / -first, self._low / -last)
+        elif scheme.symmetric:
+            self._span = torch.maximum(-self._low, high) / (self._top / 2)
+            self._turned_span = self._span
         else:
-            span = (high - self._low) / self._top
-        self._span = span
-        self._loss = torch.full_like(span, torch.inf)
+            self._span = (high - self._low) / self._top
+            self._turned_span = self._span
+        self._loss = torch.full_like(high, torch.inf)
         self._codes = torch.empty_like(grouped)
-        self.scale = torch.ones_like(span, dtype=scale_dtype)
-        self.offset = torch.full_like(span, scheme.levels // 2)
-        self._best = torch.ones_like(span)
-        trial_steps: Sequence[float] = _COARSE
-        if signed:
-            trial_steps = list_trial_steps(scheme)
-        for factor in trial_steps:
-            self._try(torch.full_like(span, factor))
-        coarse = self._best.clone()
-        for step in FINE:
-            self._try(coarse + step)
+        if self._table is None:
+            self.scale = torch.ones_like(high, dtype=scale_dtype)
+        else:
+            # Kept also where squares overflow, so that no step has a smaller loss.
+            self.scale = self._span.to(scale_dtype)
+        self.offset = torch.full_like(high, scheme.levels // 2)
+        self._best = torch.ones_like(high)
+        coarse, fine = list_trial_steps(scheme, signed=signed)
+        for factor in coarse:
+            self._try(
+                torch.full_like(high, factor), self._turned_span if factor < 0 else self._span
+            )
+        best = self._best.clone()
+        for distance in fine:
+            self._try(best + distance, self._span)
 
-    def _try(self, factor: Tensor) -> None:
-        """Use a step of `factor` spans wherever it has a smaller error than the best so far."""
+    def _try(self, factor: Tensor, span: Tensor) -> None:
+        """Use a step of `factor` spans wherever it has a smaller error than the best so far; then
+        also the one that fits its codes best, if they are in a table.
+        """
         # Errors are those of the scale as it is stored, after its rounding.
-        stored = (self._span * factor).to(self.scale.dtype)
+        stored = (span * factor).to(self.scale.dtype)
+        codes = self._compare(stored, factor)
+        if self._table is not None:
+            weighted = codes * self._importance.transpose(1, 2)
+            products = torch.linalg.vecdot(weighted, self._grouped, dim=1)
+            fitted = products / torch.linalg.vecdot(weighted, codes, dim=1)
+            self._compare(fitted.to(self.scale.dtype), factor)
+
+    def _compare(self, stored: Tensor, factor: Tensor) -> Tensor:
+        """Use a stored step wherever it has a smaller error; return the codes less offsets."""
         wide = stored.float()
         offset = self.offset
         if not self._scheme.symmetric:
             offset = (-self._low * factor / wide).round_().clamp_(0, self._top)
         step = wide.unsqueeze(1)
-        codes = torch.div(self._grouped, step, out=self._codes).round_()
-        if self._scheme.symmetric:
+        codes = torch.div(self._grouped, step, out=self._codes)
+        if self._table is not None:
+            codes = self._table.round(codes)
+        elif self._scheme.symmetric:
             half = self._scheme.levels // 2
-            codes.clamp_(-half, half - 1)
+            codes.round_().clamp_(-half, half - 1)
         else:
-            codes.add_(offset.unsqueeze(1)).clamp_(0, self._top).sub_(offset.unsqueeze(1))
-        error = codes.mul_(step).sub_(self._grouped).square_()
+            rounded = codes.round_().add_(offset.unsqueeze(1)).clamp_(0, self._top)
+            rounded.sub_(offset.unsqueeze(1))
+        error = (codes * step).sub_(self._grouped).square_()
         loss = torch.bmm(self._importance, error).squeeze(1)
         # Never true of NaN, which a step of zero gives.
         better = loss < self._loss * _LESS
@@ -264,3 +302,4 @@ class _Search:
         self._best = torch.where(better, factor, self._best)
         self.scale = torch.where(better, stored, self.scale)
         self.offset = torch.where(better, offset, self.offset)
+        return codes

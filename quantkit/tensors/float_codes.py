@@ -15,6 +15,8 @@ from quantkit.tensors.scheme import TILE, Codes, QuantScheme, Scales
 
 LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: E4M3_MAX}
 """The largest value of a code."""
+MAGNITUDE_BITS = {Codes.E2M1: 3, Codes.E4M3: 7}
+"""The bits of a code without its sign, which is the next one."""
 MIN_EXPONENT = -127
 MAX_EXPONENT = 125
 """Of MXFP4's powers of two: e8m0's smallest, and the largest with which 6 is a float32."""
@@ -24,8 +26,6 @@ E4M3_LARGEST = 126
 their bits.
 """
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of e2m1.
-_SIGN_BIT = 3
 # Of e2m1's largest value, 6 = 1.5 * 2**2.
 _E2M1_EXPONENT = 2
 # One over it is a normal float32.
@@ -59,7 +59,7 @@ def encode_values(numbers: Tensor, kind: Codes) -> Tensor:
     size = numbers.abs()
     # The position in `_E2M1`, by arithmetic instead of a search.
     index = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, size + 1))
-    sign = torch.signbit(numbers).to(torch.uint8) << _SIGN_BIT
+    sign = torch.signbit(numbers).to(torch.uint8) << MAGNITUDE_BITS[kind]
     return index.to(torch.uint8) | sign
 
 

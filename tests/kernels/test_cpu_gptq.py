@@ -22,12 +22,15 @@ from quantkit.model.column_kernels import make_cpu_kernels, select_column_kernel
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import search_scales
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.code_table import find_table
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import FLOAT_SCHEMES, Codes, QuantScheme
 
 pytestmark = pytest.mark.cpu_kernels
 
 CPU = torch.device("cpu")
-SCHEMES = ("int4-g32", "int4-g32-asym", "int4-g128", "int4-g128-asym", "int4", "int8")
+SCHEMES = ("int4-g32", "int4-g32-asym", "int4-g128", "int4-g128-asym", "int4", "int8", "iq4_nl")
+TABLES = (Codes.TABLE, Codes.E2M1, Codes.E4M3)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 384), (37, 256), (1, 128), (530, 128))
 """Rows, which may leave a part of a vector, and columns, more than a kernel takes at once and
@@ -63,6 +66,10 @@ def _rounding_loss(
         importance: of each column, [groups, columns of a group, 1].
     """
     step = scale.float().unsqueeze(1)
+    table = find_table(scheme.codes, CPU)
+    if table is not None:
+        values = table.round(grouped / step)
+        return ((values * step - grouped).square() * importance).sum().item()
     if zero is None:
         offset = torch.tensor(float(scheme.levels // 2))
     else:
@@ -77,7 +84,7 @@ def test_scales_lose_no_more_than_those_that_torch_finds(variant: str, name: str
     for (rows, columns), dtype in itertools.product(SHAPES, DTYPES):
         weight, hessian = _problem(rows, columns)
         case = rows, columns, dtype
-        scheme = any_scheme(name)
+        scheme = any_scheme(name).of_floats
         transposed = weight.t().contiguous()
         importance = hessian.diagonal().contiguous()
         scale, zero = make_cpu_kernels().search_scales(transposed, importance, scheme, dtype)
@@ -103,6 +110,64 @@ def test_weights_of_zeros_get_a_scale_of_one(variant: str) -> None:
         )
         assert (scale[0] == 1).all()
         assert (scale != 0).all()
+
+
+def test_groups_of_zeros_have_a_step_of_zero_in_a_table(variant: str) -> None:
+    weight = torch.randn(64, 5)
+    weight[:32, 1] = 0
+    weight[:32, 2] *= 1e20
+    importance = torch.ones(64)
+    importance[32:] = 0
+    arguments = weight, importance, any_scheme("iq4_nl").of_floats, torch.float32
+    scale, _ = make_cpu_kernels().search_scales(*arguments)
+    torch_scale, _ = search_scales(*arguments)
+    assert (scale == 0).nonzero().tolist() == [[0, 1]]
+    # Neither squares that overflow nor weights that do not count say which step is better.
+    assert torch.equal(scale[0, 2], torch_scale[0, 2])
+    assert torch.equal(scale[1], torch_scale[1])
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_columns_are_rounded_to_a_table_as_by_torch(variant: str, kind: Codes) -> None:
+    table = find_table(kind, CPU)
+    assert table is not None
+    # The numbers, what is half way between them, and what lies beyond: the codes of columns that
+    # do not move each other are the same bit for bit.
+    middles = (table.values[1:] + table.values[:-1]) / 2
+    far = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1e-42, -1e-42])
+    quotients = torch.cat([table.values, middles, torch.randn(500) * table.values[-1], far])
+    columns = torch.tensor([1, 0])
+    start = torch.stack([quotients, quotients.flip(0)])
+    written = []
+    for kernels in (TORCH, make_cpu_kernels()):
+        codes = torch.zeros_like(start)
+        errors = torch.empty_like(start)
+        scale = torch.ones(1, len(quotients))
+        operands = torch.zeros(2, 2), columns, scale, None, len(table.values), table, 2
+        kernels.round_in_turn(start, start, *operands, codes, errors)
+        written.append(codes.clone())
+        kernels.improve_in_turn(start, torch.tensor([0.5, 0.25]), *operands, codes, errors)
+        written.append(codes)
+    for position in (0, 1):
+        assert torch.equal(written[position], written[position + 2]), position
+        assert torch.equal(written[position].signbit(), written[position + 2].signbit()), position
+    assert torch.isin(written[0], table.values).all()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", FLOAT_SCHEMES)
+def test_a_layer_of_small_floats_loses_as_little_as_with_torch(variant: str, name: str) -> None:
+    weight, hessian = _problem(37, 256)
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = hessian.diagonal().mean()
+    scheme = FLOAT_SCHEMES[name]
+    start = quantize_rtn(weight, scheme, torch.bfloat16)
+    reports = []
+    for kernels in (TORCH, make_cpu_kernels()):
+        damped = Damped.of_(hessian.clone())
+        _, report = solve(weight, damped, scheme, torch.bfloat16, kernels=kernels, start=start)
+        reports.append(report)
+    assert reports[1].output_error == pytest.approx(reports[0].output_error, rel=0.01)
 
 
 @pytest.mark.sampled(3)

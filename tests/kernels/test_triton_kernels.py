@@ -367,18 +367,19 @@ def test_the_launches_of_a_block_compile_for_gpus_that_are_not_here(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("codes", ["symmetric", "asymmetric", "table"])
 @pytest.mark.parametrize("descend", [True, False])
 def test_columns_are_rounded_without_a_word_between_threads(
-    descend: bool, symmetric: bool, target: str, monkeypatch: pytest.MonkeyPatch
+    descend: bool, codes: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from quantkit.kernels.triton_gptq import round_columns
 
-    tensors = ("start", "target", "ratios", "inverse", "scale", "zero", "codes", "errors")
-    types = dict.fromkeys(tensors, "*fp32") | {"columns": "*i64", "levels": "fp32"}
+    tensors = ("start", "target", "ratios", "inverse", "scale", "zero", "values", "bounds")
+    types = dict.fromkeys((*tensors, "codes", "errors"), "*fp32") | {"columns": "*i64"}
     constants = {
-        "SYMMETRIC": symmetric,
+        "IN_TABLE": codes == "table",
+        "SYMMETRIC": codes != "asymmetric",
         "DESCEND": descend,
         "ROWS": 32,
         "num_warps": 1,

@@ -37,6 +37,7 @@ CASES = (
     ("int4-g128", 3, 128, 4),
     ("int4", 19, 53, 8),
     ("int8", 1, 33, 8),
+    ("iq4_nl", 37, 64, 8),
 )
 """Schemes, rows, columns, and columns of a launch: more rows than a program takes, panels and
 launches not full.
@@ -73,7 +74,7 @@ def test_kernels_give_the_codes_that_torch_gives(
     scheme = any_scheme(name)
     damped = Damped.of_(hessian)
     wanted = weight.t().contiguous()
-    scale, zero = search_scales(wanted, damped.diagonal, scheme, torch.float32)
+    scale, zero = search_scales(wanted, damped.diagonal, scheme.of_floats, torch.float32)
     grid = Grid.of(scale, zero, scheme, columns)
     given = wanted, damped.factor, grid, damped.order
     codes, whitened = solve_codes(*given)
