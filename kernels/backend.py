@@ -217,12 +217,14 @@ class ExpertKernel:
         run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts,
             each one's gate and up side by side, and down, both stacked, the activation and its
             limit as in `ModelConfig`: the weighted sums [N, D] in the dtype of the rows.
+        takes_floats: whether it also takes weights of floats, as `PreparedLinear` has them.
     """
 
     stack: Callable[[list[Tensor]], Tensor]
     run: Callable[
         [Tensor, Tensor, Tensor, PreparedLinear, PreparedLinear, str, float | None], Tensor
     ]
+    takes_floats: bool = False
 
 
 FindLikeliest = Callable[[Tensor], tuple[Tensor, Tensor]]

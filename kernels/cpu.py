@@ -168,8 +168,10 @@ class CpuBackend(Backend):
             activation: str,
             limit: float | None,
         ) -> Tensor:
-            linears = gate_up.prepared["packed"], gate_up.bias, down.prepared["packed"], down.bias
-            summed: Tensor = operators.experts(rows, weights, chosen, *linears, activation, limit)
+            linears = *_extract_weight(gate_up), *_extract_weight(down)
+            summed: Tensor = operators.experts(
+                rows, weights, chosen, *linears, activation, limit, self._exact
+            )
             return summed
 
         return OfferedKernels(
@@ -179,7 +181,7 @@ class CpuBackend(Backend):
             block=BlockKernel(
                 partial(prepare_blocks, operators, exact=self._exact), BLOCK_FEATURES, torch.float32
             ),
-            experts=ExpertKernel(operators.stack, experts),
+            experts=ExpertKernel(operators.stack, experts, takes_floats=True),
             step=StepKernels(operators.rotations, operators.rms_norm, operators.find_likeliest),
             single_threaded=_single_threaded,
         )
@@ -221,8 +223,8 @@ def prepare_blocks(
     operands = []
     has_rotary = []
     for weights, settings in layers:
-        # The kernels of experts multiply by packed weights only.
-        if weights.experts is not None and not _has_packed_shared_experts(weights):
+        # The kernels of experts take gate and up as one weight.
+        if weights.experts is not None and len(weights.gate_up) > 1:
             return None
         operands.append(_operands(weights, settings))
         has_rotary.append(settings.rotary)
@@ -280,10 +282,8 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
         inside = [
             experts.router,
             experts.router_bias,
-            experts.gate_up.prepared["packed"],
-            experts.gate_up.bias,
-            experts.down.prepared["packed"],
-            experts.down.bias,
+            *_extract_weight(experts.gate_up),
+            *_extract_weight(experts.down),
             *shared,
             experts.shared_gate,
         ]
@@ -305,14 +305,6 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
             *routing,
         ),
     )
-
-
-def _has_packed_shared_experts(weights: backend.BlockWeights) -> bool:
-    """Return whether the shared experts of a block are packed and fused, or there are none."""
-    if weights.down is None:
-        return True
-    linears = (*weights.gate_up, weights.down)
-    return len(linears) == 2 and all("packed" in linear.prepared for linear in linears)
 
 
 def _list_parts(linears: Sequence[PreparedLinear], count: int) -> list[Tensor | None]:

@@ -203,17 +203,22 @@ class CppOperators:
         self._call("likeliest", logits.contiguous(), torch.get_num_threads(), tokens, checked)
         return tokens, checked
 
-    def stack(self, packed: Sequence[Tensor]) -> Tensor:
-        """Copy packed weights of one shape one after the other: [E, bytes]."""
-        first = packed[0]
-        for weight in packed:
+    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+        """Copy weights of one shape one after the other: packed ones to [E, bytes], floats [O, I]
+        to [E, O, I].
+        """
+        first = weights[0]
+        is_packed = first.dtype == torch.uint8
+        for weight in weights:
+            fits = weight.shape == first.shape and weight.dtype == first.dtype
             # The head says the shape and the scheme.
-            if weight.shape != first.shape or not torch.equal(
-                weight[:_HEADER_BYTES], first[:_HEADER_BYTES]
-            ):
+            if is_packed and fits:
+                fits = torch.equal(weight[:_HEADER_BYTES], first[:_HEADER_BYTES])
+            if not fits:
                 raise RuntimeError("the weights have different shapes or schemes")
-        stacked = allocate_bytes(len(packed) * first.numel()).view(len(packed), -1)
-        return torch.stack(list(packed), out=stacked)
+        memory = allocate_bytes(len(weights) * first.nbytes)
+        stacked = memory.view(first.dtype).view(len(weights), *first.shape)
+        return torch.stack(list(weights), out=stacked)
 
     def experts(
         self,
@@ -226,8 +231,11 @@ class CppOperators:
         down_bias: Tensor | None,
         activation: str,
         limit: float | None,
+        exact: bool = True,
     ) -> Tensor:
-        """Run the chosen experts of each row, see `ExpertKernel`."""
+        """Run the chosen experts of each row, see `ExpertKernel`; `exact` is for experts of floats,
+        see `float_linear`.
+        """
         # The kernels add each expert's output in float32.
         y = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._call(
@@ -241,6 +249,7 @@ class CppOperators:
             down_bias,
             activation,
             limit,
+            exact,
             torch.get_num_threads(),
             y,
         )
@@ -433,7 +442,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "linear": (*[_View] * 3, _INT, _THREADS, _Output),
     "rows": (_View, _View, _INT, _Output),
     "cached_attention": (*[_View] * 7, _INT, _FLOAT, _Optional, _View, _THREADS, _Output),
-    "experts": (*[_View] * 7, _Text, _Optional, _THREADS, _Output),
+    "experts": (*[_View] * 7, _Text, _Optional, _FLAG, _THREADS, _Output),
     "float_linear": (_View, _View, _FLAG, _THREADS, _Output),
     "rotations": (_View, _View, _FLOAT, _View, _View),
     "rms_norm": (_View, _View, _FLOAT, _THREADS, _Output),
@@ -485,7 +494,7 @@ _TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
     "experts": (
         (
             "(Tensor x, Tensor shares, Tensor chosen, Tensor gate_up, Tensor? gate_up_bias, Tensor"
-            " down, Tensor? down_bias, str activation, float? limit) -> Tensor"
+            " down, Tensor? down_bias, str activation, float? limit, bool exact=True) -> Tensor"
         ),
         lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     ),

@@ -75,7 +75,7 @@ struct ExpertRows {
   std::vector<float> factors;  // of what it gives for each
 };
 
-// Experts of one shape, packed one after the other.
+// Experts of one shape, one after the other: packed, or floats.
 struct ExpertBank {
   Expert first;
   int64_t count, gate_up_bytes, down_bytes;  // of an expert's weights, to the next one's
@@ -130,28 +130,53 @@ class Pieces {
   std::vector<int64_t> first_{0};
 };
 
+// The activations of some tokens for a linear: integers, or floats together with the product.
+struct ExpertInput {
+  std::optional<Workspace> integers;
+  std::optional<FloatProduct> floats;
+
+  ExpertInput(const Linear& linear, int64_t tokens) {
+    if (linear.of_floats()) {
+      const FloatRows rows = linear.float_rows();
+      floats.emplace(&rows, 1, linear.at.columns, FloatType::f32, tokens);
+    } else {
+      integers.emplace(linear.at, tokens);
+    }
+  }
+
+  // Take a row of some columns as a token.
+  void take(const float* row, int64_t columns, int64_t token) const {
+    if (floats)
+      floats->take(row, 0, token);
+    else
+      integers->quantize(row, columns, token, 0);
+  }
+};
+
 // One of several products that threads share: y [tokens, O] of activations, and the linear's biases.
 struct Product {
   const Linear* linear;
-  const Workspace* x;
+  const ExpertInput* x;
   int64_t tokens;
   float* y;
 
   int64_t pairs() const { return (linear->at.bands() + kBands - 1) / kBands; }
+  int64_t pieces() const { return x->floats ? x->floats->count() : (tokens + kPanel - 1) / kPanel * pairs(); }
 };
 
 // Each weight is read from front to back, by as few threads as can be: a thread's bands lie one after the other.
 inline void run_products(const std::vector<Product>& products, int threads) {
   Pieces pieces;
-  for (const Product& one : products) pieces.add((one.tokens + kPanel - 1) / kPanel * one.pairs());
+  for (const Product& one : products) pieces.add(one.pieces());
   Pool::instance().parallel_for(pieces.count(), 1, threads, [&](int64_t index) {
     const auto [g, piece] = pieces[index];
     const Product& one = products[g];
     const Layout& at = one.linear->at;
+    if (one.x->floats) return one.x->floats->run_piece(piece, one.y, at.rows, false);
     const int64_t token = piece / one.pairs() * kPanel, count = std::min(kPanel, one.tokens - token);
     const int64_t band = piece % one.pairs() * kBands, bands = std::min<int64_t>(kBands, at.bands() - band);
     alignas(64) float out[kBands][kPanel * kRows];
-    band_products(at, one.linear->bands + band * at.band_bytes(), bands, *one.x, token, count, out[0], kPanel * kRows);
+    band_products(at, one.linear->bands + band * at.band_bytes(), bands, *one.x->integers, token, count, out[0], kPanel * kRows);
     for (int64_t n = 0; n < bands; ++n) {
       const int64_t row = (band + n) * kRows, rows = std::min(kRows, at.rows - row);
       const float* bias = static_cast<const float*>(one.linear->bias);
@@ -166,24 +191,24 @@ inline void run_products(const std::vector<Product>& products, int threads) {
 // y += what the groups give for their rows of x [N, D], both float32; each row's in the order of the groups.
 inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gating, const float* x, int64_t hidden,
                         int64_t rows, int threads, float* y) {
-  std::vector<Workspace> inputs, inner;
+  std::vector<ExpertInput> inputs, inner;
   std::vector<int64_t> input_of;  // of each group
-  Pieces quantized, chosen, values;
+  Pieces taken, chosen, values;
   for (const ExpertRows& group : groups) {
-    const Layout &wide = group.expert.gate_up.at, &narrow = group.expert.down.at;
+    const Linear &wide = group.expert.gate_up, &narrow = group.expert.down;
     const int64_t count = group.rows.size(), before = input_of.size() - 1;
     // A single row that goes to several becomes integers once.
-    const bool again = before >= 0 && rows == 1 && wide.like(groups[before].expert.gate_up.at);
+    const bool again = before >= 0 && rows == 1 && !wide.of_floats() && wide.at.like(groups[before].expert.gate_up.at);
     if (!again) inputs.emplace_back(wide, count);
     input_of.push_back(inputs.size() - 1);
-    quantized.add(again ? 0 : count);
+    taken.add(again ? 0 : count);
     inner.emplace_back(narrow, count);
     chosen.add(count);
-    values.add(count * wide.rows);
+    values.add(count * wide.at.rows);
   }
-  each_row(quantized.count(), threads, [&](int64_t index) {
-    const auto [g, token] = quantized[index];
-    inputs[input_of[g]].quantize(x + groups[g].rows[token] * hidden, hidden, token, 0);
+  each_row(taken.count(), threads, [&](int64_t index) {
+    const auto [g, token] = taken[index];
+    inputs[input_of[g]].take(x + groups[g].rows[token] * hidden, hidden, token);
   });
   const Scratch gates(values.count()), outputs(chosen.count() * hidden);
   std::vector<Product> wide, narrow;
@@ -201,7 +226,7 @@ inline void run_grouped(const std::vector<ExpertRows>& groups, const Gating& gat
     const int64_t width = groups[g].expert.down.at.columns;
     float* gate = gates.get() + values.first(g) + token * 2 * width;
     gated(gating, gate, gate + width, width, gate);
-    inner[g].quantize(gate, width, token, 0);
+    inner[g].take(gate, width, token);
   });
   run_products(narrow, threads);
   each_row(rows, threads, [&](int64_t row) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "activations.h"
 #include "floats.h"
@@ -195,59 +196,59 @@ inline void add_rows(const float* x, int64_t x_step, int64_t tokens, const void*
   if (type == FloatType::bf16) add_rows<ExactProducts<FloatType::bf16>>(x, x_step, tokens, rows, row_step, size, ahead, earlier, sums);
 }
 
-// One product of up to kManyTokens tokens.
+// One product of up to kManyTokens tokens, whose activations it has to be given first.
 class FloatProduct {
  public:
-  FloatProduct(const FloatRows* parts, int64_t count, int64_t columns, const void* x, FloatType type, int64_t tokens,
-               int threads)
-      : parts_(parts), columns_(columns), padded_((columns + kColumns - 1) / kColumns * kColumns), type_(type),
-        tokens_(tokens), stretch_(tokens <= kWholeTokens ? padded_ : even_stretch(padded_)), wide_(tokens * padded_),
-        rounded_(tokens * padded_ / 2) {
-    bool round = false;
-    for (int64_t part = 0; part < count; ++part) {
+  FloatProduct(const FloatRows* parts, int64_t count, int64_t columns, FloatType type, int64_t tokens)
+      : parts_(parts, parts + count), columns_(columns), padded_((columns + kColumns - 1) / kColumns * kColumns),
+        type_(type), tokens_(tokens), stretch_(tokens <= kWholeTokens ? padded_ : even_stretch(padded_)),
+        wide_(tokens * padded_), rounded_(tokens * padded_ / 2) {
+    for (const FloatRows& part : parts_) {
       pieces_ += pieces(part);
-      round |= parts[part].rounds();
+      round_ |= part.rounds();
     }
-    // In float32 and, if need be, in bfloat16, one stretch of all tokens after the other.
-    const auto copy = [&](int64_t m) {
-      for (int64_t start = 0; start < padded_; start += stretch_) {
-        const int64_t size = whole(start), at = start * tokens + m * size;
-        copy_floats(x, type, m * columns + start, width(start), wide_.get() + at, size);
-        if (round) store_floats(wide_.get() + at, size, rounded_.get(), FloatType::bf16, at);
-      }
-    };
-    Pool::instance().parallel_for(tokens, 16, threads, copy);
   }
 
-  // Write the outputs of all parts, side by side in rows of y that are `step` apart, or add them to y.
-  void run(int threads, void* y, int64_t step, bool add) const {
-    const int64_t panels = (tokens_ + kPanel - 1) / kPanel;
-    Pool::instance().parallel_for(panels * pieces_, 1, threads, [&](int64_t index) {
-      const int64_t token = index / pieces_ * kPanel, count = std::min(kPanel, tokens_ - token);
-      int64_t part = 0, piece = index % pieces_, before = 0;
-      for (; piece >= pieces(part); ++part) {
-        piece -= pieces(part);
-        before += parts_[part].rows;
+  // Take row `at` of x as the activations of a token: in float32 and, if need be, in bfloat16, one stretch of all
+  // tokens after the other.
+  void take(const void* x, int64_t at, int64_t token) const {
+    for (int64_t start = 0; start < padded_; start += stretch_) {
+      const int64_t size = whole(start), to = start * tokens_ + token * size;
+      copy_floats(x, type_, at * columns_ + start, width(start), wide_.get() + to, size);
+      if (round_) store_floats(wide_.get() + to, size, rounded_.get(), FloatType::bf16, to);
+    }
+  }
+
+  // Of the outputs, which threads compute one by one.
+  int64_t count() const { return (tokens_ + kPanel - 1) / kPanel * pieces_; }
+
+  // Write a piece of the outputs of all parts, side by side in rows of y that are `step` apart, or add it to y.
+  void run_piece(int64_t index, void* y, int64_t step, bool add) const {
+    const int64_t token = index / pieces_ * kPanel, count = std::min(kPanel, tokens_ - token);
+    const FloatRows* part = parts_.data();
+    int64_t piece = index % pieces_, before = 0;
+    for (; piece >= pieces(*part); ++part) {
+      piece -= pieces(*part);
+      before += part->rows;
+    }
+    const FloatRows& of = *part;
+    const int64_t row = piece * kRows, rows = std::min(kRows, of.rows - row);
+    Vector sums[kPanel * kRows];
+    add_products(of, row, rows, token, count, sums);
+    float bias[kRows] = {}, scratch[kRows], out[kRows];
+    if (of.bias) std::copy_n(load_floats(of.bias, type_, row, rows, scratch), rows, bias);
+    for (int64_t m = 0; m < count; ++m) {
+      for (int64_t r = 0; r < kRows; r += kLanes) store(totals(sums + m * kRows + r), out + r);
+      const int64_t offset = (token + m) * step + before + row;
+      if (of.bias)
+        for (int64_t r = 0; r < kRows; ++r) out[r] += bias[r];
+      if (add) {
+        float* to = static_cast<float*>(y) + offset;
+        for (int64_t r = 0; r < rows; ++r) to[r] += out[r];
+      } else {
+        store_floats(out, rows, y, type_, offset);
       }
-      const FloatRows& of = parts_[part];
-      const int64_t row = piece * kRows, rows = std::min(kRows, of.rows - row);
-      Vector sums[kPanel * kRows];
-      add_products(of, row, rows, token, count, sums);
-      float bias[kRows] = {}, scratch[kRows], out[kRows];
-      if (of.bias) std::copy_n(load_floats(of.bias, type_, row, rows, scratch), rows, bias);
-      for (int64_t m = 0; m < count; ++m) {
-        for (int64_t r = 0; r < kRows; r += kLanes) store(totals(sums + m * kRows + r), out + r);
-        const int64_t offset = (token + m) * step + before + row;
-        if (of.bias)
-          for (int64_t r = 0; r < kRows; ++r) out[r] += bias[r];
-        if (add) {
-          float* to = static_cast<float*>(y) + offset;
-          for (int64_t r = 0; r < rows; ++r) to[r] += out[r];
-        } else {
-          store_floats(out, rows, y, type_, offset);
-        }
-      }
-    });
+    }
   }
 
  private:
@@ -257,7 +258,7 @@ class FloatProduct {
     return (padded / kColumns + count - 1) / count * kColumns;
   }
 
-  int64_t pieces(int64_t part) const { return (parts_[part].rows + kRows - 1) / kRows; }
+  static int64_t pieces(const FloatRows& part) { return (part.rows + kRows - 1) / kRows; }
   int64_t width(int64_t start) const { return std::min(stretch_, columns_ - start); }
   int64_t whole(int64_t start) const { return std::min(stretch_, padded_ - start); }  // with columns of zeros
 
@@ -300,10 +301,11 @@ class FloatProduct {
     add_rows(wide_.get() + at, size, count, rows, type, row_step, size, ahead, earlier, sums);
   }
 
-  const FloatRows* parts_;
+  std::vector<FloatRows> parts_;
   int64_t columns_, padded_;  // padded: to a multiple of kColumns
   FloatType type_;            // of activations, outputs and biases
   int64_t tokens_, stretch_, pieces_ = 0;
+  bool round_ = false;  // whether a part rounds activations
   Scratch wide_, rounded_;
 };
 
@@ -317,8 +319,12 @@ inline void float_products(const FloatRows* parts, int64_t count, int64_t column
   const int64_t width = bytes_of(type);
   for (int64_t first = 0; first < tokens; first += kManyTokens) {
     const void* from = static_cast<const char*>(x) + first * columns * width;
-    const FloatProduct product(parts, count, columns, from, type, std::min(kManyTokens, tokens - first), threads);
-    product.run(threads, static_cast<char*>(y) + first * step * width, step, add);
+    char* to = static_cast<char*>(y) + first * step * width;
+    const int64_t taken = std::min(kManyTokens, tokens - first);
+    const FloatProduct product(parts, count, columns, type, taken);
+    Pool& pool = Pool::instance();
+    pool.parallel_for(taken, 16, threads, [&](int64_t token) { product.take(from, token, token); });
+    pool.parallel_for(product.count(), 1, threads, [&](int64_t piece) { product.run_piece(piece, to, step, add); });
   }
 }
 

@@ -235,18 +235,22 @@ inline FeedForward checked_feed_forward(const Tensors& tensors, int64_t hidden, 
   return {branch, wide, narrow, gating};
 }
 
-// Packed weights of one shape, [E, bytes], with the biases [E, O] of all: the first of them, and its bytes.
-inline std::pair<Linear, int64_t> packed_bank(const Tensor& packed, const Tensor* bias) {
-  require(packed.dims == 2 && packed.size(0) > 0, "experts' weights: uint8 [E, bytes]");
-  Linear first = packed_linear({packed.data, packed.type, 1, {packed.size(1)}}, nullptr, Type::f32);
-  first.bias = floats(bias, packed.size(0) * first.at.rows, "experts' biases");
-  return {first, packed.size(1)};
+// Weights of one shape, packed [E, bytes] or floats [E, O, I], with the biases [E, O] of all: the first of them, and its
+// bytes.
+inline std::pair<Linear, int64_t> stacked_linear(const Tensor& weights, const Tensor* bias, bool exact) {
+  const bool packed = weights.type == Type::u8;
+  require(weights.dims == (packed ? 2 : 3) && weights.size(0) > 0,
+          "experts' weights: uint8 [E, bytes], or floats [E, O, I]");
+  Tensor one{weights.data, weights.type, weights.dims - 1, {weights.size(1), weights.size(-1)}};
+  Linear first = packed ? packed_linear(one, nullptr, Type::f32) : float_linear(one, nullptr, Type::f32, exact);
+  first.bias = floats(bias, weights.size(0) * first.at.rows, "experts' biases");
+  return {first, one.numel() * (packed ? 1 : bytes_of(float_type(one.type)))};
 }
 
 inline ExpertBank checked_bank(const Tensor& gate_up, const Tensor* gate_up_bias, const Tensor& down,
-                               const Tensor* down_bias, int64_t hidden) {
-  const auto [wide, wide_bytes] = packed_bank(gate_up, gate_up_bias);
-  const auto [narrow, narrow_bytes] = packed_bank(down, down_bias);
+                               const Tensor* down_bias, int64_t hidden, bool exact) {
+  const auto [wide, wide_bytes] = stacked_linear(gate_up, gate_up_bias, exact);
+  const auto [narrow, narrow_bytes] = stacked_linear(down, down_bias, exact);
   require(gate_up.size(0) == down.size(0) && wide.at.columns == hidden && narrow.at.rows == hidden &&
               wide.at.rows == 2 * narrow.at.columns,
           "weights that do not go together");
@@ -280,7 +284,7 @@ inline Experts checked_experts(const Tensors& tensors, int64_t hidden, int64_t p
   const Tensor *router = tensors[At::router], *gate_up = tensors[At::gate_up], *down = tensors[At::down];
   require(router && gate_up && down, "experts: no weight");
   const ExpertBank bank =
-      checked_bank(*gate_up, tensors[At::gate_up_bias], *down, tensors[At::down_bias], hidden);
+      checked_bank(*gate_up, tensors[At::gate_up_bias], *down, tensors[At::down_bias], hidden, tensors.exact);
   require(router->numel() == bank.count * hidden && per_token > 0 && per_token <= bank.count,
           "a router that does not go with the experts");
   Experts half{checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
@@ -290,7 +294,6 @@ inline Experts checked_experts(const Tensors& tensors, int64_t hidden, int64_t p
   if (!tensors[At::shared_gate_up]) return half;
   const Linear wide = listed_linear(tensors, At::shared_gate_up, "shared gate and up");
   const Linear narrow = listed_linear(tensors, At::shared_down, "shared down");
-  require(!wide.of_floats() && !narrow.of_floats(), "shared experts of floats");
   require(wide.at.columns == hidden && wide.at.rows == 2 * narrow.at.columns && narrow.at.rows == hidden,
           "weights that do not go together");
   half.shared = Expert{wide, narrow};

@@ -161,13 +161,13 @@ QUANTKIT_EXPORT const char* quantkit_cached_attention(const Tensor* queries, con
 QUANTKIT_EXPORT const char* quantkit_experts(const Tensor* x, const Tensor* shares, const Tensor* chosen,
                                              const Tensor* gate_up, const Tensor* gate_up_bias, const Tensor* down,
                                              const Tensor* down_bias, const char* activation, double limit,
-                                             int threads, float* y) {
+                                             bool exact, int threads, float* y) {
   return guarded([&] {
     require(x->dims == 2 && chosen->dims == 2 && chosen->size(0) == x->size(0) && chosen->size(1) > 0,
             "x: [N, D], chosen: [N, K]");
     const int64_t rows = x->size(0), hidden = x->size(1), per_token = chosen->size(1);
     const float* source = floats(*x, rows * hidden, "x");
-    const ExpertBank bank = checked_bank(*gate_up, gate_up_bias, *down, down_bias, hidden);
+    const ExpertBank bank = checked_bank(*gate_up, gate_up_bias, *down, down_bias, hidden, exact);
     const Gating gating = checked_gating(activation, given(limit));
     const std::vector<Choice> choices = checked_choices(*shares, *chosen, bank.count);
     for (int64_t row = 0, count; row < rows; row += count) {

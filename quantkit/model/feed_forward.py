@@ -116,7 +116,7 @@ class Experts(nn.Module):
 
     def apply_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum the outputs of the chosen experts [N, K] for rows [N, D], weighted: [N, D]."""
-        if self.bank is not None:
+        if self.bank is not None and not self._needs_gradients(rows):
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         # A recorded or compiled step cannot depend on the choice, so all experts run, and those
@@ -131,6 +131,13 @@ class Experts(nn.Module):
             outputs = self.experts[number](rows[tokens]).float()
             out.index_add_(0, tokens, outputs * weights[tokens, places].unsqueeze(-1))
         return out.to(rows.dtype)
+
+    def _needs_gradients(self, rows: Tensor) -> bool:
+        """Return whether torch has to record the experts: kernels compute no gradients."""
+        if not torch.is_grad_enabled():
+            return False
+        trained = any(parameter.requires_grad for parameter in self.experts.parameters())
+        return trained or rows.requires_grad
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:
@@ -148,8 +155,8 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """The experts of a layer with their quantized weights stacked, for a kernel that reads those of
-    the chosen experts in one call.
+    """The experts of a layer with their weights stacked, quantized or floats, for a kernel that
+    reads those of the chosen experts in one call.
     """
 
     kernel: ExpertKernel
@@ -164,57 +171,85 @@ class ExpertBank:
         return self.kernel.run(rows, weights, chosen, self.gate_up, self.down, activation, limit)
 
 
-def stack_experts(module: nn.Module, config: ModelConfig) -> None:
+def stack_experts(
+    module: nn.Module, config: ModelConfig, for_floats: ExpertKernel | None = None
+) -> None:
     """Stack the experts of each mixture of experts in a loaded module into a bank, if all linears
     have the same scheme and their backend has a kernel for experts.
 
-    The buffers of the experts' linears become views of the bank, so that there is only one copy of
-    the weights.
+    The weights of the experts' linears become views of the bank, so that there is only one copy of
+    them.
+
+    Args:
+        for_floats: the kernel for experts without quantized weights.
     """
     for experts in module.modules():
         if isinstance(experts, Experts):
-            experts.bank = _make_bank(experts, config)
+            experts.bank = _make_bank(experts, config, for_floats)
 
 
-def _make_bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
+def _make_bank(
+    experts: Experts, config: ModelConfig, for_floats: ExpertKernel | None
+) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
     wide = _list_if_same_kind([mlp.gate_up_proj for mlp in mlps])
     narrow = _list_if_same_kind([mlp.down_proj for mlp in mlps])
     if not wide or not narrow:
         return None
-    if wide[0].backend != narrow[0].backend:
-        return None
     # The kernels have this factor as a constant.
     if config.activation_alpha != OAI_ALPHA:
         return None
-    offered = wide[0].backend.offer_kernels()
-    if offered is None or offered.experts is None:
+    kernel = for_floats
+    quantized = [linear for linear in (wide[0], narrow[0]) if isinstance(linear, QuantLinear)]
+    if quantized:
+        if quantized[0].backend != quantized[-1].backend:
+            return None
+        offered = quantized[0].backend.offer_kernels()
+        kernel = None if offered is None else offered.experts
+    if kernel is None or (len(quantized) < 2 and not kernel.takes_floats):
         return None
-    kernel = offered.experts
     return ExpertBank(kernel, _stack_linears(kernel, wide), _stack_linears(kernel, narrow), config)
 
 
-def _list_if_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
-    """Return all linears if they are quantized in the same way, otherwise none."""
-    quantized: list[QuantLinear] = []
-    kinds = set()
+def _list_if_same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear | nn.Linear]:
+    """Return all linears if they are quantized in the same way, or all of floats, otherwise
+    none.
+    """
+    listed: list[QuantLinear | nn.Linear] = []
+    kinds: set[tuple[object, ...]] = set()
     for linear in linears:
         # Kernels for experts take one weight of each.
-        if not isinstance(linear, QuantLinear) or linear.joined:
+        if isinstance(linear, QuantLinear) and not linear.joined:
+            kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))
+        # Not its subclasses, which compute something else.
+        elif type(linear) is nn.Linear:
+            kinds.add((linear.weight.dtype, linear.bias is None))
+        else:
             return []
-        quantized.append(linear)
-        kinds.add((linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None))
+        listed.append(linear)
     if len(kinds) == 1:
-        return quantized
+        return listed
     return []
 
 
-def _stack_linears(kernel: ExpertKernel, linears: list[QuantLinear]) -> PreparedLinear:
-    prepared = {}
-    for name in linears[0].backend_tensors:
-        prepared[name] = kernel.stack([linear.backend_tensors[name] for linear in linears])
+def _stack_linears(
+    kernel: ExpertKernel, linears: Sequence[QuantLinear | nn.Linear]
+) -> PreparedLinear:
+    prepared: dict[str, Tensor] = {}
+    first = linears[0]
+    if isinstance(first, QuantLinear):
+        scheme = first.scheme
+        names = list(first.backend_tensors)
+    else:
+        scheme = None
+        names = ["weight"]
+    for name in names:
+        prepared[name] = kernel.stack([getattr(linear, name).detach() for linear in linears])
         for linear, view in zip(linears, prepared[name], strict=True):
-            setattr(linear, name, view)
+            if isinstance(linear, QuantLinear):
+                setattr(linear, name, view)
+            else:
+                linear.weight = nn.Parameter(view, requires_grad=False)
         # Both copies of a tensor exist for a moment; return the old one to the system before the
         # next tensor is stacked.
         malloc_trim()
@@ -223,5 +258,5 @@ def _stack_linears(kernel: ExpertKernel, linears: list[QuantLinear]) -> Prepared
         if linear.bias is not None:
             biases.append(linear.bias.detach().float())
     if not biases:
-        return PreparedLinear(prepared, linears[0].scheme, None)
-    return PreparedLinear(prepared, linears[0].scheme, torch.stack(biases))
+        return PreparedLinear(prepared, scheme, None)
+    return PreparedLinear(prepared, scheme, torch.stack(biases))

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import LayerConfig
-from quantkit.kernels.backend import Backend, BlockKernel, ScoredAttention, StepKernels
+from quantkit.kernels.backend import (
+    Backend,
+    BlockKernel,
+    OfferedKernels,
+    ScoredAttention,
+    StepKernels,
+)
 from quantkit.kernels.dispatch import BACKENDS, is_within, offer_kernels_for_floats, self_test
 from quantkit.model.attention import (
     PLAIN,
@@ -29,7 +35,7 @@ from quantkit.model.attention import (
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Block, Decoder, DecoderOps, Step
-from quantkit.model.feed_forward import Experts
+from quantkit.model.feed_forward import Experts, stack_experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.model.rope import compute_rotations
@@ -55,17 +61,14 @@ _log = logging.getLogger(__name__)
 
 
 def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> None:
-    """Install the backend's kernels for attention, float products and blocks in `model.ops`. Those
-    of a model without quantized layers are of the first allowed backend that has some.
+    """Install the backend's kernels for attention, float products, experts and blocks in a model.
+    Those of a model without quantized layers are of the first allowed backend that has some.
 
     Each kernel is compared with the operation that it replaces. After a failure, this and the
     following operations stay torch's; after that of a kernel for experts, only the experts' own.
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    if linears:
-        offered = linears[0].backend.offer_kernels()
-    else:
-        offered = offer_kernels_for_floats(model.device, model.dtype, allowed)
+    offered = _offer_kernels(model, allowed)
+    stack_experts(model, model.config, None if offered is None else offered.experts)
     if offered is None:
         return
     linear = offered.float_linear
@@ -88,12 +91,12 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
             "rotations, norms and drawing", lambda: _same_step(model, step)
         ):
             model.ops = _install_step(model, step)
-        # First, because the banks are installed already, and blocks use them.
+        # First, because blocks use the banks.
         mixtures: list[Experts] = []
         for module in model.modules():
             if isinstance(module, Experts) and module.bank is not None:
                 mixtures.append(module)
-        if mixtures and not _passes("experts", lambda: _same_experts(model, mixtures[0])):
+        if mixtures and not _passes("experts", lambda: _same_experts(model, mixtures[0], rounding)):
             for experts in mixtures:
                 experts.bank = None
         if linear is not None:
@@ -112,6 +115,13 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
         ):
             return
     model.ops = replace(model.ops, blocks=blocks)
+
+
+def _offer_kernels(model: Decoder, allowed: Sequence[Backend]) -> OfferedKernels | None:
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            return module.backend.offer_kernels()
+    return offer_kernels_for_floats(model.device, model.dtype, allowed)
 
 
 def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
@@ -277,19 +287,19 @@ def _same_attention(
     return True
 
 
-def _same_experts(model: Decoder, experts: Experts) -> bool:
+def _same_experts(model: Decoder, experts: Experts, float_rounding: float) -> bool:
     """Compare a kernel with the loop over experts, for one row and for many."""
-    linears: list[QuantLinear] = []
+    roundings = [float_rounding]
     for module in experts.experts.modules():
         if isinstance(module, QuantLinear):
-            linears.append(module)
+            rounding = module.backend.rounding(model.dtype)
+            roundings.append(rounding.activations + rounding.weights)
     bank = experts.bank
     samples = _draw_normal(model, _MANY_TOKENS, model.config.hidden_size).to(model.dtype)
     assert bank is not None
-    rounding = linears[0].backend.rounding(model.dtype)
     # Inner states and outputs are rounded to a 16-bit dtype, in both computations.
     steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
-    share = _FLOAT_ERROR + 2 * (rounding.activations + rounding.weights) + 4 * steps
+    share = _FLOAT_ERROR + 2 * max(roundings) + 4 * steps
     for count in (1, _MANY_TOKENS):
         rows = samples[:count]
         weights, chosen = experts.route(rows)
@@ -463,8 +473,10 @@ def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) 
     """
     if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
         return [False] * states.shape[1]
-    attended = block.finish("attention", states, block.inner("attention", states, step))
-    logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
+    # The states may be wider than the weights of float linears.
+    with _use_float32_weights(block, dequantized=False):
+        attended = block.finish("attention", states, block.inner("attention", states, step))
+        logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
     per_token = block.mlp.config.per_token
     ranked = logits.sort(-1, descending=True)[0]
     # The distance between the last expert that is chosen and the first that is not.

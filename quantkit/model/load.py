@@ -27,7 +27,6 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.backend import Backend
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import resolve_device
-from quantkit.model.feed_forward import stack_experts
 from quantkit.model.linear import QuantEmbedding, QuantLinear, StoredWeight, join_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
@@ -115,6 +114,7 @@ def load_model(
         allowed,
         progress,
         fuse_floats=fuse_floats,
+        fuse_experts=True,
         memory=WeightMemory() if device.type == "cpu" else None,
     )
     model.rotary.to(device)
@@ -126,7 +126,6 @@ def load_model(
         block = model.model.layers[layer]
         assert isinstance(block, Block)
         block.self_attn.as_cached = cache_rounding.Fp8Rounding(scale, device)
-    stack_experts(model, model.config)
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.
     install_kernels.install_kernels(model, allowed)
@@ -187,11 +186,13 @@ def fill_parameters(
     progress: Progress = silent,
     *,
     fuse_floats: bool = False,
+    fuse_experts: bool = False,
     memory: WeightMemory | None = None,
 ) -> None:
     """Fill every parameter of `module` with the checkpoint's tensor of its name after `prefix`.
-    Quantized linears with the same inputs are fused, and with `fuse_floats` float linears as well.
-    Float weights on a CPU are placed in `memory`; without it, they may be the checkpoint's own.
+    Quantized linears with the same inputs are fused, and float linears as well with `fuse_floats`
+    or, in mixtures of experts, with `fuse_experts`. Float weights on a CPU are placed in `memory`;
+    without it, they may be the checkpoint's own.
     """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
@@ -216,6 +217,10 @@ def fill_parameters(
             continue
         parent, _, leaf = name.removeprefix(prefix).rpartition(".")
         fused, sources = groups.get(owner, (owner, [owner]))
+        is_routed = fuse_experts and ".experts." in owner
+        is_shared = fuse_experts and ".shared_experts." in owner
+        # `stack_experts` copies these: in the memory of others, their pages would not be freed.
+        placed_in = None if is_routed else memory
         if info(name).scheme is not None:
             # A GPU's backends would have to concatenate the chunks in its memory.
             in_chunks = device.type == "cpu" and len(sources) == 1
@@ -240,21 +245,25 @@ def fill_parameters(
             # next weight is loaded.
             del value
             malloc_trim()
-        elif fuse_floats and fused != owner and _are_floats(checkpoint, sources):
+        elif (
+            (fuse_floats or is_routed or is_shared)
+            and fused != owner
+            and _are_floats(checkpoint, sources)
+        ):
             # The first linear of the group takes the rows of the others.
             fused_linear = module.get_submodule(sources[0].removeprefix(prefix))
             for parameter_name, _ in list(fused_linear.named_parameters()):
                 tensor_names = [f"{source}.{parameter_name}" for source in sources]
-                stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype, memory)
+                stacked = _stack_float_rows(checkpoint, tensor_names, device, dtype, placed_in)
                 setattr(fused_linear, parameter_name, stacked)
             assert isinstance(fused_linear, nn.Linear)
             fused_linear.out_features = len(fused_linear.weight)
             _replace(module, prefix, sources, fused, fused_linear)
             done.update(sources)
         else:
-            parameter = float_parameter(checkpoint, name, device, dtype, memory)
+            parameter = float_parameter(checkpoint, name, device, dtype, placed_in)
             setattr(module.get_submodule(parent), leaf, parameter)
-            if memory is not None and parameter.dim() == 2:
+            if placed_in is not None and parameter.dim() == 2:
                 # Of what was read in parts, the allocator would keep some in its heap.
                 malloc_trim()
 

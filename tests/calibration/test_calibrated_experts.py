@@ -104,7 +104,7 @@ def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_p
 def test_samples_pass_through_the_models_own_layers(case: str, tmp_path: Path) -> None:
     source = open_checkpoint(save_experts(case, tmp_path / "source"))
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
-    decoder = load_model(source, dtype=torch.float32, device="cpu")
+    decoder = oracle.ours(source)
     passage = Passage(DecoderParts(source, LENGTH, CPU), source.path)
     with torch.inference_mode():
         expected = decoder.hidden(tokens, torch.arange(LENGTH))
@@ -373,7 +373,8 @@ def test_inputs_of_shared_experts_count_by_their_gate(
     seen = record_hessians(monkeypatch)
     module = f"model.layers.{layer}.mlp.shared_experts.down_proj"
     solve_streams(source, tokens, {module: QuantScheme.parse("int8")})
-    decoder = load_model(source, dtype=torch.float32, device="cpu")
+    # By its modules, which have hooks.
+    decoder = oracle.ours(source)
     mlp: Any = decoder.model.layers[layer].mlp
     states: list[Tensor] = []
     mlp.shared_experts.register_forward_pre_hook(lambda _, args: states.append(args[0]))

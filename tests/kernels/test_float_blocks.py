@@ -18,6 +18,7 @@ import quantkit
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import cpu, dispatch
 from quantkit.model.cache import KVCache
+from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear, float_linear
 from quantkit.model.load import load_model
 from quantkit.tensors.recipe import Override, Recipe
@@ -35,6 +36,10 @@ LEFT_OUT = {
     "attention": ("*.self_attn.*",),
     "the head": ("lm_head",),
 }
+
+
+MIXTURES = ("mixtral", "qwen3-moe", "olmoe", "qwen2-moe", "gpt-oss")
+"""The last two have shared experts, and experts with biases."""
 
 
 def _make(tmp_path: Path, case: str = "llama") -> Path:
@@ -130,6 +135,93 @@ def test_sequences_of_a_float_model_are_each_as_if_alone(
         for steps in ([5, 1, 6], [12], [1] * 12):
             alone = hidden_states(model, tokens[row : row + 1], steps, dtype)
             assert torch.equal(alone[0], together[row]), (row, steps)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_float_mixture_has_the_logits_of_transformers(
+    case: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CPU", variant)
+    folder = _make(tmp_path, case)
+    tokens = oracle.random_tokens(sum(STEPS), batch=9)
+    for dtype in DTYPES:
+        model = load_model(folder, dtype=dtype, backend="cpu-exact")
+        assert model.ops.blocks is not None
+        rounded = oracle.load(folder)
+        for parameter in rounded.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        expected = oracle.logits(rounded, tokens)
+        for batch in range(1, 10):
+            found = block_logits(model, tokens[:batch], STEPS, torch.float32)
+            error = (found - expected[:batch]).abs().max()
+            assert error < 1e-3 * expected.std(), (dtype, batch)
+
+
+@pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
+@pytest.mark.parametrize("case", MIXTURES)
+def test_sequences_of_a_float_mixture_are_each_as_if_alone(
+    case: str, backend: str, tmp_path: Path
+) -> None:
+    model = load_model(_make(tmp_path, case), dtype=torch.bfloat16, backend=backend)
+    assert model.ops.blocks is not None
+    tokens = oracle.random_tokens(8, batch=9)
+    alone = []
+    for row in range(9):
+        alone.append(hidden_states(model, tokens[row : row + 1], [5, 1, 2], torch.bfloat16))
+    for batch in range(1, 10):
+        together = hidden_states(model, tokens[:batch], [5, 1, 2], torch.bfloat16)
+        assert torch.equal(together, torch.cat(alone[:batch])), batch
+
+
+@pytest.mark.parametrize("kept", ["*.experts.*", "*.experts.*.down_proj", "*.self_attn.*"])
+def test_float_experts_run_among_quantized_layers(kept: str, tmp_path: Path) -> None:
+    recipe = Recipe(INT8, (Override(kept, None),))
+    quantkit.quantize(
+        _make(tmp_path, "mixtral"),
+        tmp_path / "mixed",
+        recipe,
+        method="rtn",
+        accept_quality_loss=True,
+    )
+    model = load_model(tmp_path / "mixed", dtype=torch.float32, backend="cpu-exact")
+    assert model.ops.blocks is not None
+    tokens = oracle.random_tokens(sum(STEPS), batch=2)
+    found = block_logits(model, tokens, STEPS, torch.float32)
+    model.ops = dataclasses.replace(model.ops, blocks=None)
+    by_banks = block_logits(model, tokens, STEPS, torch.float32)
+    reference = load_model(tmp_path / "mixed", dtype=torch.float32, backend="reference")
+    expected = block_logits(reference, tokens, [sum(STEPS)], torch.float32)
+    for logits in (found, by_banks):
+        assert (logits - expected).abs().max() < 1e-2 * expected.std()
+
+
+def test_the_weights_of_float_experts_are_there_once(tmp_path: Path) -> None:
+    model = load_model(_make(tmp_path, "mixtral"), dtype=torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            bank = module.bank
+            assert bank is not None
+            for number, expert in enumerate(module.experts):
+                assert isinstance(expert, MLP)
+                for linear, stacked in (
+                    (expert.gate_up_proj, bank.gate_up),
+                    (expert.down_proj, bank.down),
+                ):
+                    assert isinstance(linear, nn.Linear)
+                    view = stacked.prepared["weight"][number]
+                    assert linear.weight.data_ptr() == view.data_ptr()
+
+
+def test_float_experts_that_are_trained_run_by_their_modules(tmp_path: Path) -> None:
+    model = load_model(_make(tmp_path, "mixtral"), dtype=torch.float32)
+    name = "model.layers.1.mlp.experts.0.down_proj.weight"
+    tokens = oracle.random_tokens(9, batch=2)
+    model.get_parameter(name).requires_grad_()
+    model(tokens, torch.arange(9)).square().mean().backward()
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    assert gradient.any()
 
 
 def test_other_sequences_do_not_change_the_text_of_a_float_model(demo_model: Path) -> None:
