@@ -32,7 +32,7 @@ from quantkit.kernels.cpu_operators import BlockOperands, CppOperators
 from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Columns that share an activation scale.
@@ -85,7 +85,8 @@ class CpuBackend(Backend):
             return "runs on CPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
-        if scheme.of_small_floats:
+        # Twice the numbers of MXFP4 are integers.
+        if scheme.of_small_floats and scheme.scales is not Scales.POWERS:
             return "weights are small floats; it multiplies integers"
         # The blocks of llama.cpp have groups of 16 or 32, and K-quants of 256.
         if scheme.group_size is not None and scheme.unit % _COLUMNS:

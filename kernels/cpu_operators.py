@@ -22,7 +22,7 @@ from torch.library import register_fake
 
 from quantkit.tensors.huge_pages import allocate_bytes
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import Codes
+from quantkit.tensors.scheme import Codes, Scales
 
 _TYPES = {
     torch.float32: 0,
@@ -42,6 +42,8 @@ _DIMS = 4
 _VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
 # None in a list of tensors, where there is a struct for each.
 _MISSING = _VIEWS[0].pack(0, 0, -1)
+# Of codes that are no integers, the tables of ``planes.h`` by their numbers.
+_TABLES = {Codes.TABLE: 1, Codes.E2M1: 2}
 # Bytes before a packed weight's numbers, which say how it is packed.
 _HEADER_BYTES = 64
 
@@ -98,8 +100,7 @@ class CppOperators:
         first = 0
         for chunk in chunks:
             fields = _list_fields(chunk)
-            has_table = chunk.scheme.codes is Codes.TABLE
-            layout = (rows, chunk.scheme.bits, has_table, exact)
+            layout = (rows, chunk.scheme.bits, _TABLES.get(chunk.scheme.codes, 0), exact)
             if packed is None:
                 count = ctypes.c_int64()
                 self._call("packed_bytes", *fields, *layout, ctypes.addressof(count))
@@ -344,9 +345,14 @@ def _list_fields(weight: QuantTensor) -> tuple[Tensor | None, ...]:
 
     # Integers that are multiplied by outer scales are float16 in a `QuantTensor`.
     inner = None if weight.outer is None else torch.int8
+    if weight.scheme.scales is Scales.POWERS:
+        # The table has twice the numbers of the codes. bfloat16 has all of these powers of two.
+        scale = lay_out(weight.scale.float() / 2, torch.bfloat16)
+    else:
+        scale = lay_out(weight.scale, inner)
     return (
         lay_out(weight.codes),
-        lay_out(weight.scale, inner),
+        scale,
         lay_out(weight.zero),
         lay_out(weight.minimum, inner),
         lay_out(weight.outer),
@@ -435,7 +441,7 @@ _INT = ctypes.c_int64
 _FLOAT = ctypes.c_double
 _THREADS = ctypes.c_int
 _FLAG = ctypes.c_bool
-_WEIGHT = (*[_View] * 6, _INT, _INT, _FLAG, _FLAG)
+_WEIGHT = (*[_View] * 6, _INT, _INT, _INT, _FLAG)
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "packed_bytes": (*_WEIGHT, ctypes.c_void_p),
     "pack": (*_WEIGHT, _INT, _THREADS, _Output),

@@ -283,6 +283,8 @@ def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> Quan
         # About half of a group's range, so that values have either sign.
         minimum = None if scheme.symmetric else scale.roll(1, 0) * (scheme.levels // 2)
         return QuantTensor.of_blocks(codes, _nest(scale, minimum, scheme, scale_dtype), scheme)
+    if scheme.scales is Scales.POWERS:
+        scale = scale.abs().log2().round().exp2()
     zero = None
     if not scheme.symmetric:
         points = (torch.arange(rows * groups) * 5 + 3) % scheme.levels

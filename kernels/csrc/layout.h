@@ -30,8 +30,8 @@ enum class FloatType : int64_t { f32 = 0, f16 = 1, bf16 = 2 };
 constexpr int64_t bytes_of(FloatType type) { return type == FloatType::f32 ? 4 : 2; }
 
 // What is subtracted from codes: half their range; a zero point per group; nothing, but a minimum per group from what
-// the scale makes of them; or, of codes that are looked up in a table of bytes, 128.
-enum class Offset : int64_t { middle = 0, zeros = 1, minima = 2, table = 3 };
+// the scale makes of them; or, of codes that are looked up in a table of bytes, 128. Each table has an offset.
+enum class Offset : int64_t { middle = 0, zeros = 1, minima = 2, iq4 = 3, e2m1 = 4 };
 
 struct Layout {
   int64_t rows, columns;  // of the weight
@@ -48,6 +48,8 @@ struct Layout {
   int64_t groups() const { return group >= columns ? 1 : columns / group; }
   bool zeros() const { return offset == Offset::zeros; }
   bool minima() const { return offset == Offset::minima; }
+  // The number of the table; 0 without one.
+  int64_t table() const { return offset < Offset::iq4 ? 0 : static_cast<int64_t>(offset) - 2; }
   // Whether `block_tile` multiplies it.
   bool in_blocks() const { return nested || offset >= Offset::minima || (bits != 4 && bits != 8); }
   // Whether scales change within a block.
@@ -76,7 +78,7 @@ struct Layout {
     return (groups() + groups_per_line() - 1) / groups_per_line() * head_bytes() + groups() * group_bytes();
   }
   int64_t bytes() const { return bands() * band_bytes(); }
-  int fixed_zero() const { return offset == Offset::table ? 128 : minima() ? 0 : 1 << (bits - 1); }
+  int fixed_zero() const { return table() ? 128 : minima() ? 0 : 1 << (bits - 1); }
   bool operator==(const Layout&) const = default;
   // Whether activations become the same integers for both.
   bool like(const Layout& other) const {

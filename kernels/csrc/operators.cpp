@@ -27,7 +27,7 @@ struct Weight {
 };
 
 // How a weight of these rows in all is packed.
-Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, bool table, bool exact) {
+Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, int64_t table, bool exact) {
   const auto& [codes, scale, zero, minimum, outer, outer_minimum] = weight;
   require(codes->dims == 2 && codes->type == Type::u8, "codes: uint8 [O, I]");
   require((bits >= 2 && bits <= 6) || bits == 8, "bits: 2 to 6, or 8");
@@ -38,7 +38,9 @@ Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, bool table, b
   require(!minimum || (scale->starts_with(*minimum, 2) && minimum->type == scale->type && !zero),
           "minimum: [O, G] in the dtype of the scales, and no zero points");
   require(!table || (bits == 4 && !zero && !minimum), "a table: of 4 bits, without zero points and minima");
-  Offset offset = zero ? Offset::zeros : minimum ? Offset::minima : table ? Offset::table : Offset::middle;
+  require(table >= 0 && table <= 2, "tables: 1 and 2");
+  const Offset of_table = table == 1 ? Offset::iq4 : Offset::e2m1;
+  const Offset offset = zero ? Offset::zeros : minimum ? Offset::minima : table ? of_table : Offset::middle;
   Layout at{rows, columns, columns / groups, bits, offset, exact, float_type(outer ? outer->type : scale->type),
             outer != nullptr};
   if (outer) {
@@ -78,7 +80,7 @@ QUANTKIT_EXPORT const char* quantkit_instructions() {
 // The bytes that a weight of `rows` rows takes, as some of them show.
 QUANTKIT_EXPORT const char* quantkit_packed_bytes(const Tensor* codes, const Tensor* scale, const Tensor* zero,
                                                   const Tensor* minimum, const Tensor* outer,
-                                                  const Tensor* outer_minimum, int64_t rows, int64_t bits, bool table,
+                                                  const Tensor* outer_minimum, int64_t rows, int64_t bits, int64_t table,
                                                   bool exact, int64_t* bytes) {
   return guarded([&] {
     const Weight weight{codes, scale, zero, minimum, outer, outer_minimum};
@@ -89,7 +91,7 @@ QUANTKIT_EXPORT const char* quantkit_packed_bytes(const Tensor* codes, const Ten
 // Pack some rows of a weight of `rows` rows, from `first` on.
 QUANTKIT_EXPORT const char* quantkit_pack(const Tensor* codes, const Tensor* scale, const Tensor* zero,
                                           const Tensor* minimum, const Tensor* outer, const Tensor* outer_minimum,
-                                          int64_t rows, int64_t bits, bool table, bool exact, int64_t first,
+                                          int64_t rows, int64_t bits, int64_t table, bool exact, int64_t first,
                                           int threads, uint8_t* packed) {
   return guarded([&] {
     const Layout at = layout_of({codes, scale, zero, minimum, outer, outer_minimum}, rows, bits, table, exact);

@@ -76,41 +76,46 @@ template <int Bits, int Index>
   }
 }
 
-// What the codes of 4 bits of IQ4_NL and IQ4_XS stand for, plus 128 (ggml's kvalues_iq4nl).
-alignas(16) constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+// What codes of 4 bits stand for, plus 128, by the number of the table.
+alignas(16) constexpr uint8_t kTables[2][16] = {
+    // IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl).
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+    // Twice the numbers of e2m1, from 0 to 6 and, with the sign's bit, down to -6.
+    {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},
+};
 
-[[gnu::always_inline]] inline Part look_up(Part codes) {
+[[gnu::always_inline]] inline Part look_up(Part codes, const uint8_t* numbers) {
 #if defined(__AVX512BW__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers)));
   return reinterpret_cast<Part>(_mm512_shuffle_epi8(table, reinterpret_cast<__m512i>(codes)));
 #elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers)));
   return reinterpret_cast<Part>(_mm256_shuffle_epi8(table, reinterpret_cast<__m256i>(codes)));
 #elif defined(__aarch64__)
-  return reinterpret_cast<Part>(vqtbl1q_u8(vld1q_u8(kTable), reinterpret_cast<uint8x16_t>(codes)));
+  return reinterpret_cast<Part>(vqtbl1q_u8(vld1q_u8(numbers), reinterpret_cast<uint8x16_t>(codes)));
 #else
-  for (int i = 0; i < kPart; ++i) codes[i] = kTable[codes[i]];
+  for (int i = 0; i < kPart; ++i) codes[i] = numbers[codes[i]];
   return codes;
 #endif
 }
 
 template <int Bits, bool Table = false, int Index = 0>
-[[gnu::always_inline]] inline void unpack_lines(const uint8_t* from, Codes& codes) {
+[[gnu::always_inline]] inline void unpack_lines(const uint8_t* from, Codes& codes, const uint8_t* numbers = nullptr) {
   if constexpr (Index < 8) {
     for (int part = 0; part < kLineParts; ++part) {
       const Part own = codes_part<Bits, Index>(from, part);
-      codes.lines[Index].parts[part] = Table ? look_up(own) : own;
+      codes.lines[Index].parts[part] = Table ? look_up(own, numbers) : own;
     }
-    unpack_lines<Bits, Table, Index + 1>(from, codes);
+    unpack_lines<Bits, Table, Index + 1>(from, codes, numbers);
   }
 }
 
-// Unpack the codes of a block, or look them up in the table.
-[[gnu::always_inline]] inline void unpack_block(int64_t bits, bool table, const uint8_t* from, Codes& codes) {
+// Unpack the codes of a block, or look them up in the table of this number.
+[[gnu::always_inline]] inline void unpack_block(int64_t bits, int64_t table, const uint8_t* from, Codes& codes) {
   switch (bits) {
     case 2: return unpack_lines<2>(from, codes);
     case 3: return unpack_lines<3>(from, codes);
-    case 4: return table ? unpack_lines<4, true>(from, codes) : unpack_lines<4>(from, codes);
+    case 4: return table ? unpack_lines<4, true>(from, codes, kTables[table - 1]) : unpack_lines<4>(from, codes);
     case 5: return unpack_lines<5>(from, codes);
     case 6: return unpack_lines<6>(from, codes);
     default: return unpack_lines<8>(from, codes);

@@ -19,7 +19,7 @@ inline void dequantize_row(const Layout& at, int64_t row, const uint8_t* bands, 
   for (int64_t first = 0; first < at.columns; first += kColumns) {
     heads.next(codes);
     Codes block;
-    unpack_block(at.bits, at.offset == Offset::table, codes, block);
+    unpack_block(at.bits, at.table(), codes, block);
     codes += at.block_bytes();
     for (int64_t part = 0; part < parts; ++part) {
       float step, low = 0, zero = static_cast<float>(at.fixed_zero());

@@ -190,7 +190,8 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
   const Layout at = weight;  // in a copy no store can change it
   const int64_t block_bytes = at.block_bytes(), bits = at.bits, minima_at = at.nested ? at.minima_at() : 0;
   const int minima_shift = at.minima_shift(), inner_mask = at.inner_mask();
-  const bool minima = at.minima(), table = at.offset == Offset::table;
+  const bool minima = at.minima();
+  const int64_t table = at.table();
   const int32_t zero = at.fixed_zero();
   __m256 outer[2], outer_minimum[2], scale[2], minimum[2], total[Tokens][2];
   for (int t = 0; t < Tokens; ++t) total[t][0] = total[t][1] = _mm256_setzero_ps();

@@ -158,7 +158,8 @@ void block_tile(const Layout& weight, const uint8_t* band, const Record<form_for
   constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves;
   const Layout at = weight;  // in a copy no store can change it
   const int64_t apart = at.band_bytes(), block_bytes = at.block_bytes(), bits = at.bits;
-  const bool minima = at.minima(), table = at.offset == Offset::table;
+  const bool minima = at.minima();
+  const int64_t table = at.table();
   const int32_t zero = at.fixed_zero();
   __m512 total[Tokens][Bands];
   for (int t = 0; t < Tokens; ++t)

@@ -153,7 +153,8 @@ template <bool Exact, bool Halved, int Tokens, int Bands>
 void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, Exact, Tokens), Tokens>* x, float* out,
                 int64_t) {
   constexpr int kHalves = Halved ? 2 : 1, kLines = 8 / kHalves, kQuarters = kRows / kQuarter;
-  const bool minima = at.minima(), table = at.offset == Offset::table, is_signed = table || at.bits == 8;
+  const int64_t table = at.table();
+  const bool minima = at.minima(), is_signed = table || at.bits == 8;
   const uint8x16_t sign = vdupq_n_u8(is_signed ? 128 : 0);
   const int32_t zero = at.fixed_zero() - (is_signed ? 128 : 0);
   float32x4_t total[Tokens][kQuarters];

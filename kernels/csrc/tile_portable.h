@@ -58,7 +58,7 @@ void block_tile(const Layout& at, const uint8_t* band, const Record<form_for(8, 
   for (int64_t b = at.blocks(); b > 0; --b, ++x, codes += at.block_bytes()) {
     heads.next(codes);
     Codes block;
-    unpack_block(at.bits, at.offset == Offset::table, codes, block);
+    unpack_block(at.bits, at.table(), codes, block);
     int16_t w[kColumns][kRows];
     for (int c = 0; c < kColumns; ++c)
       for (int r = 0; r < kRows; ++r) w[c][r] = block(r, c);

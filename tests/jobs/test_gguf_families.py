@@ -22,6 +22,7 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.model.linear import QuantLinear
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import MXFP4
@@ -140,6 +141,24 @@ def test_experts_in_mxfp4_come_back_as_what_they_mean(oss: Path, tmp_path: Path)
         assert verify(oss, folder).verdict is Verdict.SAME
         assert not schemes(open_checkpoint(folder))
     assert _generate(file) == _generate(oss) == _generate(tmp_path / "floats")
+
+
+@pytest.mark.cpu_kernels
+def test_experts_in_mxfp4_run_as_they_are_stored(oss: Path, tmp_path: Path) -> None:
+    file = quantkit.convert(oss, tmp_path / "a.gguf", source_check=False).path
+    tokens = torch.arange(40)
+    floats, _ = quantkit.load(oss, dtype="fp32", backend="reference", device="cpu")
+    with torch.inference_mode():
+        expected = floats(tokens)
+    for path in (oss, file):
+        model, _ = quantkit.load(path, dtype="fp32", backend="cpu-exact", device="cpu")
+        for block in model.model.layers:
+            linears = [one for one in block.mlp.modules() if isinstance(one, QuantLinear)]
+            assert len(linears) == 2 * 4  # of 4 experts, whose gate and up are one
+            assert {linear.scheme for linear in linears} == {MXFP4}
+        with torch.inference_mode():
+            assert (model(tokens) - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert _generate(path) == _generate(oss)
 
 
 def test_codes_of_an_expert_are_those_of_its_rows(oss: Path) -> None:

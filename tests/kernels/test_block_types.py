@@ -23,8 +23,7 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 
 pytestmark = pytest.mark.cpu_kernels
 
-# There are no kernels for small floats.
-KINDS = {kind: coded for kind, coded in CODED_TYPES.items() if not coded.scheme.of_small_floats}
+KINDS = {kind: CODED_TYPES[kind] for kind in CODED_TYPES}
 COLUMNS = (32, 256, 512, 576, 640, 768, 896, 4864)
 
 

@@ -21,8 +21,9 @@ FLOATS = {
     GgmlType.Q6_K: (208,),
     GgmlType.IQ4_NL: (0,),
     GgmlType.IQ4_XS: (0,),
+    GgmlType.MXFP4: (0,),
 }
-"""Where the float16 numbers of a block are."""
+"""Where the float16 numbers of a block are; of MXFP4, the exponent of its power of two."""
 
 
 def draw_blocks(kind: GgmlType, rows: int, columns: int, size: float | None = None) -> Tensor:
@@ -43,6 +44,10 @@ def draw_blocks(kind: GgmlType, rows: int, columns: int, size: float | None = No
 
 
 def _put_scales(kind: GgmlType, blocks: Tensor, scales: Tensor) -> None:
+    if kind is GgmlType.MXFP4:
+        # e8m0: the bias is 127.
+        blocks[:, 0] = (scales[:, 0].abs().log2().round() + 127).to(torch.uint8)
+        return
     for offset, values in zip(FLOATS[kind], scales.unbind(1), strict=True):
         blocks[:, offset : offset + 2] = values.half().unsqueeze(1).view(torch.uint8)
 
