@@ -75,17 +75,25 @@ def require_finite_codes(value: QuantTensor, name: str, path: Path, allow_nonfin
     Raises:
         NonFiniteError: naming the tensor and the count.
     """
+    if allow_nonfinite:
+        return
+    fields = [value.scale, value.minimum, value.outer, value.outer_minimum]
+    stored = [field for field in fields if field is not None]
     # Integer codes are below the number of levels, and small floats and tables go up to their
-    # largest, so no weight exceeds these products.
+    # largest, so no weight exceeds these sums.
     if value.scheme.codes is Codes.TABLE:
         largest_code: float = max(map(abs, TABLE))
     else:
         largest_code = LARGEST.get(value.scheme.codes, value.scheme.levels)
-    if allow_nonfinite or all_finite(value.scale.float() * largest_code):
+    bounds = value.scale.float().abs() * largest_code
+    if value.minimum is not None:
+        bounds = bounds + value.minimum.float().abs()
+    if all(map(all_finite, [*stored, bounds])):
         return
-    count = _count_nonfinite(value.scale)
-    total = value.scale.numel()
-    problem = "scales that are NaN or Inf"
+    count = sum(map(_count_nonfinite, stored))
+    total = sum(field.numel() for field in stored)
+    what = "scales" if value.minimum is None else "scales or minima"
+    problem = f"{what} that are NaN or Inf"
     if not count:
         for start, stop in row_chunks(*value.shape):
             count += _count_nonfinite(value.rows(start, stop).dequantize())

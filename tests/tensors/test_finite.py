@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_bytes import draw_blocks
+from error_parts import raises
 
 from quantkit.errors import NonFiniteError
+from quantkit.files.gguf_types import GgmlType
+from quantkit.formats.codecs.ggml import CODED_TYPES
 from quantkit.tensors.finite import require_finite_codes
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -30,3 +34,29 @@ def test_weights_beyond_float32_are_found(scheme: str, largest: int) -> None:
         require_finite_codes(overflowing, "weight", Path("model"), False)
     assert failed.value.path == Path("model")
     require_finite_codes(overflowing, "weight", Path("model"), True)
+
+
+@pytest.mark.parametrize("kind", CODED_TYPES, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_of_a_block_that_is_not_finite_is_refused(kind: GgmlType, wrong: float) -> None:
+    """Also an outer scale or a minimum, which other scales in the block do not show."""
+    weight = CODED_TYPES[kind].decode(draw_blocks(kind, 3, 512))
+    require_finite_codes(weight, "weight", Path("model"), False)
+    fields = ["scale", "minimum", "outer", "outer_minimum"]
+    if weight.outer is not None:
+        # The inner ones are integers in the file.
+        fields = fields[2:]
+    for name in fields:
+        stored = getattr(weight, name)
+        if stored is None:
+            continue
+        changed = stored.clone()
+        changed[1, 0] = wrong
+        with raises(NonFiniteError, found=f"1 of {_count_stored(weight)}"):
+            require_finite_codes(replace(weight, **{name: changed}), "w", Path("model"), False)
+        require_finite_codes(replace(weight, **{name: changed}), "w", Path("model"), True)
+
+
+def _count_stored(weight: QuantTensor) -> int:
+    stored = (weight.scale, weight.minimum, weight.outer, weight.outer_minimum)
+    return sum(field.numel() for field in stored if field is not None)
