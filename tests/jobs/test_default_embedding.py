@@ -17,6 +17,7 @@ from config_cases import config_keys
 import quantkit
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.quantize import default_embedding
@@ -144,6 +145,17 @@ def test_a_separate_head_gets_it_too(sources: dict[str, Path], tmp_path: Path) -
     assert _schemes(named.path) == {EMBEDDING: _INT8, _HEAD: QuantScheme.parse("int4-g32")}
     kept = _quantize(sources["untied"], tmp_path / "c", keep="lm_head")
     assert _schemes(kept.path) == {EMBEDDING: _INT8, _HEAD: None}
+
+
+@pytest.mark.usefixtures("small_counts")
+def test_a_separate_head_does_not_count_in_an_average_that_was_requested(
+    tmp_path: Path,
+) -> None:
+    """With 8 bits in the head, no choice for the other linears has an average this low."""
+    assert not open_checkpoint(DEMO_MODEL).config.tied_embeddings
+    options = {"scheme": None, "target_bits": 4.6, "samples": 2, "length": 32, "method": None}
+    result = _quantize(DEMO_MODEL, tmp_path / "dst", **options)
+    assert _schemes(result.path) == {EMBEDDING: None, _HEAD: None}
 
 
 @pytest.mark.usefixtures("small_counts")

@@ -85,8 +85,9 @@ def choose_embedding(
 
     If they are more than a quarter of a model, embedding and head are quantized by default. This is
     so for models of our own decoder, with schemes whose inputs are not rounded: the others are made
-    for runtimes that need floats here. A recipe from a file, an option that names one of them, and
-    a format without codes of embeddings leave them as they are. One scale for each token becomes
+    for runtimes that need floats here. A recipe from a file, an option that names one of them, an
+    average number of bits where the head is a matrix of its own, and a format without codes of
+    embeddings leave them as they are. One scale for each token becomes
     what the format prefers.
 
     Returns:
@@ -107,6 +108,10 @@ def choose_embedding(
         return recipe, []
     head_override = find_head_override(recipe)
     if not config.runnable or (config.tied_embeddings and head_override is not None):
+        return recipe, []
+    # A separate head of 8 bits would count among the linears whose average is requested, and could
+    # leave no choice for the others.
+    if options.target_bits is not None and not config.tied_embeddings:
         return recipe, []
     codec = choose_codec(target.codes, scheme, embedding=True)
     # A default must not refuse what floats allow, such as rows that blocks do not divide.
