@@ -107,6 +107,8 @@ class CppOperators:
                 packed = allocate_bytes(count.value)
             self._call("pack", *fields, *layout, first, torch.get_num_threads(), packed)
             first += len(chunk.codes)
+            # Before the next chunk is read.
+            del chunk, fields
         if packed is None or first != rows:
             raise RuntimeError(f"expected chunks of {rows} rows, found {first}")
         return packed

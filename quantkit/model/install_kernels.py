@@ -40,6 +40,7 @@ from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
+from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
 
 # Tokens of the test with many tokens: more than the kernels for few tokens support.
 _MANY_TOKENS = 20
@@ -56,7 +57,6 @@ _ATTENTION_WINDOW = 100
 # Standard deviation of the scores in tests of attention, as a share of the softcap. The largest
 # scores are three to four times as large.
 _SCORE_DEVIATION = 0.1
-
 _log = logging.getLogger(__name__)
 
 
@@ -444,14 +444,19 @@ def _use_float32_weights(block: Block, *, dequantized: bool) -> Iterator[None]:
     their weights in float32 within the context.
     """
 
-    # Converted at each call, so that only one weight in float32 is in memory.
+    # Some rows at a time: in float32, a fused linear is a tenth as large as all weights of a large
+    # model in 4 bits, which are in memory already.
     def exact(linear: QuantLinear | nn.Linear, x: Tensor) -> Tensor:
-        if isinstance(linear, QuantLinear):
-            weight = linear.rows(torch.arange(linear.out_features, device=x.device))
-        else:
-            weight = linear.weight.float()
-        bias = None if linear.bias is None else linear.bias.float()
-        return F.linear(x, weight, bias)
+        y = x.new_empty((*x.shape[:-1], linear.out_features))
+        for start, stop in row_chunks(linear.out_features, linear.in_features, CACHED_ELEMENTS):
+            if isinstance(linear, QuantLinear):
+                weight = linear.rows(torch.arange(start, stop, device=x.device))
+            else:
+                weight = linear.weight[start:stop].float()
+            y[..., start:stop] = F.linear(x, weight)
+        if linear.bias is not None:
+            y += linear.bias.float()
+        return y
 
     linears: list[QuantLinear | nn.Linear] = []
     for module in block.modules():

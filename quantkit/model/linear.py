@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +32,9 @@ _FLOAT_ELEMENTS = 1 << 21
 _TILE = 16
 # Rows of an embedding in a backend's self-test.
 _TRIED = 64
-# Codes, a byte each, in a chunk of a `StoredWeight`.
-_CODES = 1 << 22
+# Codes, a byte each, in a chunk of a `StoredWeight`. Formats that store a weight by columns read
+# all of it for each chunk of rows, so chunks are not smaller.
+_CODES = 1 << 23
 
 _log = logging.getLogger(__name__)
 
@@ -70,17 +73,25 @@ class StoredWeight:
 
     Attributes:
         load: reads some of its rows.
+        unit: rows that are read together, such as those of a head.
     """
 
     shape: tuple[int, int]
     scheme: QuantScheme
     scale_dtype: torch.dtype
     load: Callable[[TensorSlice | None], QuantTensor]
+    unit: int = 1
 
     def chunks(self) -> Iterator[QuantTensor]:
-        """Read all rows, some at a time."""
+        """Read all rows, some at a time; all chunks but the last have a multiple of `CHUNK_ROWS`
+        rows.
+        """
         rows, columns = self.shape
-        step = max(CHUNK_ROWS, _CODES // columns // CHUNK_ROWS * CHUNK_ROWS)
+        unit = math.lcm(self.unit, CHUNK_ROWS)
+        step = max(unit, _CODES // columns // unit * unit)
+        if step >= rows:
+            yield self.load(None)
+            return
         for start in range(0, rows, step):
             yield self.load(TensorSlice(0, ((start, min(start + step, rows)),)))
 
@@ -93,6 +104,45 @@ class StoredWeight:
         return self.load(None).to(device)
 
 
+@dataclass(frozen=True)
+class StackedWeights:
+    """The rows of stored weights, one weight after the other; see `stack_weights`."""
+
+    weights: Sequence[StoredWeight]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the sizes [O, I] of all weights together."""
+        rows = sum(weight.shape[0] for weight in self.weights)
+        return rows, self.weights[0].shape[1]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """Return the scheme of each weight."""
+        return self.weights[0].scheme
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Return the dtype of the scales of each weight."""
+        return self.weights[0].scale_dtype
+
+    def chunks(self) -> Iterator[QuantTensor]:
+        """Read all rows, some at a time."""
+        for weight in self.weights:
+            yield from weight.chunks()
+
+
+def stack_weights(weights: Sequence[StoredWeight]) -> StackedWeights | None:
+    """Stack the rows of weights without reading them; None where they differ in scheme or dtype of
+    the scales, or one but the last would end within a chunk's unit of rows.
+    """
+    if len({(weight.scheme, weight.scale_dtype) for weight in weights}) != 1:
+        return None
+    if any(weight.shape[0] % CHUNK_ROWS for weight in weights[:-1]):
+        return None
+    return StackedWeights(weights)
+
+
 class QuantLinear(nn.Module):
     """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers.
 
@@ -103,7 +153,7 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self,
-        weight: QuantTensor | StoredWeight,
+        weight: QuantTensor | StoredWeight | StackedWeights,
         bias: Tensor | None,
         device: torch.device,
         dtype: torch.dtype,
@@ -117,18 +167,19 @@ class QuantLinear(nn.Module):
         self.joined: tuple[QuantScheme, ...] = ()
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
-        if isinstance(weight, StoredWeight):
-            self.scale_dtype = weight.scale_dtype
-        else:
+        if isinstance(weight, QuantTensor):
             self.scale_dtype = weight.scale.dtype
+        else:
+            self.scale_dtype = weight.scale_dtype
         self.backend = dispatch.select_backend(
             weight.scheme, device, dtype, self.scale_dtype, allowed
         )
-        if isinstance(weight, StoredWeight):
-            chunks = (chunk.to(device) for chunk in weight.chunks())
-            self._register(self.backend.prepare_chunks(chunks, self.out_features))
-        else:
+        if isinstance(weight, QuantTensor):
             self._register(self.backend.prepare(weight.to(device)))
+        else:
+            # Unlike a loop's variable, `map` does not keep a chunk while the next one is read.
+            chunks = map(methodcaller("to", device), weight.chunks())
+            self._register(self.backend.prepare_chunks(chunks, self.out_features))
         if bias is None:
             self.bias = None
         else:

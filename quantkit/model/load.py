@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,14 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.backend import Backend
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import resolve_device
-from quantkit.model.linear import QuantEmbedding, QuantLinear, StoredWeight, join_linears
+from quantkit.model.linear import (
+    QuantEmbedding,
+    QuantLinear,
+    StackedWeights,
+    StoredWeight,
+    join_linears,
+    stack_weights,
+)
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
@@ -52,7 +59,7 @@ else:
 _log = logging.getLogger(__name__)
 
 # Bytes of a float tensor that are converted at a time: a large tensor is never in memory twice.
-COPY_BYTES = 1 << 25
+COPY_BYTES = 1 << 24
 BLOCK_PREFIX = "model.layers.{}."
 
 
@@ -99,6 +106,9 @@ def load_model(
     require_kernels(tp.checkpoint, device, dtype, allowed)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
+    # Reading a header and a tokenizer leaves the allocator with free memory: 220 MB for the 262,144
+    # tokens of Gemma. Weights have memory of their own, and would be in addition to it.
+    malloc_trim()
     model.group = group
     # On a CPU, the kernels multiply several weights in one call, and read them as they are stored.
     # torch's larger product is a little slower in float32.
@@ -129,6 +139,8 @@ def load_model(
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.
     install_kernels.install_kernels(model, allowed)
+    # The self-tests leave free memory too.
+    malloc_trim()
     tp.connect_vocabulary(model)
     return model.eval()
 
@@ -222,9 +234,7 @@ def fill_parameters(
         # `stack_experts` copies these: in the memory of others, their pages would not be freed.
         placed_in = None if is_routed else memory
         if info(name).scheme is not None:
-            # A GPU's backends would have to concatenate the chunks in its memory.
-            in_chunks = device.type == "cpu" and len(sources) == 1
-            value = _load_quantized(checkpoint, name, in_chunks=in_chunks)
+            value = _load_quantized(checkpoint, name, device)
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _install_embedding(module, parent, value, device, dtype, allowed)
             else:
@@ -269,11 +279,9 @@ def fill_parameters(
 
 
 def _load_quantized(
-    checkpoint: Checkpoint, name: str, *, in_chunks: bool
+    checkpoint: Checkpoint, name: str, device: torch.device
 ) -> QuantTensor | StoredWeight:
-    """Load a quantized weight; if it is large, and `in_chunks` allows it, so that its rows are read
-    in chunks.
-    """
+    """Load a quantized weight; on a CPU, so that its rows are read later, in chunks."""
     spec = checkpoint.info(name)
     rows, columns = spec.shape
     assert spec.scheme is not None
@@ -283,9 +291,17 @@ def _load_quantized(
         assert isinstance(value, QuantTensor)
         return value
 
-    if in_chunks and rows * columns > COPY_BYTES:
-        return StoredWeight((rows, columns), spec.scheme, spec.dtype.torch, load_rows)
-    return load_rows(None)
+    # A GPU's backends would have to concatenate the chunks in its memory.
+    if device.type != "cpu":
+        return load_rows(None)
+    return StoredWeight(
+        shape=(rows, columns),
+        scheme=spec.scheme,
+        scale_dtype=spec.dtype.torch,
+        load=load_rows,
+        # See `_stack_float_rows`.
+        unit=checkpoint.config.head_dim,
+    )
 
 
 def _are_floats(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
@@ -305,9 +321,11 @@ def _install_embedding(
     head = None
     if isinstance(model, Decoder) and model.lm_head is None:
         head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
-    elif weight.scheme.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS):
+    elif weight.scheme.bits < 8 or weight.scheme.scales is not Scales.FLOATS:
         # Packed like a head, although it is none: unpacked, codes of few bits take a byte each.
-        head = QuantLinear(weight, None, device, dtype, allowed)
+        # Without kernels for the scheme they do, since a table of rows needs none.
+        with suppress(RequestError):
+            head = QuantLinear(weight, None, device, dtype, allowed)
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
@@ -335,16 +353,13 @@ def _fuse_quantized(
         return torch.cat(biases) if biases else None
 
     owner = modules[0]
-    if isinstance(first, StoredWeight):
-        return QuantLinear(first, load_biases([owner]), device, dtype, allowed), owner, [owner]
-    weights: list[QuantTensor] = [first]
+    weights: list[QuantTensor | StoredWeight] = [first]
     for module in modules[1:]:
-        weight = checkpoint.load(f"{module}.weight")
-        if not isinstance(weight, QuantTensor):
+        if checkpoint.info(f"{module}.weight").scheme is None:
             break
-        weights.append(weight)
+        weights.append(_load_quantized(checkpoint, f"{module}.weight", device))
     if len(weights) == len(modules):
-        stacked = concatenate_if_uniform(weights)
+        stacked = _stack_quantized(weights)
         if stacked is not None:
             linear = QuantLinear(stacked, load_biases(modules), device, dtype, allowed)
             return linear, fused, modules
@@ -356,6 +371,27 @@ def _fuse_quantized(
         if joined is not None:
             return joined, fused, modules
     return QuantLinear(first, load_biases([owner]), device, dtype, allowed), owner, [owner]
+
+
+def _stack_quantized(
+    weights: Sequence[QuantTensor | StoredWeight],
+) -> QuantTensor | StackedWeights | None:
+    """Stack the rows of weights, which are all stored or all read; None where they differ in scheme
+    or dtype of the scales. Stored ones are not read yet, if they can be packed in chunks.
+    """
+    stored: list[StoredWeight] = []
+    read: list[QuantTensor] = []
+    for weight in weights:
+        if isinstance(weight, StoredWeight):
+            stored.append(weight)
+        else:
+            read.append(weight)
+    if stored:
+        stacked = stack_weights(stored)
+        if stacked is not None:
+            return stacked
+        read = [weight.load(None) for weight in stored]
+    return concatenate_if_uniform(read)
 
 
 def _replace(

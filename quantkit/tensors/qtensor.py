@@ -472,7 +472,11 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
     aligned = words.clone(memory_format=torch.contiguous_format)
     data = aligned.view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 4:
-        data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
+        # Halves are written in place: stacked, both would be in memory twice.
+        codes = data.new_empty((*data.shape[:-1], 2 * data.shape[-1]))
+        torch.bitwise_and(data, 0xF, out=codes[..., 0::2])
+        torch.bitwise_right_shift(data, 4, out=codes[..., 1::2])
+        data = codes
     return data[..., :count].contiguous()
 
 

@@ -78,19 +78,23 @@ class GgufCheckpoint:
             CheckpointError: if a file is missing, damaged or contradicts itself.
             UnsupportedError: for unknown architectures and types of tensors.
         """
-        self._headers = read_part_headers(path)
+        headers = read_part_headers(path)
         self._codes = BLOCK_TYPES
-        self.path = self._headers[0].path
+        self.path = headers[0].path
         self.notes: list[str] = []
         self._stored: dict[str, GgufTensor] = {}
         # By tensor.
         self._files: dict[str, TensorFile] = {}
-        for header in self._headers:
+        for header in headers:
             views = {name: view_of(stored) for name, stored in header.tensors.items()}
             file = TensorFile(header.source, views)
             self._stored.update(header.tensors)
             self._files.update(dict.fromkeys(header.tensors, file))
-        metadata = self._headers[0].metadata
+        # Not kept: the tokens of a large vocabulary are Python objects of 150 MB, which would be in
+        # memory next to the weights. The tokenizer is read from the file again.
+        metadata = headers[0].metadata
+        self._sources = [header.source for header in headers]
+        self._file_type = metadata.get("general.file_type")
         self._require_types(metadata)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {}
@@ -150,8 +154,8 @@ class GgufCheckpoint:
     @property
     def layout(self) -> str:
         name = self._file_type_name() or self._prevalent_type()
-        if len(self._headers) > 1:
-            parts = f", {len(self._headers)} files"
+        if len(self._sources) > 1:
+            parts = f", {len(self._sources)} files"
         else:
             parts = ""
         return f"{self.format} ({name}{parts})"
@@ -161,9 +165,8 @@ class GgufCheckpoint:
         its tensors allow.
         """
         name = None
-        file_type = self._headers[0].metadata.get("general.file_type")
-        if isinstance(file_type, int):
-            name = FILE_TYPES.get(file_type)
+        if isinstance(self._file_type, int):
+            name = FILE_TYPES.get(self._file_type)
         claims_floats = name in {kind.value for kind in FLOATS}
         has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
         if claims_floats == has_only_floats:
@@ -192,7 +195,7 @@ class GgufCheckpoint:
         )
 
     def files(self) -> list[SourceFile]:
-        return [header.source for header in self._headers]
+        return list(self._sources)
 
     def count_stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]
