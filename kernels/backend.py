@@ -17,6 +17,7 @@ from torch import Tensor
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import FIELDS, QuantTensor, concatenate_rows
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 
 CHUNK_ROWS = 16
 """See `Backend.prepare_chunks`."""
@@ -304,6 +305,15 @@ class Backend:
         """
         return Rounding(0, 0)
 
+    def count_bytes(self, spec: TensorSpec) -> int:
+        """Count the bytes of what `prepare` returns for a quantized weight [O, I]; about, where the
+        layout depends on the machine.
+        """
+        assert spec.scheme is not None
+        rows, columns = spec.shape
+        # A byte for each code.
+        return rows * columns + count_scale_bytes(spec)
+
     def prepare(self, weight: QuantTensor) -> Prepared:
         """Convert a weight to the layout of `linear`, once, at load; it is never saved."""
         prepared: Prepared = {}
@@ -357,6 +367,20 @@ class Backend:
         else:
             wide_bias = bias.float()
         return F.linear(x.float(), weight, wide_bias).to(x.dtype)
+
+
+def count_scale_bytes(spec: TensorSpec) -> int:
+    """Count the bytes of the scales of a quantized weight [O, I], and of its zero points or
+    minima.
+    """
+    assert spec.scheme is not None
+    rows, columns = spec.shape
+    group_bytes = spec.dtype.itemsize
+    if spec.scheme.has_minima:
+        group_bytes += spec.dtype.itemsize
+    elif not spec.scheme.symmetric:
+        group_bytes += 1
+    return rows * spec.scheme.groups(columns) * group_bytes
 
 
 def _to_weight(prepared: Prepared, scheme: QuantScheme) -> QuantTensor:

@@ -28,15 +28,15 @@ from quantkit.kernels.backend import (
     Rounding,
     StepKernels,
 )
+from quantkit.kernels.cpu_layout import COLUMNS, count_packed_bytes, explain_unsupported_scheme
 from quantkit.kernels.cpu_operators import BlockOperands, CppOperators
 from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Columns that share an activation scale.
-_COLUMNS = 32
 # The largest integers that activations become.
 _EXACT_MAX = 127 * 256
 _FAST_MAX = 127
@@ -85,12 +85,9 @@ class CpuBackend(Backend):
             return "runs on CPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
-        # Twice the numbers of MXFP4 are integers.
-        if scheme.of_small_floats and scheme.scales is not Scales.POWERS:
-            return "weights are small floats; it multiplies integers"
-        # The blocks of llama.cpp have groups of 16 or 32, and K-quants of 256.
-        if scheme.group_size is not None and scheme.unit % _COLUMNS:
-            return f"group size is not a multiple of {_COLUMNS}"
+        reason = explain_unsupported_scheme(scheme)
+        if reason is not None:
+            return reason
         try:
             self._operators = load_kernels()
         except UnsupportedError as error:
@@ -105,7 +102,10 @@ class CpuBackend(Backend):
             largest = _EXACT_MAX
         else:
             largest = _FAST_MAX
-        return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
+        return Rounding(math.sqrt(COLUMNS) / (2 * largest), 0)
+
+    def count_bytes(self, spec: TensorSpec) -> int:
+        return count_packed_bytes(spec)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         return self.prepare_chunks([weight], len(weight.codes))

@@ -18,6 +18,7 @@ from quantkit.kernels.backend import (
     PreparedLinear,
     Rounding,
     apply_gate,
+    count_scale_bytes,
 )
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.triton_tiles import (
@@ -31,6 +32,7 @@ from quantkit.kernels.triton_tiles import (
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.spec import TensorSpec
 
 TUNE_SETTING = "QUANTKIT_TUNE"
 """Environment variable: 1 measures tile configs at load for shapes that have none."""
@@ -98,6 +100,13 @@ class TritonBackend(Backend):
         else:
             steps = 0.5
         return Rounding(0, (steps + _PARTS) * torch.finfo(dtype).eps, steps)
+
+    def count_bytes(self, spec: TensorSpec) -> int:
+        assert spec.scheme is not None
+        rows, columns = spec.shape
+        # Words are padded to whole units of columns.
+        padded_columns = -(-columns // UNIT) * UNIT
+        return rows * padded_columns * spec.scheme.bits // 8 + count_scale_bytes(spec)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.text_part import text_family
 from quantkit.base.arguments import as_path, require_flags
-from quantkit.base.memory import size_text
 from quantkit.base.messages import Message
 from quantkit.errors import UnsupportedError
-from quantkit.formats.checkpoint import active_parameter_count, count_text, parameter_count
+from quantkit.formats.checkpoint import (
+    Checkpoint,
+    active_parameter_count,
+    count_text,
+    parameter_count,
+)
 from quantkit.formats.container import StoredCheckpoint, weight_size
-from quantkit.formats.detect import WeightKind, open_checkpoint, was_written_tensors_only
+from quantkit.formats.detect import (
+    WeightKind,
+    open_checkpoint,
+    was_written_tensors_only,
+    with_codes,
+)
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
-from quantkit.formats.registry import CONTAINERS
+from quantkit.model.run_memory import (
+    RunMemory,
+    count_cache_bytes_per_token,
+    count_weight_bytes,
+    measure_by_transformers,
+)
+from quantkit.model.stored_codes import keep_runnable_codes, runs_on_cpu
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 # Keys of the manifest.
@@ -51,10 +63,13 @@ class Inspection:
         active_parameters: of these what one token meets.
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
-        run_bytes: about what the weights take in memory on a CPU: codes that kernels run as they
-            are stored, others as floats; 0 where there is no decoder.
-        cache_bytes_per_token: of keys and values in the model's type, in one sequence; 0 likewise.
-        tensors: number of tensors by float type or scheme.
+        run_bytes: what the weights take in memory on a CPU: codes that kernels run as they are
+            stored, others as floats, all in float32 where transformers runs them; 0 where nothing
+            does.
+        cache_bytes_per_token: of keys and values in the model's type, in one sequence; 0 where
+            there is no decoder.
+        tensors: number of tensors by float type or scheme; where codes run as floats, with the type
+            of these, such as ``NF4 as bfloat16``.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
         made_by: ``quantkit_version`` and ``job`` that wrote it, ``method`` and ``effort`` of a
             quantization; None if unknown.
@@ -144,13 +159,9 @@ class Inspection:
         if self.experts:
             lines.append(experts)
         lines.append(f"  tensors: {kinds}")
-        if self.runnable:
-            whole_context = self.context * self.cache_bytes_per_token
-            lines.append(
-                f"  memory to run: {size_text(self.run_bytes)} of weights, and"
-                f" {size_text(self.cache_bytes_per_token)} of keys and values for each token of a"
-                f" sequence, {size_text(whole_context)} for {self.context}"
-            )
+        if self.run_bytes:
+            memory = RunMemory(self.run_bytes, self.cache_bytes_per_token)
+            lines.append(f"  memory to run: {memory.text(self.context)}")
         # Without a decoder nothing uses the tokenizer.
         if self.runnable or self.run_by:
             lines.append(f"  tokenizer: {_describe_tokenizer(self.tokenizer)}")
@@ -212,9 +223,14 @@ def inspect(
             notes.append(
                 f"{path}: generate, chat and bench run its text part as {family}, without images"
             )
-    specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds = Counter(map(_kind, specs))
+    # As the CPU kernels run it.
+    run = keep_runnable_codes(checkpoint, runs_on_cpu)
+    memory = _measure_run_memory(checkpoint, run)
+    coded = with_codes(checkpoint)
+    kinds = _count_kinds(checkpoint, coded, run)
+    # Notes on weights that are read as floats are not true of one whose codes all run.
+    runs_all_codes = not any(" as " in kind for kind in kinds)
     cache = checkpoint.kv_cache
     if cache is None:
         kv_cache = None
@@ -250,14 +266,14 @@ def inspect(
         active_parameters=active_parameter_count(checkpoint),
         weight_bytes=size,
         bits_per_weight=bits_per_weight,
-        run_bytes=_count_run_bytes(checkpoint),
-        cache_bytes_per_token=_count_cache_bytes(config),
+        run_bytes=memory.weight_bytes,
+        cache_bytes_per_token=memory.cache_bytes_per_token,
         tensors=dict(kinds.most_common()),
         tokenizer=_read_tokenizer_facts(tokenizer),
         made_by=_read_maker(manifest),
         readers=readers.split(", "),
         readers_note=readers_note or None,
-        notes=[*checkpoint.notes, *notes],
+        notes=[*(coded.notes if runs_all_codes else checkpoint.notes), *notes],
         runnable=config.runnable,
         run_by=config.run_by,
         schemes_chosen=_read_allocation(manifest),
@@ -266,28 +282,20 @@ def inspect(
     )
 
 
-def _count_run_bytes(checkpoint: StoredCheckpoint) -> int:
-    """Count the bytes of weights as a CPU runs them; 0 for a model without a decoder."""
-    if not checkpoint.config.runnable:
-        return 0
-    coded = CONTAINERS[checkpoint.format].with_codes(checkpoint)
-    total = 0
-    for name in checkpoint.names():
-        scheme = coded.info(name).scheme
-        if scheme is not None and not scheme.of_small_floats:
-            total += checkpoint.count_stored_bytes(name)
-        else:
-            spec = checkpoint.info(name)
-            total += math.prod(spec.shape) * DType(spec.dtype).itemsize
-    return total
-
-
-def _count_cache_bytes(config: ModelConfig) -> int:
-    """Count the bytes of a token's keys and values; 0 for a model without a decoder."""
+def _measure_run_memory(checkpoint: StoredCheckpoint, run: Checkpoint) -> RunMemory:
+    """State what a CPU takes to run a checkpoint that is read as `run`; zeros if nothing here runs
+    it.
+    """
+    config = checkpoint.config
+    if not config.measurable:
+        return RunMemory(0, 0)
     if not config.runnable:
-        return 0
-    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return values * DType(config.dtype).itemsize
+        return measure_by_transformers(checkpoint)
+    dtype = DType(config.dtype)
+    return RunMemory(
+        count_weight_bytes(map(run.info, run.names()), dtype),
+        count_cache_bytes_per_token(config, dtype),
+    )
 
 
 def _read_tokenizer_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
@@ -326,11 +334,30 @@ def _maker(quantkit_version: object = None, job: object = None, **how: object) -
     return f"quantkit {quantkit_version} ({', '.join(words)})"
 
 
-def _kind(spec: TensorSpec) -> str:
-    """Name a tensor's storage: its scheme or float type, in a word or two."""
-    if spec.stored_as is not None:
-        return f"{spec.stored_as} as {spec.dtype}"
-    return str(spec.scheme or spec.dtype)
+def _count_kinds(checkpoint: StoredCheckpoint, coded: Checkpoint, run: Checkpoint) -> Counter[str]:
+    """Count the tensors by float type or scheme; weights of codes that run as floats by the codes
+    and the type of the floats.
+
+    Args:
+        checkpoint: as its container reads it.
+        coded: the same with all codes as such.
+        run: the same as a CPU runs it.
+    """
+    kinds: Counter[str] = Counter()
+    for name in checkpoint.names():
+        spec = run.info(name)
+        stored_as = checkpoint.info(name).stored_as or coded.info(name).scheme
+        if spec.scheme is not None:
+            kind = str(spec.scheme)
+        elif stored_as is None:
+            kind = str(spec.dtype)
+        elif checkpoint.config.runnable:
+            kind = f"{stored_as} as {spec.dtype}"
+        else:
+            # transformers runs all weights in float32, whatever they are.
+            kind = str(stored_as)
+        kinds[kind] += 1
+    return kinds
 
 
 def _rope_text(rope: RopeConfig) -> str:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.model.run_memory import count_cache_bytes_per_token
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
+from quantkit.tensors.dtypes import DType
 
 _LAZY_BYTES = 1 << 20
 """Tensors below this size are allocated normally, because a mapping costs more than it saves."""
@@ -78,12 +80,7 @@ class KVCache:
 
 def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype) -> int:
     """Compute the size of a cache."""
-    row = config.head_dim * dtype.itemsize
-    if dtype == torch.int8:
-        # The scale of a row.
-        row += torch.float32.itemsize
-    # Keys and values.
-    return 2 * config.num_layers * slots * config.num_kv_heads * length * row
+    return slots * length * count_cache_bytes_per_token(config, DType(DType.of(dtype)))
 
 
 def _zeros(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.kernels.backend import Backend
+from quantkit.kernels.backend import REFERENCE, Backend
 from quantkit.model.decoder import Block, Decoder
-from quantkit.model.device import resolve_device
+from quantkit.model.device import free_bytes, resolve_device
 from quantkit.model.linear import (
     QuantEmbedding,
     QuantLinear,
@@ -35,10 +36,16 @@ from quantkit.model.linear import (
     join_linears,
     stack_weights,
 )
+from quantkit.model.run_memory import (
+    RunMemory,
+    count_cache_bytes_per_token,
+    count_weight_bytes,
+)
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
 from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 # Calibration reads weights with this module, and runs no kernels of quantized linears.
@@ -86,24 +93,19 @@ def load_model(
     Raises:
         CheckpointError, UnsupportedError, RequestError: as opening, `resolve_device` and
             `require_kernels` do.
+        RequestError: if the weights do not fit in the free memory.
         GroupError, RequestError: as `require_shareable` does.
     """
-    allowed = dispatch.list_allowed_backends(backend, allow_slow=allow_slow)
-    if dtype is None:
-        floats_as = None
-    else:
-        floats_as = DType.of(dtype)
     if isinstance(source, (str, Path)):
+        floats_as = None if dtype is None else DType.of(dtype)
         source = open_checkpoint(source, text_part=True, floats_as=floats_as)
-    checkpoint: Checkpoint = source
-    device = resolve_device(group.device if device is None else device)
-    dtype = dtype or choose_default_dtype(checkpoint)
-    shard.require_shareable(checkpoint, group)
-    # Processes that share a model cut rows within blocks, as only floats can be.
-    if group.size == 1:
-        checkpoint = stored_codes.keep_runnable_codes(checkpoint, device, dtype, allowed)
-    tp = tensor_parallel.TensorParallel(checkpoint, group)
+    setup = _set_up(source, device, dtype, backend, allow_slow=allow_slow, group=group)
+    tp = setup.tp
+    device = setup.device
+    dtype = setup.dtype
+    allowed = setup.allowed
     require_kernels(tp.checkpoint, device, dtype, allowed)
+    setup.measure(None).require_fit(free_bytes(device), source.path)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     # Reading a header and a tokenizer leaves the allocator with free memory: 220 MB for the 262,144
@@ -129,9 +131,9 @@ def load_model(
     )
     model.rotary.to(device)
     tp.connect(model, "")
-    scales = kv_scales.layer_scales(checkpoint)
-    if scales is None and checkpoint.kv_cache is not None:
-        _log.warning("%s: %s", checkpoint.path, checkpoint.kv_cache.note(run_here=True))
+    scales = kv_scales.layer_scales(source)
+    if scales is None and source.kv_cache is not None:
+        _log.warning("%s: %s", source.path, source.kv_cache.note(run_here=True))
     for layer, scale in enumerate(scales or ()):
         block = model.model.layers[layer]
         assert isinstance(block, Block)
@@ -143,6 +145,103 @@ def load_model(
     malloc_trim()
     tp.connect_vocabulary(model)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class _SetUp:
+    """How a checkpoint will be run.
+
+    Attributes:
+        tp: the part of this process, with its checkpoint, which is read as it is run.
+        device: where it runs.
+        dtype: of activations and float weights.
+        allowed: the kernel backends that may be used.
+    """
+
+    tp: tensor_parallel.TensorParallel
+    device: torch.device
+    dtype: torch.dtype
+    allowed: Sequence[Backend]
+
+    def measure(self, cache_dtype: torch.dtype | None) -> RunMemory:
+        """State what this process takes, with a cache in a dtype; None is that of activations."""
+        checkpoint = self.tp.checkpoint
+
+        def count_codes(spec: TensorSpec) -> int:
+            assert spec.scheme is not None
+            scale_dtype = spec.dtype.torch
+            try:
+                backend = dispatch.select_backend(
+                    spec.scheme, self.device, self.dtype, scale_dtype, self.allowed
+                )
+            except RequestError:
+                # `require_kernels` reports it, unless it is an embedding, which needs none.
+                backend = REFERENCE
+            return backend.count_bytes(spec)
+
+        return RunMemory(
+            count_weight_bytes(
+                map(checkpoint.info, checkpoint.names()), DType.of(self.dtype), count_codes
+            ),
+            count_cache_bytes_per_token(checkpoint.config, DType.of(cache_dtype or self.dtype)),
+        )
+
+
+def _set_up(
+    checkpoint: Checkpoint,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
+    *,
+    allow_slow: bool,
+    group: ProcessGroup,
+) -> _SetUp:
+    """Resolve the arguments of `load_model`, before any weight is read."""
+    allowed = dispatch.list_allowed_backends(backend, allow_slow=allow_slow)
+    device = resolve_device(group.device if device is None else device)
+    dtype = dtype or choose_default_dtype(checkpoint)
+    shard.require_shareable(checkpoint, group)
+    # Processes that share a model cut rows within blocks, as only floats can be.
+    if group.size == 1:
+        # The reference does not count, because it is slower than products of floats.
+        kernels = [backend for backend in allowed if backend is not REFERENCE]
+
+        def runs(spec: TensorSpec) -> bool:
+            assert spec.scheme is not None
+            try:
+                # Its self-tests run once for each scheme.
+                dispatch.select_backend(spec.scheme, device, dtype, spec.dtype.torch, kernels)
+            except RequestError:
+                return False
+            return True
+
+        checkpoint = stored_codes.keep_runnable_codes(checkpoint, runs)
+    tp = tensor_parallel.TensorParallel(checkpoint, group)
+    return _SetUp(tp=tp, device=device, dtype=dtype, allowed=allowed)
+
+
+def measure_run_memory(
+    checkpoint: Checkpoint,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    allow_slow: bool = False,
+    group: ProcessGroup = SINGLE,
+    cache_dtype: torch.dtype | None = None,
+) -> RunMemory:
+    """State what a model will take to run, of this process's part; no weight is read.
+
+    Args:
+        checkpoint, device, dtype, backend, allow_slow, group: as for `load_model`.
+        cache_dtype: of keys and values; None is that of activations.
+
+    Raises:
+        RequestError, GroupError: for a device or a backend that there is not, and for processes
+            that cannot share the model.
+    """
+    setup = _set_up(checkpoint, device, dtype, backend, allow_slow=allow_slow, group=group)
+    return setup.measure(cache_dtype)
 
 
 def choose_default_dtype(checkpoint: Checkpoint) -> torch.dtype:

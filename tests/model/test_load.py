@@ -157,3 +157,14 @@ def test_one_layer_without_kernels_is_enough_to_refuse_a_model() -> None:
         if isinstance(module, QuantLinear) and module.backend.name == "reference"
     ]
     assert slow == [odd]
+
+
+def test_a_model_that_exceeds_the_memory_is_refused_before_a_weight_is_read(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(demo_model)
+    needed = load.measure_run_memory(checkpoint, device="cpu").weight_bytes
+    monkeypatch.setattr(load, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(type(checkpoint), "load", None)
+    with raises(RequestError, path=demo_model):
+        load_model(checkpoint, device="cpu")
