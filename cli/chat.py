@@ -14,7 +14,7 @@ from quantkit.base.json_values import spell_control_characters
 from quantkit.cli import options
 from quantkit.cli.conversation import Alone, converse
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import is_rank0_process, require_stdout, warn
+from quantkit.cli.output import is_rank0_process, mention_memory, require_stdout, warn
 from quantkit.cli.processes import is_single_process, join_group, require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
@@ -193,7 +193,13 @@ def _load_session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
     """Load the model, with its draft if there is one, and create a conversation with it."""
     import torch
 
-    from quantkit.jobs.inference.load import Placement, load, load_draft
+    from quantkit.jobs.inference.load import (
+        Placement,
+        load_draft,
+        load_opened,
+        measure_opened,
+        open_with_tokenizer,
+    )
     from quantkit.runtime.chat_session import ChatSession, conversation_length
     from quantkit.runtime.engine import Engine
 
@@ -208,10 +214,16 @@ def _load_session(params: dict[str, Any], group: ProcessGroup) -> ChatSession:
             "tp": group,
             "progress": progress,
         }
-        model, tokenizer = load(path, weights=params["weights"], **placement)
+        checkpoint, tokenizer = open_with_tokenizer(path, params["weights"], params["dtype"])
+        length = conversation_length(checkpoint.config, params["context"])
+        memory = measure_opened(
+            checkpoint, length=length, int8_cache=params["int8_cache"], **placement
+        )
+        if group.is_rank0:
+            mention_memory(memory.text(length))
+        model = load_opened(checkpoint, **placement)
         if params["draft"] is not None:
             draft = load_draft(params["draft"], tokenizer, **placement)
-    length = conversation_length(model.config, params["context"])
     if params["int8_cache"]:
         cache_dtype = torch.int8
     else:

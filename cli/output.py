@@ -101,6 +101,14 @@ def note(line: str) -> None:
         mention(f"quantkit: note: {spell(line)}", err=True)
 
 
+def mention_memory(text: str, *, always: bool = False) -> None:
+    """State on stderr what a model takes to run, see `RunMemory.text`: on a terminal, elsewhere
+    only with `always`.
+    """
+    if always or sys.stderr.isatty():
+        mention(f"memory to run: {text}", err=True)
+
+
 def warn(line: str) -> None:
     """Print a warning on stderr."""
     mention(f"quantkit: warning: {spell(line)}", err=True)

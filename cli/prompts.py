@@ -12,6 +12,7 @@ from quantkit.base.late import LateModule
 from quantkit.base.messages import Message, Option
 from quantkit.cli.output import (
     mention,
+    mention_memory,
     note,
     print_generated,
     require_stdout,
@@ -43,7 +44,13 @@ else:
 
 def show_continuation(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
-    from quantkit.jobs.inference.load import Placement, load, load_draft
+    from quantkit.jobs.inference.load import (
+        Placement,
+        load_draft,
+        load_opened,
+        measure_opened,
+        open_with_tokenizer,
+    )
     from quantkit.runtime.generate import Pace, generate
 
     if args.backend == "transformers":
@@ -61,10 +68,21 @@ def show_continuation(args: GenerateArgs, group: ProcessGroup) -> None:
             "tp": group,
             "progress": progress,
         }
-        model, tokenizer = load(args.path, weights=args.weights, **placement)
+        checkpoint, tokenizer = open_with_tokenizer(args.path, args.weights, args.dtype)
+        ids = _tokenize_prompt(args, prompt, checkpoint.config, tokenizer)
+        length = len(ids) + args.max_new_tokens
+        memory = measure_opened(
+            checkpoint,
+            length=length,
+            slots=args.slots,
+            int8_cache=args.int8_cache,
+            **placement,
+        )
+        if group.is_rank0:
+            mention_memory(memory.text(length, args.slots), always=args.stats)
+        model = load_opened(checkpoint, **placement)
         if args.draft is not None:
             draft = load_draft(args.draft, tokenizer, **placement)
-    ids = _tokenize_prompt(args, prompt, model.config, tokenizer)
     pace = Pace()
     engine = _create_engine(args, model, len(ids), draft)
     pieces = _stream_continuations(
@@ -90,6 +108,7 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
             trust_remote_code=args.trust_remote_code,
             progress=progress,
         )
+    mention_memory(model.memory.text(0), always=args.stats)
     ids = _tokenize_prompt(args, prompt, model.config, tokenizer)
     pace = Pace()
     pieces = _stream_continuations(

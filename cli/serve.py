@@ -12,7 +12,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import STDOUT
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import mention, require_stdout
+from quantkit.cli.output import mention, mention_memory, require_stdout
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
@@ -156,6 +156,9 @@ def serve(path: Path, log: Path | None, **params: Any) -> None:
 
         def announce(address: str) -> None:
             """Print the addresses. A log on stdout has JSON lines alone, so they go to stderr."""
+            mention_memory(
+                for_serving.memory.text(for_serving.context, requested.slots), always=True
+            )
             mention(
                 f"serving {for_serving.name} at {address}/v1; Ctrl-C ends it", err=log_on_stdout
             )

@@ -48,9 +48,17 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import dispatch
 from quantkit.model.cache import cache_bytes
-from quantkit.model.device import resolve_device
-from quantkit.model.load import choose_default_dtype, load_model, require_kernels
+from quantkit.model.device import free_bytes, resolve_device
+from quantkit.model.load import (
+    choose_default_dtype,
+    load_model,
+    measure_run_memory,
+    require_kernels,
+)
+from quantkit.model.run_memory import RunMemory
 from quantkit.tensors.dtypes import DType
+
+_log = logging.getLogger(__name__)
 
 # Tokens decoded in a run.
 NEW = 48
@@ -213,14 +221,16 @@ def bench(arguments: BenchArguments) -> BenchResult:
     if group.size > 1 and len(models) > 1:
         raise RequestError("several processes can only measure one model", found=len(models))
     allowed = dispatch.list_allowed_backends(options.backend, allow_slow=options.allow_slow)
+    device = group.device or resolve_device(options.device)
+    lengths = [*options.prompt_lengths, PROMPT + NEW, *options.contexts]
     for model in models:
         checkpoint = model.checkpoint()
-        require_kernels(
-            checkpoint,
-            group.device or resolve_device(options.device),
-            choose_default_dtype(checkpoint),
-            allowed,
-        )
+        require_kernels(checkpoint, device, choose_default_dtype(checkpoint), allowed)
+        memory = _measure_memory(checkpoint, options, device, group)
+        memory.require_fit(free_bytes(device), model.path)
+        if group.is_rank0:
+            text = memory.text(max(lengths), max(options.batches, default=1))
+            _log.info("%s: memory to run: %s", model.name or checkpoint.path.name, text)
     result = BenchResult()
     for model in models:
         # A new process would not be a member of the group.
@@ -266,6 +276,20 @@ def require_room(model: BenchModel, options: BenchArguments) -> None:
             found=f"{format_value(positions)} tokens",
             expected=f"at most {memory * positions // cache}",
         )
+
+
+def _measure_memory(
+    checkpoint: Checkpoint, options: BenchArguments, device: torch.device, group: ProcessGroup
+) -> RunMemory:
+    """State what each process takes to run a model."""
+    return measure_run_memory(
+        checkpoint,
+        device=device,
+        backend=options.backend,
+        allow_slow=options.allow_slow,
+        group=group,
+        cache_dtype=torch.int8 if options.int8_cache else None,
+    )
 
 
 def _measure_in_new_process(
@@ -370,8 +394,9 @@ def _measure_model(
         progress(f"bench {name}", next(steps), total, "measurements")
 
     step()
-    started = time.perf_counter()
     device = group.device or resolve_device(options.device)
+    memory = _measure_memory(checkpoint, options, device, group)
+    started = time.perf_counter()
     model = load_model(
         checkpoint,
         device=device,
@@ -452,6 +477,8 @@ def _measure_model(
         peak_bytes=max(peaks),
         cache_dtype=DType.of(cache),
         loaded_bytes=timing.count_loaded_bytes(model),
+        run_bytes=memory.weight_bytes,
+        cache_bytes_per_token=memory.cache_bytes_per_token,
         at_contexts=at_contexts,
         left_out=[*too_long, *left_out],
         price_per_hour=options.price_per_hour,

@@ -37,6 +37,7 @@ class Bench:
         peak_bytes: peak memory of the process, or on the GPU.
         cache_dtype: of keys and values.
         loaded_bytes: of all weights in memory.
+        run_bytes, cache_bytes_per_token: what was stated before loading, see `quantkit.Inspection`.
         at_contexts: decoding with long contexts, if requested.
         left_out: the contexts that could not be measured, and why.
         price_per_hour: of all hardware that computes here, in any currency; None if unknown.
@@ -60,6 +61,8 @@ class Bench:
     peak_bytes: int
     cache_dtype: str
     loaded_bytes: int
+    run_bytes: int
+    cache_bytes_per_token: int
     at_contexts: list[AtContext] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     price_per_hour: float | None = None

@@ -28,6 +28,7 @@ from quantkit.formats.detect import (
 from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
 from quantkit.model.run_memory import (
+    NOT_RUN,
     RunMemory,
     count_cache_bytes_per_token,
     count_weight_bytes,
@@ -288,7 +289,7 @@ def _measure_run_memory(checkpoint: StoredCheckpoint, run: Checkpoint) -> RunMem
     """
     config = checkpoint.config
     if not config.measurable:
-        return RunMemory(0, 0)
+        return NOT_RUN
     if not config.runnable:
         return measure_by_transformers(checkpoint)
     dtype = DType(config.dtype)

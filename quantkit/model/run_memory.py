@@ -70,22 +70,26 @@ class RunMemory:
         )
 
 
+NOT_RUN = RunMemory(0, 0)
+"""Of a model that nothing here runs."""
+
+
 def count_weight_bytes(
     specs: Iterable[TensorSpec],
-    floats_as: DType,
+    floats_as: DType | None = None,
     count_codes: Callable[[TensorSpec], int] = count_packed_bytes,
 ) -> int:
     """Count the bytes of weights as they will lie in memory.
 
     Args:
         specs: of the tensors as a model is loaded: with a scheme only if it runs their codes.
-        floats_as: the dtype of all others.
+        floats_as: the dtype of all others; None is that of each.
         count_codes: returns the bytes of a weight of codes; by default those of the CPU kernels.
     """
     total = 0
     for spec in specs:
         if spec.scheme is None:
-            total += math.prod(spec.shape) * floats_as.itemsize
+            total += math.prod(spec.shape) * (floats_as or spec.dtype).itemsize
         else:
             total += count_codes(spec)
     return total

@@ -13,6 +13,7 @@ import torch
 from quantkit.base.memory import enough_memory
 from quantkit.base.progress import Progress, silent
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.model.run_memory import measure_by_transformers
 from quantkit.passes.passage import convert_model_errors
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, create_request, prompt_ids
@@ -31,6 +32,7 @@ class TransformersModel:
 
     Attributes:
         config: of the model, with its end tokens.
+        memory: what it takes to run.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, progress: Progress = silent) -> None:
@@ -44,6 +46,7 @@ class TransformersModel:
             CheckpointError: for a damaged generation_config.json.
         """
         require_room(checkpoint, torch.device("cpu"))
+        self.memory = measure_by_transformers(checkpoint)
         self._path = checkpoint.path
         self._checkpoint = checkpoint
         self._lazy = passage_of(checkpoint).partwise

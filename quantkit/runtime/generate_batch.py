@@ -176,13 +176,21 @@ def engine_for(
     Raises:
         RequestError: as `Engine`, or if `batch_size` is below 1.
     """
+    longest, slots = choose_engine_size(requests, batch_size)
+    if isinstance(model, Decoder):
+        return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
+    return model.runner(slots)
+
+
+def choose_engine_size(requests: Sequence[Request], batch_size: int) -> tuple[int, int]:
+    """Choose the tokens of a sequence, and the sequences at the same time, that requests need.
+
+    Raises `RequestError` if `batch_size` is below 1.
+    """
     num_samples = sum(request.samples for request in requests)
     # More slots than continuations would only take memory.
     slots = min(as_integer("batch_size", batch_size, 1), num_samples)
-    if isinstance(model, Decoder):
-        longest = max(request.length for request in requests)
-        return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
-    return model.runner(slots)
+    return max(request.length for request in requests), slots
 
 
 def completions(

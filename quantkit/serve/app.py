@@ -26,6 +26,7 @@ from quantkit.base.json_values import format_value
 from quantkit.base.strict_json import parse_strict_object
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.grammars import Grammars
+from quantkit.model.run_memory import RunMemory
 from quantkit.openai.chunks import ResponseStream
 from quantkit.openai.errors import error_to_json
 from quantkit.openai.fields import require_keys
@@ -72,6 +73,7 @@ class Served:
         grammars: what the model's answers may have to follow.
         context, vocabulary: tokens of a sequence, and those that the model knows.
         about: what its folder states about it; see `quantkit.serve.about`.
+        memory: what the model takes to run.
         no_chat: the error for messages if the model has no chat template; None if it has one.
         max_body_bytes, max_body_seconds: what a request's body may have, and take.
     """
@@ -84,6 +86,7 @@ class Served:
     context: int
     vocabulary: int
     about: Mapping[str, Any]
+    memory: RunMemory
     no_chat: RequestError | None
     max_body_bytes: int
     max_body_seconds: float

@@ -20,7 +20,13 @@ from quantkit.base.progress import Progress, silent
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.grammar.grammars import Grammars
-from quantkit.jobs.inference.load import Placement, load_draft, load_opened, open_with_tokenizer
+from quantkit.jobs.inference.load import (
+    Placement,
+    load_draft,
+    load_opened,
+    measure_opened,
+    open_with_tokenizer,
+)
 from quantkit.kernels import BackendName
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import free_bytes
@@ -202,6 +208,13 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         "allow_slow": options.allow_slow,
         "progress": progress,
     }
+    memory = measure_opened(
+        checkpoint,
+        length=context,
+        slots=options.slots,
+        int8_cache=options.int8_cache,
+        **placement,
+    )
     model = load_opened(checkpoint, **placement)
     draft = None
     if options.draft is not None:
@@ -237,7 +250,13 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         CHAT: create_builder({}),
         COMPLETIONS: create_builder({"max_new_tokens": _TEXT_TOKENS}),
     }
-    facts = {**about(path, options.weights), "chat": no_chat is None}
+    facts = {
+        **about(path, options.weights),
+        "run_bytes": memory.weight_bytes,
+        "cache_bytes_per_token": memory.cache_bytes_per_token,
+        "cache_slots": engine.slots,
+        "chat": no_chat is None,
+    }
     # Resolved, because a path such as "." has no name.
     name = path.resolve().name if options.name is None else options.name
     # Last, because it starts a thread.
@@ -257,6 +276,7 @@ def load_for_serving(path: Path, options: ServeOptions, *, progress: Progress = 
         context=engine.length,
         vocabulary=model.config.vocab_size,
         about=facts,
+        memory=memory,
         no_chat=no_chat,
         max_body_bytes=_BODY_BYTES,
         max_body_seconds=_BODY_SECONDS,

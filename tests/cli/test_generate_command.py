@@ -17,6 +17,8 @@ from command import Capture, run, without_progress
 from terminal import Terminal
 
 import quantkit
+from quantkit.base.memory import size_text
+from quantkit.errors import RequestError
 
 pytestmark = pytest.mark.processes
 
@@ -110,7 +112,8 @@ def test_stats_report_times_and_the_share_of_bandwidth(
         capfd, "generate", demo_model, "The people", "--max-new-tokens", "4", "--stats"
     )
     assert code == 0
-    first, second, third = err.splitlines()
+    stated, first, second, third = err.splitlines()
+    assert size_text(quantkit.inspect(demo_model).run_bytes) in stated
     assert first.startswith("prompt: 3 tokens, ")
     assert first.endswith(" s")
     assert second.startswith("generated: 4 tokens, ")
@@ -118,6 +121,22 @@ def test_stats_report_times_and_the_share_of_bandwidth(
     assert third.startswith("weights: ")
     assert " 1000.0 GB/s" in third
     assert "%" in third
+
+
+def test_what_exceeds_the_memory_is_refused_before_it_is_loaded(
+    demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights with the cache of all tokens, of the slots that run together."""
+    inspected = quantkit.inspect(demo_model)
+    enough = inspected.run_bytes + 100 * inspected.cache_bytes_per_token
+    monkeypatch.setattr("quantkit.jobs.inference.load.free_bytes", lambda device: enough)
+    command = "generate", demo_model, "The people", "--max-new-tokens"
+    assert run(capfd, *command, "97")[0] == 0
+    monkeypatch.setattr("quantkit.jobs.inference.load.load_model", None)
+    for further in (["98"], ["60", "--n", "2", "--temperature", "1"]):
+        code, out, err = run(capfd, *command, *further)
+        assert (code, out) == (RequestError.exit_code, "")
+        assert str(demo_model) in err
 
 
 def test_warm_up_says_how_many_steps_are_compiled(

@@ -56,6 +56,8 @@ FOUND = Bench(
     peak_bytes=10**9,
     cache_dtype="bfloat16",
     loaded_bytes=11 * 10**8,
+    run_bytes=11 * 10**8,
+    cache_bytes_per_token=9216,
 )
 
 
@@ -113,6 +115,8 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
         assert one["one_thread"] is None  # the threads are the requested ones
         assert one["bandwidth"] > 1e8
         assert one["peak_bytes"] > one["weight_bytes"] > 0
+        assert one["run_bytes"] == pytest.approx(one["loaded_bytes"], rel=0.01)
+        assert one["cache_bytes_per_token"] > 0
     assert second["weight_bytes"] < first["weight_bytes"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 

@@ -60,6 +60,8 @@ FOUND = Bench(
     peak_bytes=10**9,
     cache_dtype="bfloat16",
     loaded_bytes=11 * 10**8,
+    run_bytes=11 * 10**8,
+    cache_bytes_per_token=9216,
     at_contexts=[
         AT,
         replace(

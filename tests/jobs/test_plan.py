@@ -122,6 +122,37 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
     )
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("out", {"scheme": "int8"}),
+        ("out.gguf", {"scheme": "q4_k_m"}),
+        ("out", {"scheme": "fp8"}),
+        ("out", {"dtype": "fp32"}),
+        ("out", {"to": "meta", "mp": 2}),
+    ],
+    ids=str,
+)
+def test_the_memory_to_run_is_that_of_the_result(
+    name: str, options: dict[str, Any], demo_model: Path, tmp_path: Path
+) -> None:
+    dst = tmp_path / name
+    if "scheme" in options:
+        arguments = {**options, "method": "rtn", "accept_quality_loss": True}
+        forecast = quantkit.plan.quantize(demo_model, dst, **arguments)
+        quantkit.quantize(demo_model, dst, **arguments)
+    else:
+        forecast = quantkit.plan.convert(demo_model, dst, **options)
+        quantkit.convert(demo_model, dst, **options)
+    inspected = quantkit.inspect(dst)
+    stated = forecast.to_json()
+    # Norms may be stored in a wider type than they run in.
+    assert stated["run_bytes"] == pytest.approx(inspected.run_bytes, rel=0.005)
+    assert stated["cache_bytes_per_token"] == inspected.cache_bytes_per_token
+    assert any(size_text(forecast.to_run.weight_bytes) in line for line in forecast.lines())
+
+
 def test_no_samples_are_drawn(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,15 @@ def test_the_page_needs_no_key_and_the_api_does(keyed: tuple[str, str]) -> None:
 def test_the_model_says_what_its_folder_states(client: OpenAI, model: Path) -> None:
     found = client.models.retrieve("demo").model_extra
     assert found is not None
-    assert found["quantkit"] == {**about(model), "chat": True}
     inspected, made = quantkit.inspect(model), json.loads((model / "quantkit.json").read_text())
+    assert found["quantkit"] == {
+        **about(model),
+        "run_bytes": inspected.run_bytes,
+        "cache_bytes_per_token": inspected.cache_bytes_per_token,
+        "cache_slots": found["quantkit"]["cache_slots"],
+        "chat": True,
+    }
+    assert found["quantkit"]["cache_slots"] >= 1
     stated, texts = found["quantkit"], made["quality"]["texts"]
     assert (stated["scheme"], stated["weight_bytes"]) == ("int4-g32", inspected.weight_bytes)
     assert (stated["context"], stated["readers"]) == (inspected.context, inspected.readers)

@@ -12,6 +12,7 @@ from quantkit.jobs.output.estimate import (
     count_checked_tokens,
     estimate_streaming_bytes,
     forward_bytes,
+    measure_planned,
     side_bytes,
 )
 from quantkit.jobs.output.speed import Speed
@@ -51,4 +52,17 @@ def estimate_conversion(plan: Conversion) -> Estimate:
             if spec.name.removesuffix(".weight") in linears:
                 layers[str(spec.scheme or "floats")] += 1
     seconds = math.fsum(steps.values())
-    return Estimate(dict(layers), phases[phase], phase, 0, disk, 0, seconds, checked, notes, steps)
+    return Estimate(
+        layers=dict(layers),
+        memory_bytes=phases[phase],
+        phase=phase,
+        device_bytes=0,
+        disk_bytes=disk,
+        scratch_bytes=0,
+        seconds=seconds,
+        source_check_tokens=checked,
+        notes=notes,
+        steps=steps,
+        to_run=measure_planned(config, specs),
+        context=config.max_context,
+    )

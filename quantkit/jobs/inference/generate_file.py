@@ -400,9 +400,15 @@ class FileJob:
         # Here because `prepare` works without torch.
         import torch
 
-        from quantkit.jobs.inference.load import load, load_xla
+        from quantkit.jobs.inference.load import (
+            Placement,
+            load_opened,
+            load_xla,
+            measure_opened,
+            open_with_tokenizer,
+        )
         from quantkit.runtime.engine import Engine
-        from quantkit.runtime.generate_batch import engine_for
+        from quantkit.runtime.generate_batch import choose_engine_size, engine_for
 
         model: Decoder | BatchModel
         if self.backend == "xla":
@@ -414,16 +420,23 @@ class FileJob:
                 progress=progress,
             )
         else:
-            model, tokenizer = load(
-                self.path,
-                device=group.device or self.device,
-                dtype=self.dtype,
-                backend=self.backend,
-                allow_slow=self.allow_slow,
-                weights=self.weights,
-                tp=group,
-                progress=progress,
+            placement: Placement = {
+                "device": group.device or self.device,
+                "dtype": self.dtype,
+                "backend": self.backend,
+                "allow_slow": self.allow_slow,
+                "tp": group,
+                "progress": progress,
+            }
+            checkpoint, tokenizer = open_with_tokenizer(self.path, self.weights, self.dtype)
+            length, slots = choose_engine_size(requests, self.batch_size)
+            memory = measure_opened(
+                checkpoint, length=length, slots=slots, int8_cache=self.int8_cache, **placement
             )
+            # Lines for a pipe come without notes beside them.
+            if group.is_rank0 and isinstance(self.output, Path):
+                _log.info("%s: memory to run: %s", self.path, memory.text(length, slots))
+            model = load_opened(checkpoint, **placement)
         engine = engine_for(
             model,
             requests,

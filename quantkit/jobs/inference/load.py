@@ -19,8 +19,9 @@ from quantkit.formats.folder import load_checked_tokenizer
 from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
 from quantkit.model.decoder import Decoder
-from quantkit.model.device import to_torch_dtype
-from quantkit.model.load import load_model
+from quantkit.model.device import free_bytes, resolve_device, to_torch_dtype
+from quantkit.model.load import load_model, measure_run_memory
+from quantkit.model.run_memory import RunMemory
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -147,6 +148,47 @@ def load_opened(
         group=tp,
         progress=skip_repeated_reports(progress),
     )
+
+
+def measure_opened(
+    checkpoint: Checkpoint,
+    *,
+    length: int,
+    slots: int = 1,
+    int8_cache: bool = False,
+    **placement: Unpack[Placement],
+) -> RunMemory:
+    """State what an open checkpoint will take to run, before its weights are read.
+
+    Args:
+        length, slots: tokens of a sequence, and sequences at the same time.
+        int8_cache: whether keys and values are kept in int8.
+        placement: as for `load_opened`.
+
+    Raises:
+        RequestError: if weights and cache exceed the free memory; and as `load` does.
+    """
+    device = resolve_device(_choose_device(placement))
+    memory = measure_run_memory(
+        checkpoint,
+        device=device,
+        dtype=to_torch_dtype(placement.get("dtype")),
+        backend=placement.get("backend"),
+        allow_slow=placement.get("allow_slow", False),
+        group=placement.get("tp", SINGLE),
+        cache_dtype=torch.int8 if int8_cache else None,
+    )
+    # Longer requests are refused with an error of their own.
+    length = min(length, checkpoint.config.max_positions)
+    memory.require_fit(free_bytes(device), checkpoint.path, length=length, slots=slots)
+    return memory
+
+
+def _choose_device(placement: Placement) -> str | torch.device | None:
+    device = placement.get("device")
+    if device is None:
+        return placement.get("tp", SINGLE).device
+    return device
 
 
 def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:

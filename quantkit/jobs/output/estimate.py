@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import compute_sizes, input_groups, layer_kinds
 from quantkit.base.memory import available_bytes, resident_bytes, size_text, total_bytes
 from quantkit.base.messages import Message, Option, join_messages
@@ -25,9 +28,19 @@ from quantkit.formats.output.staging import (
     require_room_to_build,
 )
 from quantkit.jobs.output.sizes import WeightSizes
+from quantkit.model.run_memory import (
+    NOT_RUN,
+    RunMemory,
+    count_cache_bytes_per_token,
+    count_weight_bytes,
+)
+from quantkit.model.stored_codes import runs_on_cpu
 from quantkit.quality.bounds import window_length
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+
+_HEAD = f"{CANONICAL['head']}.weight"
 
 # What the mathematics libraries and threads set up once work begins.
 _LIBRARIES = 40 << 20
@@ -59,6 +72,8 @@ class Estimate:
             formats.
         kv_cache: of which scales are written, such as ``fp8``; None for none.
         resumed: whether an interrupted run is continued, which takes less time than this.
+        to_run: what the result takes to run on a CPU; zeros if nothing here runs it.
+        context: tokens that it can take at most.
         available_bytes: memory that this process can have, on the machine and within its control
             groups.
     """
@@ -77,13 +92,19 @@ class Estimate:
     weights: WeightSizes | None = None
     kv_cache: str | None = None
     resumed: bool = False
+    to_run: RunMemory = NOT_RUN
+    context: int = 0
     available_bytes: int = field(
         default_factory=lambda: min(total_bytes(), available_bytes() + resident_bytes())
     )
 
     def to_json(self) -> dict[str, Any]:
-        """Convert all of it to plain values."""
-        return asdict(self)
+        """Convert all of it to plain values; the memory to run by the names of `Inspection`."""
+        values = asdict(self)
+        del values["to_run"]
+        values["run_bytes"] = self.to_run.weight_bytes
+        values["cache_bytes_per_token"] = self.to_run.cache_bytes_per_token
+        return values
 
     def line(self) -> str:
         """Write the figures in one line, for whoever is about to wait."""
@@ -103,6 +124,7 @@ class Estimate:
             f"linear layers: {kinds}",
             f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
             f"disk: {self._disk()}",
+            *self._memory_to_run(),
             f"time: about {_duration(self.seconds)} on this machine{self._steps()}",
         ]
         if self.efforts:
@@ -137,6 +159,12 @@ class Estimate:
         if self.scratch_bytes:
             return f"{size}, and {size_text(self.scratch_bytes)} of activations while it runs"
         return size
+
+    def _memory_to_run(self) -> list[str]:
+        """State what the result takes to run, in a line."""
+        if not self.to_run.weight_bytes:
+            return []
+        return [f"memory to run the result: {self.to_run.text(self.context)}"]
 
     def _steps(self) -> str:
         """List the steps that take a noticeable part of the time, if it is long."""
@@ -240,6 +268,42 @@ def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
     if not config.runnable:
         head += head_weights * DType.FLOAT32.itemsize
     return resident_bytes() + _LIBRARIES + head + states + logits + weights
+
+
+def measure_planned(config: ModelConfig, specs: Iterable[TensorSpec]) -> RunMemory:
+    """State what a model that will be written takes to run on a CPU; zeros if nothing here runs it.
+
+    Args:
+        config: of the model.
+        specs: of all tensors that will be written.
+    """
+    if not config.measurable:
+        return NOT_RUN
+    run: list[TensorSpec] = []
+    num_weights = 0
+    # Of the floats, by dtype.
+    sizes: Counter[DType] = Counter()
+    for spec in specs:
+        # Formats that store a tied head write the embedding twice.
+        is_copied_head = spec.name == _HEAD and config.tied_embeddings and config.runnable
+        if is_copied_head or is_scale(spec.name):
+            continue
+        num_weights += math.prod(spec.shape)
+        if spec.scheme is None:
+            sizes[spec.dtype] += math.prod(spec.shape)
+            run.append(spec)
+        elif runs_on_cpu(spec):
+            run.append(spec)
+        else:
+            # The reader turns it into floats.
+            run.append(replace(spec, dtype=DType(config.dtype), scheme=None))
+    if not config.runnable:
+        return RunMemory(DType.FLOAT32.itemsize * num_weights, 0)
+    # A conversion may change it.
+    dtype = DType(config.dtype)
+    if sizes:
+        dtype = sizes.most_common(1)[0][0]
+    return RunMemory(count_weight_bytes(run), count_cache_bytes_per_token(config, dtype))
 
 
 def _duration(seconds: float) -> str:

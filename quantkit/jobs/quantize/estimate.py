@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantkit.architectures.names import EMBEDDING
@@ -21,6 +22,7 @@ from quantkit.jobs.output.estimate import (
     count_checked_tokens,
     estimate_streaming_bytes,
     forward_bytes,
+    measure_planned,
     process_bytes,
     side_bytes,
 )
@@ -146,21 +148,28 @@ def estimate_quantization(
     kinds = _count_kinds(assigned, fit)
     phase = max(phases, key=lambda name: phases[name])
     steps, efforts = quantization_steps(plan, fit, sizes, checked, length)
+    # All formats store the same codes.
+    to_run = measure_planned(config, formats.first.output.planned)
+    if fit is not None:
+        # The placeholders of schemes that are not chosen yet have another size.
+        to_run = replace(to_run, weight_bytes=fit.max_bytes)
     return Estimate(
-        dict(kinds),
-        phases[phase],
-        phase,
-        on_device,
-        disk,
-        scratch,
-        math.fsum(steps.values()),
-        checked,
-        notes,
-        steps,
-        efforts,
-        sizes[0] if len(format_plans) == 1 else None,
-        plan.solver.kv_cache,
-        resume and name_partial_folder(formats.dst).is_dir(),
+        layers=dict(kinds),
+        memory_bytes=phases[phase],
+        phase=phase,
+        device_bytes=on_device,
+        disk_bytes=disk,
+        scratch_bytes=scratch,
+        seconds=math.fsum(steps.values()),
+        source_check_tokens=checked,
+        notes=notes,
+        steps=steps,
+        efforts=efforts,
+        weights=sizes[0] if len(format_plans) == 1 else None,
+        kv_cache=plan.solver.kv_cache,
+        resumed=resume and name_partial_folder(formats.dst).is_dir(),
+        to_run=to_run,
+        context=config.max_context,
     )
 
 

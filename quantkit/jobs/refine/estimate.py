@@ -18,6 +18,7 @@ from quantkit.jobs.output.estimate import (
     Estimate,
     count_checked_tokens,
     forward_bytes,
+    measure_planned,
     process_bytes,
     side_bytes,
 )
@@ -167,14 +168,16 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
     steps["gate"] = speed.forward(measured, models=3)
     layers = dict(Counter(str(scheme) for scheme in schemes(quantized).values()))
     return Estimate(
-        layers,
-        phases[phase],
-        phase,
-        0,
-        disk,
-        cost.scratch_bytes,
-        math.fsum(steps.values()),
-        checked,
-        plan.notes,
-        steps,
+        layers=layers,
+        memory_bytes=phases[phase],
+        phase=phase,
+        device_bytes=0,
+        disk_bytes=disk,
+        scratch_bytes=cost.scratch_bytes,
+        seconds=math.fsum(steps.values()),
+        source_check_tokens=checked,
+        notes=plan.notes,
+        steps=steps,
+        to_run=measure_planned(quantized.config, plan.work.encoder.planned),
+        context=quantized.config.max_context,
     )
