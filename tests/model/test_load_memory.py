@@ -60,14 +60,11 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle.save(model.to(torch.bfloat16), tmp_path_factory.mktemp("wide") / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not reset_peak(), reason="this system does not tell a process's peak")
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        pytest.param({"scheme": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"scheme": "int4-g32"}, marks=pytest.mark.slow),
-    ],
+    [{}, {"scheme": "int8"}, {"scheme": "int4-g32"}],
     ids=str,
 )
 def test_weights_are_in_memory_once_while_they_are_loaded(
