@@ -22,6 +22,7 @@ from partial import partial
 from terminal import on_terminal, screen
 
 import quantkit
+from quantkit.base.memory import size_text
 from quantkit.errors import (
     DestinationError,
     InterruptedRunError,
@@ -899,5 +900,7 @@ def test_a_bar_shows_how_far_it_is(demo_model: Path, prompts: Path, tmp_path: Pa
     assert code == 0
     assert "/6 prompts" in text
     shown = [line for line in screen(text) if line]
-    assert len(shown) == 1
-    assert shown[0].startswith("out: 6 prompts, ")
+    # The memory to run, which the terminal breaks into two lines, and the result: the bar is gone.
+    assert len(shown) == 3
+    assert size_text(quantkit.inspect(demo_model).run_bytes) in shown[0]
+    assert shown[-1].startswith("out: 6 prompts, ")
