@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.kernels.backend import FindLikeliest
 from quantkit.model.attention import (
     Attend,
     CachedAttention,
@@ -89,7 +88,7 @@ class DecoderOps:
     blocks: BlockRunner | None = None
     rotations: Rotations = compute_rotations
     final_norm: Callable[[Tensor], Tensor] | None = None
-    find_likeliest: FindLikeliest | None = None
+    find_likeliest: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
