@@ -339,8 +339,8 @@ def test_a_cache_has_a_type_by_name_or_by_torchs(loaded: tuple[Decoder, Tokenize
         (torch.float16, torch.float16),
         (None, loaded[0].dtype),
     ):
-        (keys, *_) = Engine(loaded[0], 20, cache_dtype=dtype)._cache.keys  # type: ignore[arg-type]
-        assert keys.rows.dtype == expected
+        cache = Engine(loaded[0], 20, cache_dtype=dtype)._cache  # type: ignore[arg-type]
+        assert cache.rows(0).keys.rows.dtype == expected
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(

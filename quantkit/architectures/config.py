@@ -34,11 +34,14 @@ class LayerConfig:
         window: how many positions attention sees, its own included; None for all.
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
+        mixer: what moves information from token to token: ``attention``, or another one, which has
+            no window and no rotary positions.
     """
 
     window: int | None = None
     rotary: bool = True
     experts: bool = False
+    mixer: str = "attention"
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,24 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Return the window of each layer."""
         return tuple(layer.window for layer in self.layers)
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """List the numbers of the layers with attention."""
+        return [number for number, layer in enumerate(self.layers) if layer.mixer == "attention"]
+
+    @property
+    def keeps_states(self) -> bool:
+        """Return whether a layer keeps states of a sequence, which cannot go back to an earlier
+        token, in place of keys and values of each token.
+        """
+        return len(self.attention_layers) < self.num_layers
+
+    def state_shapes(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """Compute the shapes of the states that a layer keeps of each sequence; none for attention,
+        which keeps keys and values of each token.
+        """
+        return ()
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Choose the rotary positions of a layer by whether it has a window."""

@@ -33,6 +33,10 @@ SPLIT = frozenset(
 """Sizes that tensor parallelism splits over processes or devices; all others are replicated."""
 
 
+_MLP_SITES = ("mlp.", "expert.", "shared_expert.")
+"""What the names of sites in the feed-forward branch begin with."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer by its role.
@@ -155,9 +159,9 @@ class InputGroup:
     @property
     def branch(self) -> str:
         """Return their residual branch of the block."""
-        if self.site.startswith("attention."):
-            return "attention"
-        return "mlp"
+        if self.site.startswith(_MLP_SITES):
+            return "mlp"
+        return "mixer"
 
     @property
     def writes(self) -> bool:
@@ -320,13 +324,11 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
     """Count the layers of each kind with different linears, by the first layer of the kind."""
-    first_layers = {}
-    # In reverse, so that the first layer of a kind overwrites the later ones.
-    for index, layer in reversed(list(enumerate(config.layers))):
-        first_layers[layer.experts] = index
+    first_layers: dict[tuple[str, bool], int] = {}
     repeats: dict[int, int] = {}
-    for experts, index in first_layers.items():
-        repeats[index] = sum(layer.experts == experts for layer in config.layers)
+    for index, layer in enumerate(config.layers):
+        first = first_layers.setdefault((layer.mixer, layer.experts), index)
+        repeats[first] = repeats.get(first, 0) + 1
     return repeats
 
 

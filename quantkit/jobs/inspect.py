@@ -31,6 +31,7 @@ from quantkit.model.run_memory import (
     NOT_RUN,
     RunMemory,
     count_cache_bytes_per_token,
+    count_state_bytes,
     count_weight_bytes,
     measure_by_transformers,
 )
@@ -296,6 +297,7 @@ def _measure_run_memory(checkpoint: StoredCheckpoint, run: Checkpoint) -> RunMem
     return RunMemory(
         count_weight_bytes(map(run.info, run.names()), dtype),
         count_cache_bytes_per_token(config, dtype),
+        count_state_bytes(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""The decoder, from the model down to its norms.
+"""The decoder, from the model down to its blocks.
 
 B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size, F feed-forward size, V
 vocabulary. Modules have the names of Hugging Face's tensors, so a checkpoint's canonical names are
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.model.attention import (
-    Attend,
     CachedAttention,
-    ScoreSettings,
     attend_with_mask,
     make_cached_attention,
     make_causal_attention,
@@ -30,7 +28,10 @@ from quantkit.model.cache import KVCache
 from quantkit.model.device import check_token_ids
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
-from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations, rotate
+from quantkit.model.mixers import MIXERS, make_mixer
+from quantkit.model.mixers.mixer import Mixer, Step, make_cached_scan
+from quantkit.model.norms import rms_norm
+from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations
 
 
 class BlockRunner(Protocol):
@@ -52,16 +53,6 @@ class BlockRunner(Protocol):
     ) -> Tensor:
         """Run all blocks on hidden states [B, T, D] at rising positions."""
         ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """The inputs that all blocks share in one pass through the decoder: the angles of the tokens'
-    positions, and attention.
-    """
-
-    angles: Angles
-    attend: Attend
 
 
 @dataclass(frozen=True)
@@ -161,8 +152,9 @@ class Decoder(nn.Module):
 
         Args:
             positions: rising in each sequence: [T], the same for all, or [B, T].
-            cache: stores keys and values; attention sees all positions stored so far in a
-                sequence's slot. Without a cache, attention sees only `tokens`.
+            cache: stores keys, values and states; the tokens continue what is stored of a
+                sequence in its slot. Without a cache, attention sees only `tokens`, and states
+                begin with zeros.
             slots: the sequences' places in the cache, [B]; None is all of them in order.
             lengths: for rotary positions, see `Rotary`.
             is_prefill: whether the cache has no earlier positions that the tokens should see.
@@ -178,13 +170,15 @@ class Decoder(nn.Module):
             windows = self.config.windows
             attention = self.ops.cached_attention
             if cache is None:
-                attend = make_causal_attention(positions, windows)
+                step = Step(angles, make_causal_attention(positions, windows))
             else:
                 attend = make_cached_attention(
                     cache, positions, windows, attention, slots, is_prefill=is_prefill
                 )
+                scan = make_cached_scan(cache, positions, slots, is_prefill=is_prefill)
+                step = Step(angles, attend, scan)
             for block in self.model.layers:
-                x = block(x, Step(angles, attend))
+                x = block(x, step)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -241,22 +235,24 @@ def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer: two residual branches in sequence, with norms before them, after them or
-    both.
+    """One decoder layer: two residual branches in sequence, a mixer and a feed-forward, with norms
+    before them, after them or both.
 
     A branch has two halves: `inner` computes the inputs of its last linear, or of its experts;
     `finish` applies that module and adds the output to the hidden states. Quantization needs the
     inputs in between.
     """
 
-    BRANCHES: ClassVar = ("attention", "mlp")
+    BRANCHES: ClassVar = ("mixer", "mlp")
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         before = config.norms in ("before", "both")
         after = config.norms in ("after", "both")
         self.input_layernorm = rms_norm(config) if before else None
-        self.self_attn = Attention(config, layer)
+        # Registered under its own name, which is part of the canonical names of its tensors.
+        self._mixer_name = MIXERS[config.layers[layer].mixer].NAME
+        self.add_module(self._mixer_name, make_mixer(config, layer))
         self.attention_output_layernorm = rms_norm(config) if after else None
         self.post_attention_layernorm = rms_norm(config) if before else None
         self.mlp: MLP | Experts
@@ -267,6 +263,12 @@ class Block(nn.Module):
         self.mlp_output_layernorm = rms_norm(config) if after else None
         self._multiplier = config.residual_multiplier
 
+    @property
+    def mixer(self) -> Mixer:
+        mixer = getattr(self, self._mixer_name)
+        assert isinstance(mixer, Mixer)
+        return mixer
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Run both branches on hidden states [B, T, D]."""
         for branch in self.BRANCHES:
@@ -275,7 +277,7 @@ class Block(nn.Module):
 
     def apply_norm(self, branch: str, x: Tensor) -> Tensor:
         """Compute the inputs [B, T, D] of a branch's first linears from hidden states [B, T, D]."""
-        if branch == "attention":
+        if branch == "mixer":
             norm = self.input_layernorm
         else:
             norm = self.post_attention_layernorm
@@ -289,20 +291,20 @@ class Block(nn.Module):
         from hidden states [B, T, D].
         """
         states = self.apply_norm(branch, x)
-        if branch == "attention":
-            return self.self_attn.inner(states, step)
+        if branch == "mixer":
+            return self.mixer.inner(states, step)
         return self.mlp.inner(states)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
         """Add a branch's output to hidden states [B, T, D], given the result of `inner`."""
-        module = self.self_attn if branch == "attention" else self.mlp
+        module = self.mixer if branch == "mixer" else self.mlp
         return self.add(branch, x, module.output(inner))
 
     def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
         """Add the output [B, T, D] of a branch's last linear, or of its experts, to hidden states
         [B, T, D].
         """
-        if branch == "attention":
+        if branch == "mixer":
             norm = self.attention_output_layernorm
         else:
             norm = self.mlp_output_layernorm
@@ -311,117 +313,3 @@ class Block(nn.Module):
         if self._multiplier == 1:
             return x + out
         return x + out * self._multiplier
-
-
-class Attention(nn.Module):
-    """Grouped-query attention, with or without rotary positions."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.config = config.layers[layer]
-        self.head_dim = config.head_dim
-        query = config.num_heads * config.head_dim
-        kv = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        # Replaces the three above if loading fuses them: one product of many rows is faster than
-        # several of few rows.
-        self.qkv_proj: nn.Module | None = None
-        self.widths = [query, kv, kv]
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
-        self.norms_heads = config.qk_norm == "head"
-        self.q_norm = self.k_norm = None
-        # Replaces both norms if processes share the width, because the mean square is then a sum
-        # over processes.
-        self.shared_norms: nn.Module | None = None
-        if config.qk_norm is not None:
-            if self.norms_heads:
-                query_size = key_size = config.head_dim
-            else:
-                query_size = query
-                key_size = kv
-            self.q_norm = rms_norm(config, query_size)
-            self.k_norm = rms_norm(config, key_size)
-        self.clip = config.clip_qkv
-        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
-        # Rounds keys and values [B, K, T, Dh] as a quantized cache does, or records their maxima.
-        self.as_cached: nn.Module | None = None
-        self._scale = config.attention_scale
-        self._softcap = config.attention_softcap
-
-    @property
-    def scores(self) -> ScoreSettings:
-        return ScoreSettings(self._scale, self._softcap, self.sinks)
-
-    def inner(self, x: Tensor, step: Step) -> Tensor:
-        """Mix values by attention, [B, T, H * Dh], for normed hidden states [B, T, D]."""
-        if self.qkv_proj is None:
-            parts: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        else:
-            parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
-        # Norms over the width (OLMo 2) precede the split into heads, norms per head (Qwen 3)
-        # follow it.
-        if not self.norms_heads:
-            parts = self._apply_qk_norm(*parts)
-        if self.clip is not None:
-            parts = tuple(part.clamp(-self.clip, self.clip) for part in parts)
-        queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
-        if self.norms_heads:
-            queries, keys, values = self._apply_qk_norm(queries, keys, values)
-        queries = queries.transpose(1, 2)
-        keys = keys.transpose(1, 2)
-        values = values.transpose(1, 2)
-        if self.config.rotary:
-            turn = step.angles.of(self.config)
-            queries = rotate(queries, *turn)
-            keys = rotate(keys, *turn)
-        if step.angles.query_scale is not None:
-            scale = step.angles.query_scale.unsqueeze(-1)
-            if scale.dim() == 3:
-                # With one row of positions per sequence, the heads need a dimension.
-                scale = scale.unsqueeze(1)
-            queries = queries * scale.to(queries.dtype)
-        if self.as_cached is not None:
-            keys, values = self.as_cached(keys, values)
-        return step.attend(self.layer, queries, keys, values, self.scores)
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Project mixed values to the branch's output, [B, T, D]."""
-        out: Tensor = self.o_proj(mixed)
-        return out
-
-    def _apply_qk_norm(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        if self.q_norm is None or self.k_norm is None:
-            return queries, keys, values
-        if self.shared_norms is not None:
-            return *self.shared_norms(queries, keys), values
-        return self.q_norm(queries), self.k_norm(keys), values
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (1910.07467), computed in float32; `offset` is added to the weight."""
-
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-        self.offset = offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        squares = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square()
-        return self.normalize_by_mean_square(x, squares / x.shape[-1])
-
-    def normalize_by_mean_square(self, x: Tensor, mean_square: Tensor) -> Tensor:
-        """Normalize x [..., N], given the mean of its squares, [..., 1]."""
-        normed = x.float() * torch.rsqrt(mean_square + self.eps)
-        # Gemma multiplies in float32, Llama rounds first: transformers does the same.
-        if self.offset:
-            return (normed * (self.weight.float() + self.offset)).to(x.dtype)
-        return normed.to(x.dtype).mul_(self.weight)
-
-
-def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """Make a norm of a model, over its hidden states, or over a given number of elements."""
-    return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)

@@ -20,9 +20,11 @@ from quantkit.kernels.backend import (
     RunBlocks,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Decoder, RMSNorm
+from quantkit.model.decoder import Block, Decoder
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
+from quantkit.model.mixers.attention import Attention
+from quantkit.model.norms import RMSNorm
 from quantkit.model.rope import Angles
 
 _OUTSIDE = frozenset(
@@ -89,7 +91,10 @@ class FusedBlocks:
         """
         cached = None
         if cache is not None:
-            cached = [(cache.keys[number], cache.values[number]) for number in self.layers]
+            cached = []
+            for number in self.layers:
+                rows = cache.rows(number)
+                cached.append((rows.keys, rows.values))
         turned = [angles.of(layer) for layer in self.layers.values()]
         step = BlockStep(
             positions=positions,
@@ -110,8 +115,9 @@ def fuse_blocks(
 ) -> FusedBlocks | None:
     """Prepare a model's blocks for a kernel: that of its quantized linears' backend.
 
-    Returns None if a layer has linears of another kind than quantized ones and floats, their
-    backend has no such kernel, or the kernel does not support the model's features.
+    Returns None if a layer has another mixer than attention, or linears of another kind than
+    quantized ones and floats, their backend has no such kernel, or the kernel does not support the
+    model's features.
 
     Args:
         layers: configs of the layers to prepare, by their numbers; None is all layers of the
@@ -125,7 +131,9 @@ def fuse_blocks(
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        sites = _find_linears(block)
+        if not isinstance(block.mixer, Attention):
+            return None
+        sites = _find_linears(block, block.mixer)
         for linear in itertools.chain(*sites):
             if isinstance(linear, QuantLinear):
                 offered = linear.backend.offer_kernels()
@@ -135,7 +143,7 @@ def fuse_blocks(
                 if (
                     linear.joined
                     and isinstance(block.mlp, Experts)
-                    and linear is not block.self_attn.qkv_proj
+                    and linear is not block.mixer.qkv_proj
                 ):
                     return None
                 kernel = offered.block
@@ -146,9 +154,9 @@ def fuse_blocks(
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
         # Kernels do not round keys and values to a quantized cache's scales.
-        if block.self_attn.as_cached is not None:
+        if block.mixer.as_cached is not None:
             return None
-        blocks.append((_collect_weights(block, sites), _settings(config, layer)))
+        blocks.append((_collect_weights(block, block.mixer, sites), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     dtype = kernel.dtype or model.dtype
@@ -164,7 +172,7 @@ def fuse_blocks(
     )
 
 
-def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...]:
+def _find_linears(block: Block, attention: Attention) -> tuple[tuple[nn.Module, ...], ...]:
     """List the linears of a block by their sites, in the order of the data flow. Those of a site
     share an input, and are one if they are fused. For a mixture of experts, the last two sites are
     the shared experts', or are missing.
@@ -174,7 +182,6 @@ def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...]:
         mlp = block.mlp
     else:
         mlp = block.mlp.shared_experts
-    attention = block.self_attn
     qkv: tuple[nn.Module, ...]
     if attention.qkv_proj is not None:
         qkv = (attention.qkv_proj,)
@@ -198,7 +205,9 @@ def _prepare_linear(linear: nn.Module) -> PreparedLinear:
     return PreparedLinear({"weight": linear.weight.detach()}, None, bias)
 
 
-def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> BlockWeights:
+def _collect_weights(
+    block: Block, attention: Attention, sites: Sequence[Sequence[nn.Module]]
+) -> BlockWeights:
     prepared: list[tuple[PreparedLinear, ...]] = []
     for linears in sites:
         prepared.append(tuple(_prepare_linear(linear) for linear in linears))
@@ -207,7 +216,6 @@ def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> Bloc
     down = None
     if feed_forward:
         gate_up, (down,) = feed_forward
-    attention = block.self_attn
     return BlockWeights(
         input_norm=_norm(block.input_layernorm),
         qkv=qkv,

@@ -34,10 +34,12 @@ from quantkit.model.attention import (
     make_causal_attention,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Decoder, DecoderOps, Step
+from quantkit.model.decoder import Block, Decoder, DecoderOps
 from quantkit.model.feed_forward import Experts, stack_experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
+from quantkit.model.mixers.attention import Attention
+from quantkit.model.mixers.mixer import Step
 from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
@@ -103,12 +105,14 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
             if not _passes("float products", lambda: _same_linear(model, linear, dtypes, rounding)):
                 return
             model.ops = replace(model.ops, float_linear=_wrap_float_linear(linear))
-        if attention is not None:
+        if attention is not None and model.config.attention_layers:
             if not _passes(
                 "attention", lambda: _same_attention(model, attention, dtypes, max_tokens)
             ):
                 return
-            model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
+            # Rows of one sequence that are separate in a step would read the same state.
+            ragged = max_tokens is None and not model.config.keeps_states
+            model.ops = replace(model.ops, cached_attention=attention, ragged=ragged)
         blocks = fuse_blocks(model, kernel=offered.block)
         if blocks is not None and not _passes(
             "decoder blocks", lambda: _same_blocks(model, offered.block, rounding)
@@ -245,12 +249,13 @@ def _same_attention(
         many = _MANY_TOKENS
     else:
         many = min(max_tokens, _MANY_TOKENS)
-    config = replace(model.config, layers=model.config.layers[:1])
-    first_block = model.model.layers[0]
-    assert isinstance(first_block, Block)
-    scores = first_block.self_attn.scores
+    layers = [model.config.layers[number] for number in model.config.attention_layers]
+    config = replace(model.config, layers=tuple(layers[:1]))
+    first_block = model.model.layers[model.config.attention_layers[0]]
+    assert isinstance(first_block, Block) and isinstance(first_block.mixer, Attention)
+    scores = first_block.mixer.scores
     windows: set[int | None] = set()
-    for layer in model.config.layers:
+    for layer in layers:
         windows.add(layer.window and min(layer.window, _ATTENTION_WINDOW))
     if scores.scale is None:
         scale = 1 / math.sqrt(config.head_dim)
@@ -480,7 +485,7 @@ def _find_close_choices(block: Block, states: Tensor, step: Step, share: float) 
         return [False] * states.shape[1]
     # The states may be wider than the weights of float linears.
     with _use_float32_weights(block, dequantized=False):
-        attended = block.finish("attention", states, block.inner("attention", states, step))
+        attended = block.finish("mixer", states, block.inner("mixer", states, step))
         logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
     per_token = block.mlp.config.per_token
     ranked = logits.sort(-1, descending=True)[0]

@@ -19,9 +19,12 @@ from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import layer_scales
 from quantkit.model.attention import Attend, ScoreSettings, make_causal_attention
 from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
-from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
+from quantkit.model.decoder import Block, final_logits, scale_embeddings
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
+from quantkit.model.mixers.attention import Attention
+from quantkit.model.mixers.mixer import Recurrence, Step, scan_from_start
+from quantkit.model.norms import rms_norm
 from quantkit.model.rope import Rotary
 from quantkit.model.rounded_inputs import round_inputs
 from quantkit.model.tensor_parallel import TensorParallel
@@ -70,7 +73,8 @@ class _Pack:
             batch_positions = batch.positions.repeat(batch.tokens.shape[0])
             positions.append(batch_positions)
             lengths.append((batch_positions.amax() + 1).expand(len(batch_positions)))
-        self.step = Step(rotary(torch.cat(positions), torch.cat(lengths)), self._attend)
+        angles = rotary(torch.cat(positions), torch.cat(lengths))
+        self.step = Step(angles, self._attend, self._scan)
 
     def _attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: ScoreSettings
@@ -89,6 +93,13 @@ class _Pack:
             )
             mixed.append(attended.flatten(0, 1))
         return torch.cat(mixed).unsqueeze(0)
+
+    def _scan(self, layer: int, recurrence: Recurrence, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run a recurrence over each batch separately: a `Scan` for B = 1 and T = N."""
+        outputs: list[Tensor] = []
+        for batch_inputs in zip(*map(self.split, inputs), strict=True):
+            outputs.append(scan_from_start(layer, recurrence, batch_inputs).flatten(0, 1))
+        return torch.cat(outputs).unsqueeze(0)
 
     def split(self, states: Tensor) -> list[Tensor]:
         """Split states [1, N, D] by batch, each [B, T, D]."""
@@ -145,10 +156,11 @@ def layerwise_hidden(
             # An offloaded block is made for the sequence lengths of one pack, and has no weights in
             # memory but norms.
             block = build_offloaded_block(checkpoint, layer, pack.lengths, observe)
-            if scales is not None:
-                block.self_attn.as_cached = Fp8Rounding(scales[layer], "cpu")
-            elif maxima is not None:
-                block.self_attn.as_cached = maxima[layer]
+            if isinstance(block.mixer, Attention):
+                if scales is not None:
+                    block.mixer.as_cached = Fp8Rounding(scales[layer], "cpu")
+                elif maxima is not None:
+                    block.mixer.as_cached = maxima[layer]
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _run_block(block, states[index], pack.step)
     norm = rms_norm(config)
@@ -166,8 +178,8 @@ def _run_block(block: Block, states: Tensor, step: Step) -> Tensor:
     """Run a block on hidden states [1, N, D]. The feed-forward, whose inner width is several times
     D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
-    attention, feed_forward = block.BRANCHES
-    states = block.finish(attention, states, block.inner(attention, states, step))
+    mixer, feed_forward = block.BRANCHES
+    states = block.finish(mixer, states, block.inner(mixer, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
     outputs: list[Tensor] = []
     for piece in pieces:

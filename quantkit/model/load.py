@@ -39,8 +39,10 @@ from quantkit.model.linear import (
 from quantkit.model.run_memory import (
     RunMemory,
     count_cache_bytes_per_token,
+    count_state_bytes,
     count_weight_bytes,
 )
+from quantkit.model.mixers.attention import Attention
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform
@@ -137,7 +139,8 @@ def load_model(
     for layer, scale in enumerate(scales or ()):
         block = model.model.layers[layer]
         assert isinstance(block, Block)
-        block.self_attn.as_cached = cache_rounding.Fp8Rounding(scale, device)
+        if isinstance(block.mixer, Attention):
+            block.mixer.as_cached = cache_rounding.Fp8Rounding(scale, device)
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.
     install_kernels.install_kernels(model, allowed)
@@ -184,6 +187,7 @@ class _SetUp:
                 map(checkpoint.info, checkpoint.names()), DType.of(self.dtype), count_codes
             ),
             count_cache_bytes_per_token(checkpoint.config, DType.of(cache_dtype or self.dtype)),
+            count_state_bytes(checkpoint.config),
         )
 
 

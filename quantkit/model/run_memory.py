@@ -25,14 +25,16 @@ class RunMemory:
     Attributes:
         weight_bytes: of all weights, as kernels hold them.
         cache_bytes_per_token: keys and values of a token of one sequence; 0 if none are kept.
+        state_bytes: the states of one sequence, whatever its length, in layers without attention.
     """
 
     weight_bytes: int
     cache_bytes_per_token: int
+    state_bytes: int = 0
 
     def count_cache_bytes(self, length: int, slots: int = 1) -> int:
-        """Count the bytes of keys and values of `slots` sequences of `length` tokens."""
-        return slots * length * self.cache_bytes_per_token
+        """Count the bytes of keys, values and states of `slots` sequences of `length` tokens."""
+        return slots * (length * self.cache_bytes_per_token + self.state_bytes)
 
     def text(self, length: int, slots: int = 1) -> str:
         """Write it for people, with the whole cache of `slots` sequences of `length` tokens."""
@@ -41,10 +43,12 @@ class RunMemory:
             return f"{weights}, and no keys and values"
         cache = size_text(self.count_cache_bytes(length, slots))
         sequences = f"{slots} x {length}" if slots > 1 else str(length)
-        return (
-            f"{weights}, and {size_text(self.cache_bytes_per_token)} of keys and values for each"
-            f" token of a sequence, {cache} for {sequences}"
-        )
+        text = f"{weights}, and {size_text(self.cache_bytes_per_token)} of keys and values for each"
+        if self.state_bytes:
+            text += f" token and {size_text(self.state_bytes)} of states for each"
+        else:
+            text += " token of a"
+        return f"{text} sequence, {cache} for {sequences}"
 
     def require_fit(self, free: int, path: Path | None, *, length: int = 0, slots: int = 1) -> None:
         """Raise a `RequestError` if the weights, with the cache of `slots` sequences of `length`
@@ -96,13 +100,23 @@ def count_weight_bytes(
 
 
 def count_cache_bytes_per_token(config: ModelConfig, dtype: DType) -> int:
-    """Count the bytes of the keys and values of a token of one sequence, in all layers."""
+    """Count the bytes of the keys and values of a token of one sequence, in all layers with
+    attention.
+    """
     row_bytes = config.head_dim * dtype.itemsize
     if dtype is DType.INT8:
         # The scale of a row.
         row_bytes += DType.FLOAT32.itemsize
     # Keys and values.
-    return 2 * config.num_layers * config.num_kv_heads * row_bytes
+    return 2 * len(config.attention_layers) * config.num_kv_heads * row_bytes
+
+
+def count_state_bytes(config: ModelConfig) -> int:
+    """Count the bytes of the states of one sequence, in all layers without attention."""
+    count = 0
+    for layer in range(config.num_layers):
+        count += sum(map(math.prod, config.state_shapes(layer)))
+    return count * DType.FLOAT32.itemsize
 
 
 def measure_by_transformers(checkpoint: Checkpoint) -> RunMemory:

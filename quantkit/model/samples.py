@@ -11,8 +11,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import make_causal_attention
-from quantkit.model.decoder import Step, scale_embeddings
+from quantkit.model.decoder import scale_embeddings
 from quantkit.model.load import narrow_to_floats
+from quantkit.model.mixers.mixer import Step
 from quantkit.model.rope import Rotary
 
 

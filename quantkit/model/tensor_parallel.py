@@ -25,9 +25,11 @@ from quantkit.architectures.topology import Parameter, list_summed_modules
 from quantkit.base.late import LateModule
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
-from quantkit.model.decoder import Attention, Decoder, RMSNorm
+from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.linear import embedding_rows
+from quantkit.model.mixers.attention import Attention
+from quantkit.model.norms import RMSNorm
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 

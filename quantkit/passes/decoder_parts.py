@@ -19,10 +19,12 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import InputGroup, input_groups
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.formats.kv_scales import attention_name
-from quantkit.model.decoder import Backbone, Block, Step, scale_embeddings
+from quantkit.model.decoder import Backbone, Block, scale_embeddings
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.head_product import compute_head_logits
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init, narrow_to_floats
+from quantkit.model.mixers.attention import Attention
+from quantkit.model.mixers.mixer import Step
 from quantkit.model.samples import make_sample_step
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.passage import Inputs
@@ -152,17 +154,19 @@ class DecoderParts:
 
     @contextmanager
     def recording_cache(self, recorder: CacheRecorder) -> Iterator[None]:
-        """Record the keys and values of all layers within the context."""
-        layers = self.model.model.layers
-        for layer, block in enumerate(layers):
+        """Record the keys and values of all layers with attention within the context."""
+        attention: list[Attention] = []
+        for block in self.model.model.layers:
             assert isinstance(block, Block)
-            block.self_attn.as_cached = _Recording(recorder, attention_name(layer))
+            if isinstance(block.mixer, Attention):
+                attention.append(block.mixer)
+        for mixer in attention:
+            mixer.as_cached = _Recording(recorder, attention_name(mixer.layer))
         try:
             yield
         finally:
-            for block in layers:
-                assert isinstance(block, Block)
-                block.self_attn.as_cached = None
+            for mixer in attention:
+                mixer.as_cached = None
 
     @contextmanager
     def open_head(self) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -18,6 +18,7 @@ from quantkit.base.arguments import as_integer, require_flags
 from quantkit.base.json_values import format_value
 from quantkit.base.late import LateModule
 from quantkit.base.memory import enough_memory, size_text
+from quantkit.base.messages import Message, Option
 from quantkit.errors import RequestError
 from quantkit.kernels.build import cache_folder
 from quantkit.model.cache import KVCache, cache_bytes
@@ -36,11 +37,12 @@ from quantkit.runtime.request import DRAFT_TOKENS, check_draft_tokens, require_m
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
-# Most engines have no draft model.
+# Most engines have no draft model, and most models keep no states.
 if TYPE_CHECKING:
-    from quantkit.runtime import draft_model
+    from quantkit.runtime import draft_model, saved_states
 else:
     draft_model = LateModule("quantkit.runtime.draft_model")
+    saved_states = LateModule("quantkit.runtime.saved_states")
 
 CacheName: TypeAlias = FloatName | Literal["int8"]
 CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
@@ -92,19 +94,20 @@ class Engine:
             slots: sequences that run at the same time.
             cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes
                 about half of 16-bit floats.
-            compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast
-                and start at once.
+            compiled: use `torch.compile`; None is True on GPUs, except for models that keep states.
+                On a CPU eager steps are as fast and start at once.
             draft: a smaller model with the same tokens, which proposes what comes next; see
                 `quantkit.runtime.speculative`.
             draft_tokens: that are proposed at a time at most, by the draft or from the text itself,
                 0 to 15. None is 8 if there is a draft, or if the model is quantized and the CPU
                 kernels run it, neither compiled nor captured: then each row of a step has the
-                numbers that it has alone. Else 0.
+                numbers that it has alone. Else 0, as for all models that keep states (see
+                `ModelConfig.keeps_states`), which cannot take back a rejected proposal.
 
         Raises:
             RequestError: for arguments of the wrong type, numbers out of range, a length beyond the
-                model's context, a draft with another vocabulary, or a cache that does not fit in
-                memory.
+                model's context, a draft with another vocabulary, proposals or compiled steps of a
+                model that keeps states, or a cache that does not fit in memory.
         """
         require_model("model", model, Decoder)
         length = as_integer("length", length, 1)
@@ -131,8 +134,16 @@ class Engine:
         self.shared_chunk_rows = self.chunk_rows
         # The slots of the current user, see `take_over`.
         self.slot_table: SlotTable | None = None
+        keeps_states = model.config.keeps_states
+        if compiled and keeps_states:
+            # Padding rows would change the states.
+            raise RequestError(
+                "compiled steps do not support models that keep states",
+                found=model.config.architecture,
+                hint="do not compile",
+            )
         if compiled is None:
-            self._compiled = on_gpu
+            self._compiled = on_gpu and not keeps_states
         else:
             self._compiled = compiled
         # Positions of a slot. Rounded lengths let engines share compiled steps.
@@ -141,7 +152,7 @@ class Engine:
         else:
             self.length = length
         # Processes that share a model exchange activations within a step, so it is not captured.
-        if model.group.size == 1:
+        if model.group.size == 1 and not keeps_states:
             kind = choose_decode_kind(model.device, self._compiled)
         else:
             kind = "steps"
@@ -160,10 +171,16 @@ class Engine:
             # Without this mark, captured steps would copy the cache.
             for tensor in self._cache.tensors():
                 torch._dynamo.mark_static_address(tensor, guard=False)
+        # None if all layers have keys and values.
+        self._states: saved_states.SavedStates | None = None
+        if keeps_states:
+            self._states = saved_states.SavedStates(self._cache, slots)
         self.draft: draft_model.DraftModel | None = None
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         if draft is not None:
             require_model("draft", draft, Decoder)
+            _require_no_states(model)
+            _require_no_states(draft)
             draft_model.require_same_tokens(model, draft)
             # Beyond a shorter context of the draft model, it proposes nothing.
             draft_length = min(length, draft.config.max_positions)
@@ -186,6 +203,7 @@ class Engine:
             self.draft_tokens = default
         else:
             self.draft_tokens = check_draft_tokens(draft_tokens)
+        self.require_proposals(self.draft_tokens)
         # The last token drawn in each slot, and one unused element.
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
@@ -201,7 +219,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Compute the memory of keys and values."""
+        """Compute the memory of keys, values and states."""
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
     def take_over(self, *, any_prefix: bool) -> SlotTable:
@@ -214,6 +232,7 @@ class Engine:
             windows=any(config.windows),
             max_unscaled_length=config.max_unscaled_context if config.follows_length else None,
             switches_once=config.rope_switch is not None,
+            list_lengths=None if self._states is None else self._states.lengths,
         )
         return self.slot_table
 
@@ -224,6 +243,11 @@ class Engine:
             raise RequestError(
                 "prompt and new tokens exceed the engine's length", found=length, expected=expected
             )
+
+    def require_proposals(self, draft_tokens: int | None) -> None:
+        """Raise `RequestError` if tokens are to be proposed for a model that keeps states."""
+        if draft_tokens:
+            _require_no_states(self.model)
 
     @torch.inference_mode()
     def step(
@@ -251,9 +275,12 @@ class Engine:
             Logits [M, V].
 
         Raises:
-            RequestError: if there is no such slot or position.
+            RequestError: if there is no such slot or position, or if a layer keeps states and a
+                sequence does not continue after the last token of its slot.
         """
         self._require_room(slots, positions)
+        if self._states is not None:
+            self._states.advance(slots, positions)
         if lengths is None:
             lengths = [position + 1 for position in positions]
         parts = [range(len(slots))] if self.model.ops.ragged else _divide_into_rectangles(slots)
@@ -317,10 +344,24 @@ class Engine:
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first positions of a slot to another."""
+        """Copy the first positions of a slot to another, which then continues after them. If a
+        layer keeps states, a slot may also go back to some of its own first positions.
+
+        Raises:
+            RequestError: if the states after these positions were not kept.
+        """
+        if self._states is not None:
+            self._states.restore(source, target, length)
         if source != target:
-            for tensor in self._cache.tensors():
-                tensor[target, :, :length] = tensor[source, :, :length]
+            self._cache.copy_prefix(source, target, length)
+
+    @torch.inference_mode()
+    def keep_states(self, slot: int) -> None:
+        """Keep the states of a slot, if a layer has some, so that `copy_prefix` can copy the
+        positions so far also when more have followed.
+        """
+        if self._states is not None:
+            self._states.save(slot)
 
     def warm_up(self) -> int:
         """Compile the steps that read prompts, draw tokens and verify proposed tokens, and those of
@@ -509,6 +550,16 @@ def require_decoder(model: Decoder | Engine) -> Decoder:
     if isinstance(model, Engine):
         return model.model
     return model
+
+
+def _require_no_states(model: Decoder) -> None:
+    """Raise `RequestError` if a model keeps states: a rejected proposal would stay in them."""
+    if model.config.keeps_states:
+        raise RequestError(
+            "tokens cannot be proposed for or by a model that keeps states",
+            found=model.config.architecture,
+            hint=Message("leave out ", Option("draft"), " and ", Option("draft_tokens")),
+        )
 
 
 def _each_row_alone(model: Decoder) -> bool:

@@ -118,8 +118,11 @@ class Scheduler:
         return self._max_running
 
     def require_room(self, request: Request) -> None:
-        """Raise `RequestError` if the prompt and new tokens do not fit into a slot."""
+        """Raise `RequestError` if the prompt and new tokens do not fit into a slot, or the request
+        wants proposals that the model cannot take back.
+        """
         self.engine.require_length(request.length)
+        self.engine.require_proposals(request.draft_tokens)
 
     @property
     def busy(self) -> bool:
@@ -401,7 +404,12 @@ class Scheduler:
             if chunk.echoed is not None:
                 generation.score_prompt(logits[chunk.echoed :], generation.num_stored, chunk.stop)
             self._set_stored(generation, chunk.stop)
-            if chunk.stop < len(generation.tokens_to_read):
+            is_whole = chunk.stop % self.engine.chunk_rows == 0
+            is_last = chunk.stop == len(generation.tokens_to_read)
+            # Siblings continue after the last token of the prompt.
+            if is_whole or (is_last and generation.siblings.waiting):
+                self.engine.keep_states(generation.slot)
+            if not is_last:
                 continue
             self._reading.remove(generation)
             self._running.append(generation)

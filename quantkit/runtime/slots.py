@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 FEW_ROWS = 16
@@ -68,6 +68,7 @@ class SlotTable:
         windows: bool,
         max_unscaled_length: int | None = None,
         switches_once: bool = False,
+        list_lengths: Callable[[int], Collection[int]] | None = None,
     ) -> None:
         """Begin with free and empty slots.
 
@@ -79,6 +80,8 @@ class SlotTable:
                 positions; None is any length.
             switches_once: whether all longer prompts have the same rotary positions; else each
                 length has others.
+            list_lengths: lists the numbers of first tokens of a slot that can be reused, if a layer
+                keeps states; None if any number can.
         """
         # In the order of release: the slot that was released first is taken first.
         self._free = deque(range(slots))
@@ -91,6 +94,7 @@ class SlotTable:
         else:
             self._max_unscaled_length = max_unscaled_length
         self._switches_once = switches_once
+        self._list_lengths = list_lengths
 
     @property
     def has_free_slot(self) -> bool:
@@ -144,6 +148,8 @@ class SlotTable:
             # Rotary positions and chunks may depend on the length of the prompt.
             if content.prompt_length != len(prompt):
                 continue
+            if self._list_lengths and len(prompt) not in self._list_lengths(slot):
+                continue
             if list(content.tokens[: len(prompt)]) == prompt_tokens:
                 return slot
         return None
@@ -168,5 +174,15 @@ class SlotTable:
             if not have_same_positions:
                 return 0
         if self._any_prefix:
-            return count_common_prefix(prompt, content)
-        return bitwise_reusable_prefix(prompt, content, self._chunk, windows=self._windows)
+            count = count_common_prefix(prompt, content)
+        else:
+            count = bitwise_reusable_prefix(prompt, content, self._chunk, windows=self._windows)
+        if self._list_lengths is None:
+            return count
+        reusable = 0
+        for length in self._list_lengths(slot):
+            # States within a chunk of a prompt may have other bits in another prompt.
+            is_same = self._any_prefix or length % self._chunk == 0
+            if is_same and reusable < length <= count:
+                reusable = length
+        return reusable

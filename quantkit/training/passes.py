@@ -15,9 +15,10 @@ from torch import Tensor
 
 from quantkit.calibration.effort import batch_samples
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
-from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scale_embeddings
+from quantkit.model.decoder import Block, final_logits, scale_embeddings
 from quantkit.model.head_product import differentiate_logits, multiply_by_head
 from quantkit.model.load import BLOCK_PREFIX, fill_parameters, float_parameter, meta_init
+from quantkit.model.norms import RMSNorm, rms_norm
 from quantkit.model.samples import make_sample_step
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

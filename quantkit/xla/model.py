@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import HEAD, Linear, parameters
-from quantkit.model.cache import KVCache
+from quantkit.model.cache import KeysAndValues, KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import meta_init
 from quantkit.tensors.cached_rows import CachedRows
@@ -110,8 +110,9 @@ class ShardedCache(KVCache):
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.length = keys[0].shape[2]
-        self.keys = [CachedRows(rows) for rows in keys]
-        self.values = [CachedRows(rows) for rows in values]
+        self.layers = []
+        for layer_keys, layer_values in zip(keys, values, strict=True):
+            self.layers.append(KeysAndValues(CachedRows(layer_keys), CachedRows(layer_values)))
 
     def update(
         self,
@@ -122,9 +123,10 @@ class ShardedCache(KVCache):
         slots: Tensor | None = None,
     ) -> tuple[CachedRows, CachedRows]:
         # JAX arrays cannot be written in place; XLA reuses the memory of the donated cache.
-        for stored, new in ((self.keys, keys), (self.values, values)):
-            stored[layer] = CachedRows(apply(update_cache, stored[layer].rows, new, positions))
-        return self.keys[layer], self.values[layer]
+        stored = self.rows(layer)
+        stored.keys = CachedRows(apply(update_cache, stored.keys.rows, keys, positions))
+        stored.values = CachedRows(apply(update_cache, stored.values.rows, values, positions))
+        return stored.keys, stored.values
 
 
 def build_sharded_decoder(split: DeviceSplit) -> Decoder:

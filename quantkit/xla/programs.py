@@ -292,8 +292,10 @@ def _run_shard(
     def decode(tokens: Any, positions: Any, last: Any, keys: Any, values: Any) -> Any:
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, is_prefill=is_prefill)
-        new_keys = [layer.rows for layer in cache.keys]
-        new_values = [layer.rows for layer in cache.values]
+        # Models with other layers than attention are refused, see `require_served`.
+        rows = [cache.rows(layer) for layer in range(len(cache.layers))]
+        new_keys = [layer.keys.rows for layer in rows]
+        new_values = [layer.values.rows for layer in rows]
         # Only the last token of a prompt needs logits, which are the largest activations.
         last_hidden = apply(_take_rows, hidden, last)
         return (new_keys, new_values), model.head(last_hidden)

@@ -29,9 +29,9 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.attention import make_causal_attention
 from quantkit.model.column_kernels import select_column_kernels
-from quantkit.model.decoder import Step
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
+from quantkit.model.mixers.mixer import Step
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Passage
 from quantkit.passes.spill import Spill
@@ -125,7 +125,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     block: Any = decoder.model.layers[0]
     with torch.inference_mode():
         x = decoder.model.embed(tokens)
-        x = block.finish("attention", x, block.inner("attention", x, step))
+        x = block.finish("mixer", x, block.inner("mixer", x, step))
         states = block.inner("mlp", x, step).flatten(0, 1)
         shares, chosen = block.mlp.route(states)
         rows = (chosen == 1).any(1)

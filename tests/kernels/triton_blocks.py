@@ -33,9 +33,10 @@ from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import install_kernels
 from quantkit.model.attention import attend_with_mask, make_cached_attention
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Decoder, Step
+from quantkit.model.decoder import Decoder
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.load import fill_parameters, meta_init
+from quantkit.model.mixers.mixer import Step
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from quantkit.architectures.topology import input_groups
 from quantkit.model.attention import make_causal_attention
-from quantkit.model.decoder import Block, Decoder, Step
+from quantkit.model.decoder import Block, Decoder
+from quantkit.model.mixers.mixer import Step
 
 SITES = ["attention.in", "attention.out", "mlp.in", "mlp.out"]
+PREFIXES = {"mixer": "attention", "mlp": "mlp"}
+"""Of the sites of a branch."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,10 @@ def test_the_stages_of_a_branch_give_the_inputs_of_the_linears_at_its_sites(
     ]
     x, given = torch.randn(2, 5, model.config.hidden_size), {}
     for branch in Block.BRANCHES:
-        given[f"{branch}.in"] = block.apply_norm(branch, x)
-        given[f"{branch}.out"] = block.inner(branch, x, step)
-        x = block.finish(branch, x, given[f"{branch}.out"])
+        site = PREFIXES[branch]
+        given[f"{site}.in"] = block.apply_norm(branch, x)
+        given[f"{site}.out"] = block.inner(branch, x, step)
+        x = block.finish(branch, x, given[f"{site}.out"])
     for hook in hooks:
         hook.remove()
     groups = input_groups(model.config, layer)

@@ -205,7 +205,7 @@ def test_rows_of_an_int8_cache_are_right_to_half_a_step(quantized: Path) -> None
         assert (error.abs() <= rows.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
         assert (found.floats(torch.float32)[:, :, [1, 3, 5]] == 0).all()
     rows = 2 * config.num_kv_heads * 6
-    assert [tensor.nbytes for tensor in cache.keys[0].tensors()] == [
+    assert [tensor.nbytes for tensor in cache.rows(0).keys.tensors()] == [
         rows * config.head_dim,
         rows * 4,
     ]
@@ -276,7 +276,10 @@ def test_blocks_store_int8_as_the_cache_does(
         cache = KVCache(model.config, 2, 12, torch.int8, "cpu")
         with torch.inference_mode():
             logits.append(model(oracle.random_tokens(12, batch=2), torch.arange(12), cache))
-        caches.append([rows.floats(torch.float32) for rows in (*cache.keys, *cache.values)])
+        layers = [cache.rows(layer) for layer in range(model.config.num_layers)]
+        caches.append(
+            [rows.floats(torch.float32) for layer in layers for rows in (layer.keys, layer.values)]
+        )
     assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[
         1
     ].std()  # codes at an edge fall either way

@@ -32,6 +32,7 @@ from quantkit.model.run_memory import (
     NOT_RUN,
     RunMemory,
     count_cache_bytes_per_token,
+    count_state_bytes,
     count_weight_bytes,
 )
 from quantkit.model.stored_codes import runs_on_cpu
@@ -303,7 +304,11 @@ def measure_planned(config: ModelConfig, specs: Iterable[TensorSpec]) -> RunMemo
     dtype = DType(config.dtype)
     if sizes:
         dtype = sizes.most_common(1)[0][0]
-    return RunMemory(count_weight_bytes(run), count_cache_bytes_per_token(config, dtype))
+    return RunMemory(
+        count_weight_bytes(run),
+        count_cache_bytes_per_token(config, dtype),
+        count_state_bytes(config),
+    )
 
 
 def _duration(seconds: float) -> str:

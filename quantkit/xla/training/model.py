@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.model.attention import make_causal_attention
-from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scale_embeddings
+from quantkit.model.decoder import Block, final_logits, scale_embeddings
 from quantkit.model.load import BLOCK_PREFIX, meta_init
+from quantkit.model.mixers.mixer import Step
+from quantkit.model.norms import rms_norm
 from quantkit.model.rope import Rotary
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla.bridge import attend_by, run

@@ -1,0 +1,102 @@
+"""Attention as a mixer; `model.attention` computes the scores.
+
+B batch, T new positions, D hidden size, H heads, K KV heads, Dh head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.model.attention import ScoreSettings
+from quantkit.model.mixers.mixer import Mixer, Step
+from quantkit.model.norms import rms_norm
+from quantkit.model.rope import rotate
+
+
+class Attention(Mixer):
+    """Grouped-query attention, with or without rotary positions."""
+
+    NAME = "self_attn"
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.head_dim = config.head_dim
+        query = config.num_heads * config.head_dim
+        kv = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        # Replaces the three above if loading fuses them: one product of many rows is faster than
+        # several of few rows.
+        self.qkv_proj: nn.Module | None = None
+        self.widths = [query, kv, kv]
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
+        self.norms_heads = config.qk_norm == "head"
+        self.q_norm = self.k_norm = None
+        # Replaces both norms if processes share the width, because the mean square is then a sum
+        # over processes.
+        self.shared_norms: nn.Module | None = None
+        if config.qk_norm is not None:
+            if self.norms_heads:
+                query_size = key_size = config.head_dim
+            else:
+                query_size = query
+                key_size = kv
+            self.q_norm = rms_norm(config, query_size)
+            self.k_norm = rms_norm(config, key_size)
+        self.clip = config.clip_qkv
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        # Rounds keys and values [B, K, T, Dh] as a quantized cache does, or records their maxima.
+        self.as_cached: nn.Module | None = None
+        self._scale = config.attention_scale
+        self._softcap = config.attention_softcap
+
+    @property
+    def scores(self) -> ScoreSettings:
+        return ScoreSettings(self._scale, self._softcap, self.sinks)
+
+    def inner(self, x: Tensor, step: Step) -> Tensor:
+        """Mix values by attention, [B, T, H * Dh], for normed hidden states [B, T, D]."""
+        if self.qkv_proj is None:
+            parts: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        else:
+            parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
+        # Norms over the width (OLMo 2) precede the split into heads, norms per head (Qwen 3)
+        # follow it.
+        if not self.norms_heads:
+            parts = self._apply_qk_norm(*parts)
+        if self.clip is not None:
+            parts = tuple(part.clamp(-self.clip, self.clip) for part in parts)
+        queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
+        if self.norms_heads:
+            queries, keys, values = self._apply_qk_norm(queries, keys, values)
+        queries = queries.transpose(1, 2)
+        keys = keys.transpose(1, 2)
+        values = values.transpose(1, 2)
+        if self.config.rotary:
+            turn = step.angles.of(self.config)
+            queries = rotate(queries, *turn)
+            keys = rotate(keys, *turn)
+        if step.angles.query_scale is not None:
+            scale = step.angles.query_scale.unsqueeze(-1)
+            if scale.dim() == 3:
+                # With one row of positions per sequence, the heads need a dimension.
+                scale = scale.unsqueeze(1)
+            queries = queries * scale.to(queries.dtype)
+        if self.as_cached is not None:
+            keys, values = self.as_cached(keys, values)
+        return step.attend(self.layer, queries, keys, values, self.scores)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Project mixed values to the branch's output, [B, T, D]."""
+        out: Tensor = self.o_proj(mixed)
+        return out
+
+    def _apply_qk_norm(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        if self.q_norm is None or self.k_norm is None:
+            return queries, keys, values
+        if self.shared_norms is not None:
+            return *self.shared_norms(queries, keys), values
+        return self.q_norm(queries), self.k_norm(keys), values
