@@ -233,9 +233,18 @@ class Decoding:
 
         prompt_seconds = _mean_seconds(partial(measure_seconds, read_first_prompt), self._group)
         shared_length = len(first_prompt) - PROMPT
-        for slot, prompt in enumerate(self._prompts[1:], 1):
+        others = range(1, len(self._prompts))
+        if others and self.engine.model.config.keeps_states:
+            # States are those after the last token, so the shared beginning is read again.
+            _read_prompt(self.engine, 0, first_prompt[:shared_length])
+            self.engine.keep_states(0)
+            _read_prompt(self.engine, 0, first_prompt, shared_length)
+        for slot in others:
             self.engine.copy_prefix(0, slot, shared_length)
+            prompt = self._prompts[slot]
             logits.append(_read_prompt(self.engine, slot, prompt, shared_length))
+        for slot in range(len(self._prompts)):
+            self.engine.keep_states(slot)
         self._first = require_finite_logits(torch.cat(logits)).argmax(-1)
         return prompt_seconds
 
@@ -251,7 +260,10 @@ class Decoding:
         slots = range(len(self._prompts))
         # Waits until the GPU is done with what came before.
         tokens.tolist()
-        # Each run overwrites the cache's positions after the prompts, so runs are alike.
+        # Each run overwrites the cache's positions after the prompts, and begins with the states
+        # after them, so runs are alike.
+        for slot in slots:
+            self.engine.copy_prefix(slot, slot, length)
         self.engine.last_tokens[: len(slots)] = tokens
         started = time.perf_counter()
         for position in range(length, length + self._new):

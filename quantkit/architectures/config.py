@@ -23,6 +23,7 @@ class Limits:
     # The largest signed 32-bit integer.
     context = 2**31 - 1
     experts = 2**12
+    convolution = 2**10
     eps = (1e-30, 1.0)
 
 
@@ -34,8 +35,8 @@ class LayerConfig:
         window: how many positions attention sees, its own included; None for all.
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
-        mixer: what moves information from token to token: ``attention``, or another one, which has
-            no window and no rotary positions.
+        mixer: what moves information from token to token: ``attention``, or ``short_conv``, which
+            has no window and no rotary positions.
     """
 
     window: int | None = None
@@ -60,6 +61,10 @@ class ExpertsConfig:
         bias: whether an expert's linears have biases.
         router_bias: whether the router has one.
         score_correction: whether a separate bias corrects the choice of experts (2408.15664).
+        scores: what becomes of the router's logits: ``softmax`` over the experts, or ``sigmoid`` of
+            each.
+        normalization_eps: added to the sum by which weights are divided.
+        scaling: a factor of the weights after that.
     """
 
     count: int
@@ -71,6 +76,28 @@ class ExpertsConfig:
     bias: bool = False
     router_bias: bool = False
     score_correction: bool = False
+    scores: str = "softmax"
+    normalization_eps: float = 0.0
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A short convolution between two gates, in place of attention (LFM2, 2511.23404).
+
+    Attributes:
+        size: the tokens that it sees, its own included.
+        bias: whether the convolution and the linears around it have biases.
+    """
+
+    size: int
+    bias: bool = False
+
+    def state_shapes(self, hidden_size: int) -> tuple[tuple[int, ...], ...]:
+        """Compute the shapes of the states of a sequence: the convolution's inputs of the latest
+        tokens.
+        """
+        return ((self.size - 1, hidden_size),)
 
 
 @dataclass(frozen=True)
@@ -215,6 +242,7 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    short_conv: ShortConvConfig | None = None
     tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
     unstored: tuple[str, ...] | None = None
     run_by: str | None = None
@@ -258,6 +286,9 @@ class ModelConfig:
         """Compute the shapes of the states that a layer keeps of each sequence; none for attention,
         which keeps keys and values of each token.
         """
+        if self.layers[layer].mixer == "short_conv":
+            assert self.short_conv is not None
+            return self.short_conv.state_shapes(self.hidden_size)
         return ()
 
     def rope_of(self, layer: int) -> RopeConfig:
@@ -377,7 +408,7 @@ class ModelConfig:
 _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_tokens"})
 """Fields that say nothing of what the decoder computes."""
 
-_Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
+_Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig | ShortConvConfig
 
 
 def _list_differences(

@@ -35,6 +35,9 @@ _TABLE = """
     attention.kv_down_norm   self_attn.kv_a_layernorm           -                -
     attention.kv_up          self_attn.kv_b_proj                -                -
     attention.qkv_down       self_attn.qkv_a_proj               -                -
+    short_conv.in            conv.in_proj                       -                -
+    short_conv.filter        conv.conv                          -                -
+    short_conv.out           conv.out_proj                      -                -
     mlp.norm                 post_attention_layernorm           ffn_norm         ffn_norm
     mlp.output_norm          mlp_output_layernorm               -                post_ffw_norm
     mlp.gate                 mlp.gate_proj                      feed_forward.w1  ffn_gate
@@ -42,7 +45,7 @@ _TABLE = """
     mlp.gate_up              mlp.gate_up_proj                   -                ffn_up
     mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
     router                   mlp.gate                           -                ffn_gate_inp
-    router.score_correction  mlp.gate.e_score_correction_bias   -                -
+    router.score_correction  mlp.score_correction               -                -
     shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
     expert.gate              mlp.experts.{expert}.gate_proj     -                ffn_gate_exps
     expert.up                mlp.experts.{expert}.up_proj       -                ffn_up_exps

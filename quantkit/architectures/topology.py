@@ -9,7 +9,7 @@ the features in a `ModelConfig`; a family's names on disk are in its own file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -187,6 +187,12 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
             "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
         }
+    if config.short_conv is not None:
+        counts |= {
+            # Two gates and the convolution's inputs.
+            "short_conv_in": 3 * config.hidden_size,
+            "short_conv_size": config.short_conv.size,
+        }
     if config.latent_attention is not None:
         latent = config.latent_attention
         counts |= {
@@ -205,16 +211,17 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
     before = config.norms in ("before", "both")
     after = config.norms in ("after", "both")
     if config.latent_attention:
-        attention = list(_latent_attention(config))
+        mixer = list(_latent_attention(config))
     else:
-        attention = list(_attention(config))
+        mixer = list(_MIXERS[config.layers[layer].mixer](config))
     feed_forward: list[Item] = []
     if config.layers[layer].experts:
         feed_forward += _experts(config)
     else:
         feed_forward += _iter_gated_mlp("mlp", "intermediate", "mlp.in", config.mlp_bias)
     items: list[Item] = []
-    for branch, inside in (("attention", attention), ("mlp", feed_forward)):
+    # The norms of the first branch have the same role for every mixer.
+    for branch, inside in (("attention", mixer), ("mlp", feed_forward)):
         if before:
             items.append(Vector(f"{branch}.norm", ("hidden",)))
         items += inside
@@ -388,6 +395,23 @@ def _attention(config: ModelConfig) -> Iterator[Item]:
         yield Vector("attention.k_norm", ("head_dim" if per_head else "kv",))
     if config.sinks:
         yield Vector("attention.sinks", ("heads",), leaf="")
+
+
+def _short_conv(config: ModelConfig) -> Iterator[Item]:
+    assert config.short_conv is not None
+    bias = config.short_conv.bias
+    yield Linear("short_conv.in", ("short_conv_in", "hidden"), "short_conv.in", bias=bias)
+    yield Vector("short_conv.filter", ("hidden", "one", "short_conv_size"))
+    if bias:
+        yield Vector("short_conv.filter", ("hidden",), leaf="bias")
+    yield Linear("short_conv.out", ("hidden", "hidden"), "short_conv.out", bias=bias)
+
+
+_MIXERS: dict[str, Callable[[ModelConfig], Iterator[Item]]] = {
+    "attention": _attention,
+    "short_conv": _short_conv,
+}
+"""The items of a layer's mixer, by `LayerConfig.mixer`."""
 
 
 def _latent_attention(config: ModelConfig) -> Iterator[Item]:

@@ -112,7 +112,10 @@ def _measure_largest(
     if checkpoint.config.runnable:
         maxima = [CacheMaxima("cpu") for _ in checkpoint.config.layers]
         layerwise_hidden(checkpoint, [Batch.from_start(tokens)], maxima=maxima, progress=progress)
-        return {attention_name(layer): one.largest for layer, one in enumerate(maxima)}
+        largest: dict[str, Tensor] = {}
+        for layer in checkpoint.config.attention_layers:
+            largest[attention_name(layer)] = maxima[layer].largest
+        return largest
     # Imports transformers, which is optional.
     from quantkit.via_transformers.cached_attention import find_cached_attention, recording_cache
 
@@ -120,7 +123,7 @@ def _measure_largest(
     recorder = cache_recorder.CacheRecorder()
     with recording_cache(passage.partwise, recorder):
         passage.compute_hidden_states([tokens], progress)
-    largest: dict[str, Tensor] = {}
+    largest = {}
     for name in find_cached_attention(passage.partwise):
         if not recorder.counts[name]:
             raise make_unreached_error(name, checkpoint.path)

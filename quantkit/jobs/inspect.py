@@ -70,6 +70,7 @@ class Inspection:
             does.
         cache_bytes_per_token: of keys and values in the model's type, in one sequence; 0 where
             there is no decoder.
+        state_bytes_per_sequence: of layers that keep states in place of keys and values; 0 likewise.
         tensors: number of tensors by float type or scheme; where codes run as floats, with the type
             of these, such as ``NF4 as bfloat16``.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
@@ -109,6 +110,7 @@ class Inspection:
     bits_per_weight: float
     run_bytes: int
     cache_bytes_per_token: int
+    state_bytes_per_sequence: int
     tensors: dict[str, int]
     tokenizer: dict[str, Any] | None
     made_by: dict[str, Any] | None
@@ -162,7 +164,9 @@ class Inspection:
             lines.append(experts)
         lines.append(f"  tensors: {kinds}")
         if self.run_bytes:
-            memory = RunMemory(self.run_bytes, self.cache_bytes_per_token)
+            memory = RunMemory(
+                self.run_bytes, self.cache_bytes_per_token, self.state_bytes_per_sequence
+            )
             lines.append(f"  memory to run: {memory.text(self.context)}")
         # Without a decoder nothing uses the tokenizer.
         if self.runnable or self.run_by:
@@ -270,6 +274,7 @@ def inspect(
         bits_per_weight=bits_per_weight,
         run_bytes=memory.weight_bytes,
         cache_bytes_per_token=memory.cache_bytes_per_token,
+        state_bytes_per_sequence=memory.state_bytes,
         tensors=dict(kinds.most_common()),
         tokenizer=_read_tokenizer_facts(tokenizer),
         made_by=_read_maker(manifest),

@@ -68,6 +68,9 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count)
         )
+        self.score_correction: nn.Parameter | None = None
+        if experts.score_correction:
+            self.score_correction = nn.Parameter(torch.empty(experts.count))
         # Adds the outputs of the processes that share the experts.
         self.all_reduce: Callable[[Tensor], Tensor] | None = None
         # A kernel that replaces the loop over experts.
@@ -102,12 +105,26 @@ class Experts(nn.Module):
         """Choose the experts of tokens [..., D]: their shares, float32 [..., K], and numbers
         [..., K]. Of equal shares, those of lower numbers come first.
         """
+        logits = self.logits(x)
+        if self.config.scores == "sigmoid":
+            shares = logits.sigmoid()
+        else:
+            shares = logits.softmax(-1)
+        # The correction decides which experts are chosen, and not their weights.
+        ranked = shares
+        if self.score_correction is not None:
+            ranked = shares + self.score_correction.float()
         # A stable sort: `topk` does not define which of equal shares it returns.
-        shares, numbers = self.logits(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights = shares[..., : self.config.per_token].contiguous()
+        numbers = ranked.argsort(dim=-1, descending=True, stable=True)
         chosen = numbers[..., : self.config.per_token].contiguous()
+        weights = shares.gather(-1, chosen)
         if self.config.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True)
+            if self.config.normalization_eps:
+                total = total + self.config.normalization_eps
+            weights = weights / total
+        if self.config.scaling != 1:
+            weights = weights * self.config.scaling
         return weights, chosen
 
     def logits(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.kernels.backend import (
     BlockKernel,
     BlockSettings,
@@ -41,8 +41,11 @@ def block_features(config: ModelConfig) -> frozenset[str]:
     inner: set[str] = set()
     if config.rope.query_scaling_beta is not None:
         inner.add("query_scaling_beta")
-    if config.experts is not None and config.experts.score_correction:
-        inner.add("score_correction")
+    if config.experts is not None:
+        # The fields that change the choice or the weights of experts, but `normalized`.
+        for name in ("score_correction", "scores", "normalization_eps", "scaling"):
+            if getattr(config.experts, name) != getattr(ExpertsConfig, name):
+                inner.add(name)
     return config.features - _OUTSIDE | inner
 
 

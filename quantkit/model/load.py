@@ -36,13 +36,13 @@ from quantkit.model.linear import (
     join_linears,
     stack_weights,
 )
+from quantkit.model.mixers.attention import Attention
 from quantkit.model.run_memory import (
     RunMemory,
     count_cache_bytes_per_token,
     count_state_bytes,
     count_weight_bytes,
 )
-from quantkit.model.mixers.attention import Attention
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.huge_pages import WeightMemory
 from quantkit.tensors.qtensor import QuantTensor, concatenate_if_uniform

@@ -72,6 +72,10 @@ class SavedStates:
             RequestError: if these states were not kept.
         """
         saved = self._saved[source]
+        if count == 0:
+            # A sequence that begins at position 0 begins with zeros.
+            self._counts[target] = 0
+            return
         if count in saved:
             states = saved[count]
         elif count == self._counts[source]:

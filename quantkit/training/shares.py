@@ -16,6 +16,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.distributed.mesh import Mesh
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block
+from quantkit.model.mixers.attention import Attention
 from quantkit.model.tensor_parallel import ParallelLinear, TensorParallel
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -105,7 +106,11 @@ class SharedBlock(Block):
         self.enter = shares.model.enter
 
     def apply_norm(self, branch: str, x: Tensor) -> Tensor:
-        return self.enter(super().apply_norm(branch, x))
+        normed = super().apply_norm(branch, x)
+        # Each process has all of another mixer than attention, so its gradients are complete.
+        if branch == "mixer" and not isinstance(self.mixer, Attention):
+            return normed
+        return self.enter(normed)
 
 
 def get_local_parameter(block: Block, name: str) -> nn.Parameter:

@@ -73,19 +73,14 @@ def compare(trial: Trial, folder: Path) -> Outcome:
         return Outcome(trial, "refused", str(error))
     source = folder / "source"
     source.mkdir(parents=True)
-    (source / "config.json").write_text(json.dumps(trial.raw))
     tokens = torch.randint(
         3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(trial.number)
     )
     try:
-        model = _build(source)
+        model = build_model(trial.raw, source)
         theirs = _logits(model, tokens)
     except Exception as error:  # of whatever kind: transformers cannot
         return Outcome(trial, "only quantkit", f"{type(error).__name__}: {error}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(source)
-    (source / "config.json").write_text(json.dumps(trial.raw))
     try:
         own = _own_logits(source, tokens)
     except QuantkitError as error:
@@ -110,6 +105,20 @@ def compare(trial: Trial, folder: Path) -> Outcome:
     )
 
 
+def build_model(raw: dict[str, Any], folder: Path) -> Any:
+    """Build transformers' random model of a config, as `compare` does, and save it to a folder with
+    the config as it is.
+    """
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw))
+    model = _build(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    path.write_text(json.dumps(raw))
+    return model
+
+
 def _build(folder: Path) -> Any:
     """transformers' model of the folder's config with random weights, biases and norms among
     them.
@@ -131,6 +140,10 @@ def _build(folder: Path) -> Any:
                 if "norm" in name
                 else 0.4 * noise / parameter.shape[-1] ** 0.25
             )
+        for name, buffer in model.named_buffers():
+            # Zeros, which would hide a correction that is lost.
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

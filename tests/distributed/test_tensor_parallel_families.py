@@ -50,6 +50,9 @@ CASES = {
     "olmo2": Case("olmo2-bias", 10),
     "olmo3": Case("olmo3-features", 10),
     "granite": Case("granite-multipliers", 7),
+    # The short convolutions are on each process: one sum less for each.
+    "lfm2": Case("lfm2", 5),
+    "lfm2-moe-int4": Case("lfm2-moe", 5, "int4-g32", {"moe_intermediate_size": 128}),
     "gpt-oss-int4": Case("gpt-oss", 7, "int4-g32", {"intermediate_size": 128}),
 }
 

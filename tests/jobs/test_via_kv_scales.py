@@ -40,7 +40,13 @@ Tiny = Callable[[str], Path]
 # Short convolutions, and attention that caches keys and values in the second of two layers.
 HYBRID = "lfm2"
 GPTQ: dict[str, Any] = {"method": "gptq", "samples": 8, "length": 48}
-METHODS: dict[str, dict[str, Any]] = {"rtn": {"method": "rtn"}, "gptq": GPTQ}
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"method": "rtn"},
+    "gptq": GPTQ,
+    # With quantkit's decoder.
+    "own": {"method": "rtn", "via": "own"},
+    "own-gptq": {**GPTQ, "via": "own"},
+}
 
 
 def _quantize(source: Path, dst: Path, method: str = "rtn", **options: Any) -> Any:
@@ -63,7 +69,7 @@ def _read_scales(folder: Path) -> dict[str, Tensor]:
 
 def _draw_samples(source: Path, method: str) -> Tensor:
     """The samples that scales are calibrated on."""
-    if method == "rtn":
+    if "gptq" not in method:
         checkpoint = open_to_run(source, via="transformers")
         return sample_tokens(checkpoint, load_tokenizer(source), *scale_tokens(checkpoint))
     options = QuantizeOptions(source, source / "unused", "int4-g32", via="transformers", **GPTQ)
@@ -116,12 +122,12 @@ def test_transformers_rounds_keys_and_values_as_the_gate_does(
     tokens = oracle.random_tokens(40, vocabulary=model.config.vocab_size)
     with torch.no_grad():
         expected = model(tokens).logits[0]
-    checkpoint = open_to_run(folder)
+    checkpoint = open_to_run(folder, via="transformers")
     rounded = _compute_logits(checkpoint, tokens)
     prompt = tokens[0].tolist()
     new = TransformersModel(checkpoint).generate(prompt, max_new_tokens=1, temperature=0)
     assert list(new) == [int(expected[-1].argmax())]
-    checkpoint = open_to_run(folder)
+    checkpoint = open_to_run(folder, via="transformers")
     checkpoint.kv_cache = None
     assert (rounded - expected).abs().max() < 1e-4
     assert (_compute_logits(checkpoint, tokens) - expected).abs().max() > 1e-3

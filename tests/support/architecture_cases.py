@@ -92,6 +92,14 @@ _QWEN3_MOE = {**_MOE, "moe_intermediate_size": 48, "head_dim": 16}
 _OLMOE = {**_MOE, "num_key_value_heads": 8}
 
 
+_LFM2_MOE = {
+    **_MOE,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 48,
+}
+
+
 _GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 
 
@@ -223,6 +231,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
             },
+        },
+    ),
+    "lfm2-attention": ("lfm2", {"block_multiple_of": 8}),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": ("lfm2_moe", _LFM2_MOE),
+    "lfm2-moe-scaled": (
+        "lfm2_moe",
+        {
+            **_LFM2_MOE,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
         },
     ),
     "mixtral": ("mixtral", _MIXTRAL),

@@ -54,6 +54,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-bias": ("lfm2", {"layer_types": ["conv"] * 3, "conv_bias": True}),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": (
         "qwen2_moe",

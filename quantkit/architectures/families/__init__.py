@@ -39,6 +39,8 @@ FAMILIES: LateTable[Family] = LateTable(
         "olmo2": f"{__name__}.llama:OLMO2",
         "olmo3": f"{__name__}.llama:OLMO3",
         "olmoe": f"{__name__}.llama:OLMOE",
+        "lfm2": f"{__name__}.lfm2:LFM2",
+        "lfm2_moe": f"{__name__}.lfm2:LFM2_MOE",
         "gpt_oss": f"{__name__}.mixtures:GPT_OSS",
         "deepseek_v3": f"{__name__}.mixtures:DEEPSEEK_V3",
         "qwen2": f"{__name__}.qwen:QWEN2",

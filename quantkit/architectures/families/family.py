@@ -157,6 +157,7 @@ def read_config(
     windows: Sequence[int | None] | None = None,
     rotary: Sequence[bool] | None = None,
     sparse: Sequence[bool] | None = None,
+    mixers: Sequence[str] | None = None,
     activations: tuple[str, ...] = ("silu", "swish"),
     activation_key: str = "hidden_act",
     kv_heads_required: bool = True,
@@ -176,6 +177,7 @@ def read_config(
         windows: of each layer; by default none has one.
         rotary: whether each layer has rotary positions; by default all do.
         sparse: whether each layer has experts; by default all if the model has any.
+        mixers: the mixer of each layer; by default all have attention.
         activations: the possible ones of the family's feed-forward.
         kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the
             number of heads.
@@ -208,9 +210,11 @@ def read_config(
         rotary = [True] * count
     if sparse is None:
         sparse = [features.get("experts") is not None] * count
+    if mixers is None:
+        mixers = ["attention"] * count
     layers = []
-    for window, is_rotary, is_sparse in zip(windows, rotary, sparse, strict=True):
-        layers.append(LayerConfig(window, is_rotary, is_sparse))
+    for window, is_rotary, is_sparse, mixer in zip(windows, rotary, sparse, mixers, strict=True):
+        layers.append(LayerConfig(window, is_rotary, is_sparse, mixer))
     # Null stands for the number of heads, but transformers replaces an absent key by the number of
     # KV heads of one published model.
     if "num_key_value_heads" not in settings.values and kv_heads_required:

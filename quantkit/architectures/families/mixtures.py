@@ -140,5 +140,6 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     (flag("attention_bias", "output_bias"), Keys(_read)),
+    names={"router.score_correction": BLOCK + "mlp.gate.e_score_correction_bias"},
     runs=False,
 )

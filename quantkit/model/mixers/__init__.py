@@ -8,7 +8,12 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.base.late import LateTable
 from quantkit.model.mixers.mixer import Mixer
 
-MIXERS: LateTable[type[Mixer]] = LateTable({"attention": f"{__name__}.attention:Attention"})
+MIXERS: LateTable[type[Mixer]] = LateTable(
+    {
+        "attention": f"{__name__}.attention:Attention",
+        "short_conv": f"{__name__}.short_conv:ShortConv",
+    }
+)
 """By `LayerConfig.mixer`."""
 
 

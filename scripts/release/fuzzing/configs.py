@@ -44,6 +44,13 @@ _GEMMA: dict[str, tuple[Any, ...]] = {
     "hidden_act": (_ABSENT,),
 }
 _GLM: dict[str, tuple[Any, ...]] = {"head_dim": (8, 16), "attention_bias": _FLAG}
+_CONVOLUTION: dict[str, tuple[Any, ...]] = {
+    "norm_eps": (_ABSENT, 1e-5, 1e-3),
+    "conv_L_cache": (_ABSENT, 1, 2, 3, 5),
+    "conv_bias": _FLAG,
+    "tie_embedding": (_ABSENT, _ABSENT, True, False),
+    "head_dim": (_ABSENT, 16),
+}
 FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**_BIASES, "head_dim": (_ABSENT, None, 16)},
     "mistral": {"sliding_window": _WINDOW, "head_dim": (_ABSENT, 16)},
@@ -98,6 +105,22 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window": (_ABSENT, 5),
         "attention_bias": _FLAG,
     },
+    "lfm2": {
+        **_CONVOLUTION,
+        "full_attn_idxs": (_ABSENT, None, [], [0], [1, 3]),
+        "block_ff_dim": (_ABSENT, _ABSENT, 20),
+        "block_auto_adjust_ff_dim": _FLAG,
+        "block_ffn_dim_multiplier": (_ABSENT, 1.3, 1),
+        "block_multiple_of": (8, 12),
+    },
+    "lfm2_moe": {
+        **_CONVOLUTION,
+        **_MIXTURE,
+        "moe_intermediate_size": (24,),
+        "use_expert_bias": _FLAG,
+        "routed_scaling_factor": (_ABSENT, 1.0, 2.5),
+        "num_dense_layers": (0, 1, _ABSENT),
+    },
 }
 """Keys of each family beyond the sizes, with the values that are drawn."""
 _LISTS_LAYERS = {
@@ -146,11 +169,32 @@ def draw(seed: int, number: int) -> Trial:
     if family in _LISTS_LAYERS and rng.random() < (0.85 if family in _NESTED else 0.5):
         kinds = rng.choice(((_FULL, _SLIDING), (_FULL, _SLIDING), (_FULL,), (_SLIDING,)))
         raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
+    # Files of the mixture always list their layers.
+    if family == "lfm2_moe" or (family == "lfm2" and rng.random() < 0.7):
+        raw["layer_types"] = [rng.choice((_FULL, "conv")) for _ in range(raw["num_hidden_layers"])]
     head_dim = raw.get("head_dim")
     if not isinstance(head_dim, int):
         head_dim = raw["hidden_size"] // heads
     raw |= _rotary(rng, family, head_dim, raw["max_position_embeddings"])
     return Trial(number, family, {key: value for key, value in raw.items() if value is not _ABSENT})
+
+
+def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
+    """The `number`-th config of a seed of one family, with rotary settings that both libraries
+    understand, and room for 12 tokens without a change of the rotary positions.
+    """
+    families = sorted(FEATURES)
+    raw = draw(seed, number * len(families) + families.index(family)).raw
+    for key in ("rope_parameters", "rope_scaling", "original_max_position_embeddings"):
+        raw.pop(key, None)
+    rng = random.Random(f"{seed} {number} {family}")
+    if rng.random() < 0.3:
+        raw["rope_parameters"] = {
+            "rope_type": "linear",
+            "factor": 2.0,
+            "rope_theta": raw.get("rope_theta", 1e4),
+        }
+    return raw
 
 
 def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dict[str, Any]:

@@ -91,6 +91,21 @@ _OUTPUT_NORMS = {
 }
 
 
+_LFM2 = {
+    "embedding_norm": "norm",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "feed_forward.expert_bias": "mlp.score_correction",
+    "feed_forward": "mlp",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
+
+
 def _renamed(name: str, kind: str) -> str:
     changes = {
         "mixtral": {
@@ -106,6 +121,9 @@ def _renamed(name: str, kind: str) -> str:
             "post_mlp_layernorm": "mlp_output_layernorm",
         },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "lfm2": _LFM2,
+        "lfm2_moe": _LFM2,
+        "deepseek_v3": {"mlp.gate.e_score_correction_bias": "mlp.score_correction"},
         "olmo2": _OUTPUT_NORMS,
         "olmo3": _OUTPUT_NORMS,
         "gemma3_text": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
