@@ -35,8 +35,8 @@ class LayerConfig:
         window: how many positions attention sees, its own included; None for all.
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
-        mixer: what moves information from token to token: ``attention``, or ``short_conv``, which
-            has no window and no rotary positions.
+        mixer: what moves information from token to token: ``attention``, or ``short_conv`` or
+            ``gated_delta``, which have no window and no rotary positions.
     """
 
     window: int | None = None
@@ -98,6 +98,36 @@ class ShortConvConfig:
         tokens.
         """
         return ((self.size - 1, hidden_size),)
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """A gated delta rule in place of attention (2412.06464, as in Qwen3-Next).
+
+    Attributes:
+        key_heads, value_heads: heads of queries and keys, and of values; several of the latter
+            share one of the former.
+        key_dim, value_dim: their sizes.
+        convolution: the tokens that the convolution of queries, keys and values sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution: int
+
+    @property
+    def num_channels(self) -> int:
+        """Compute the channels of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_shapes(self, hidden_size: int) -> tuple[tuple[int, ...], ...]:
+        """Compute the shapes of the states of a sequence: the convolution's inputs of the latest
+        tokens, and a matrix for each head.
+        """
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        return (self.convolution - 1, self.num_channels), matrices
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,10 @@ class ModelConfig:
         attention_scale: the factor of attention scores; None is 1 over the root of head_dim.
         attention_softcap, logit_softcap: soft caps of attention scores and logits, by tanh.
         sinks: whether each head has a learnt sink logit.
+        attention_gate: whether what a head mixes is multiplied by the sigmoid of a gate, whose
+            rows follow the head's queries in their linear.
+        leading_rotary: whether the rotated dimensions of a head come first; else both halves of a
+            head begin with theirs. It makes a difference for partial rotary positions only.
         embedding_multiplier, logit_multiplier: factors of embeddings and logits.
         residual_multiplier: the factor of each branch's output.
         window_rope: rotary positions of layers with a window, if they differ from those of the
@@ -236,6 +270,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
+    attention_gate: bool = False
+    leading_rotary: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -243,6 +279,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     short_conv: ShortConvConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
     tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
     unstored: tuple[str, ...] | None = None
     run_by: str | None = None
@@ -286,10 +323,11 @@ class ModelConfig:
         """Compute the shapes of the states that a layer keeps of each sequence; none for attention,
         which keeps keys and values of each token.
         """
-        if self.layers[layer].mixer == "short_conv":
-            assert self.short_conv is not None
-            return self.short_conv.state_shapes(self.hidden_size)
-        return ()
+        mixers = {"short_conv": self.short_conv, "gated_delta": self.gated_delta}
+        mixer = mixers.get(self.layers[layer].mixer)
+        if mixer is None:
+            return ()
+        return mixer.state_shapes(self.hidden_size)
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Choose the rotary positions of a layer by whether it has a window."""
@@ -408,7 +446,14 @@ class ModelConfig:
 _NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_tokens"})
 """Fields that say nothing of what the decoder computes."""
 
-_Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig | ShortConvConfig
+_Part = (
+    ModelConfig
+    | RopeConfig
+    | ExpertsConfig
+    | LatentAttentionConfig
+    | ShortConvConfig
+    | GatedDeltaConfig
+)
 
 
 def _list_differences(

@@ -498,6 +498,9 @@ def build_disk_tensors(
     orders = []
     for layer in range(config.num_layers):
         rotary_dim = config.rope_of(layer).rotary_dim
+        if config.leading_rotary:
+            # The decoder reads such heads as they are on disk.
+            rotary_dim = None
         orders.append(rotary_order(config.head_dim, rotary_dim, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):

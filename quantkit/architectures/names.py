@@ -38,6 +38,15 @@ _TABLE = """
     short_conv.in            conv.in_proj                       -                -
     short_conv.filter        conv.conv                          -                -
     short_conv.out           conv.out_proj                      -                -
+    gated_delta.qkv          linear_attn.in_proj_qkv            -                -
+    gated_delta.gate         linear_attn.in_proj_z              -                -
+    gated_delta.write        linear_attn.in_proj_b              -                -
+    gated_delta.decay        linear_attn.in_proj_a              -                -
+    gated_delta.filter       linear_attn.conv1d                 -                -
+    gated_delta.decay_bias   linear_attn.dt_bias                -                -
+    gated_delta.log_rate     linear_attn.A_log                  -                -
+    gated_delta.norm         linear_attn.norm                   -                -
+    gated_delta.out          linear_attn.out_proj               -                -
     mlp.norm                 post_attention_layernorm           ffn_norm         ffn_norm
     mlp.output_norm          mlp_output_layernorm               -                post_ffw_norm
     mlp.gate                 mlp.gate_proj                      feed_forward.w1  ffn_gate

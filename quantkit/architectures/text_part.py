@@ -55,6 +55,8 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
     "qwen2_5_omni_thinker": ("qwen2_5_omni_text", "if stated"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "if either states it"),
     "qwen2_vl": ("qwen2_vl_text", "if either states it"),
+    "qwen3_5": ("qwen3_5_text", "if stated"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "if stated"),
     "qwen3_omni_moe_thinker": ("qwen3_omni_moe_text", "if stated"),
     "qwen3_vl": ("qwen3_vl_text", "if stated"),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", "if stated"),
@@ -147,6 +149,17 @@ _TEXTS: dict[str, _Text] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": _Text("qwen3", (4096, 22016, 32, 32, 32, 151936, 32768, 1e-6, 128)),
+    "qwen3_5_moe_text": _Text(
+        "qwen3_5_moe_text",
+        (2048, None, 40, 16, 2, 248320, 32768, 1e-6, 256),
+        {
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "qwen3_5_text": _Text("qwen3_5_text", (4096, 12288, 32, 16, 4, 248320, 32768, 1e-6, 256)),
     "qwen3_omni_moe_text": _Text(
         "qwen3_moe",
         (2048, 18944, 28, 28, 4, 3584, 32768, 1e-6),

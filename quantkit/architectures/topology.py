@@ -19,6 +19,7 @@ from quantkit.architectures.names import BLOCK, CANONICAL
 SPLIT = frozenset(
     {
         "query",
+        "query_and_gate",
         "kv",
         "heads",
         "intermediate",
@@ -176,6 +177,7 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
         "query": config.num_heads * config.head_dim,
+        "query_and_gate": 2 * config.num_heads * config.head_dim,
         "kv": config.num_kv_heads * config.head_dim,
         "heads": config.num_heads,
         "head_dim": config.head_dim,
@@ -192,6 +194,15 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
             # Two gates and the convolution's inputs.
             "short_conv_in": 3 * config.hidden_size,
             "short_conv_size": config.short_conv.size,
+        }
+    if config.gated_delta is not None:
+        delta = config.gated_delta
+        counts |= {
+            "gated_delta_qkv": delta.num_channels,
+            "gated_delta_value": delta.value_heads * delta.value_dim,
+            "gated_delta_value_dim": delta.value_dim,
+            "gated_delta_heads": delta.value_heads,
+            "gated_delta_size": delta.convolution,
         }
     if config.latent_attention is not None:
         latent = config.latent_attention
@@ -272,11 +283,11 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
 
 
 def collect_default_floats(config: ModelConfig) -> frozenset[str]:
-    """Collect the linear modules that stay floats unless a recipe names them: output heads; in a
-    model of unknown architecture also linears of vision and audio parts, and `recurrent_linears`.
+    """Collect the linear modules that stay floats unless a recipe names them: output heads,
+    `recurrent_linears`, and in a model of unknown architecture linears of vision and audio parts.
     """
     if config.tensors is None:
-        return frozenset({CANONICAL[HEAD.role]})
+        return recurrent_linears(config) | {CANONICAL[HEAD.role]}
     modules = set()
     for tensor in config.tensors:
         if tensor.role in ("head", "tower", "recurrent"):
@@ -285,10 +296,15 @@ def collect_default_floats(config: ModelConfig) -> frozenset[str]:
 
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
-    """Collect the linear modules of a model of unknown architecture that write or read a state
-    carried from token to token: of linear attention, state spaces and short convolutions.
+    """Collect the linear modules that write or read a state carried from token to token: of linear
+    attention, in models of unknown architecture also of state spaces and short convolutions.
     """
     modules = set()
+    if config.gated_delta is not None:
+        for parameter in parameters(config):
+            is_delta = parameter.role.startswith("gated_delta.")
+            if is_delta and parameter.linear is not None and parameter.linear.quantizable:
+                modules.add(parameter.module)
     for tensor in config.tensors or ():
         if tensor.role == "recurrent":
             modules.add(tensor.module)
@@ -378,7 +394,8 @@ def group_fused_linears(config: ModelConfig, layer: int) -> dict[str, tuple[str,
 
 
 def _attention(config: ModelConfig) -> Iterator[Item]:
-    for part, size in (("q", "query"), ("k", "kv"), ("v", "kv")):
+    query = "query_and_gate" if config.attention_gate else "query"
+    for part, size in (("q", query), ("k", "kv"), ("v", "kv")):
         yield Linear(
             role=f"attention.{part}",
             dims=(size, "hidden"),
@@ -407,8 +424,24 @@ def _short_conv(config: ModelConfig) -> Iterator[Item]:
     yield Linear("short_conv.out", ("hidden", "hidden"), "short_conv.out", bias=bias)
 
 
+def _gated_delta(config: ModelConfig) -> Iterator[Item]:
+    site = "gated_delta.in"
+    yield Linear("gated_delta.qkv", ("gated_delta_qkv", "hidden"), site)
+    yield Linear("gated_delta.gate", ("gated_delta_value", "hidden"), site)
+    # Numbers for each head, which decide what a state keeps and what it takes up.
+    for part in ("write", "decay"):
+        role = f"gated_delta.{part}"
+        yield Linear(role, ("gated_delta_heads", "hidden"), site, quantizable=False)
+    yield Vector("gated_delta.filter", ("gated_delta_qkv", "one", "gated_delta_size"))
+    yield Vector("gated_delta.decay_bias", ("gated_delta_heads",), leaf="")
+    yield Vector("gated_delta.log_rate", ("gated_delta_heads",), leaf="")
+    yield Vector("gated_delta.norm", ("gated_delta_value_dim",))
+    yield Linear("gated_delta.out", ("hidden", "gated_delta_value"), "gated_delta.out")
+
+
 _MIXERS: dict[str, Callable[[ModelConfig], Iterator[Item]]] = {
     "attention": _attention,
+    "gated_delta": _gated_delta,
     "short_conv": _short_conv,
 }
 """The items of a layer's mixer, by `LayerConfig.mixer`."""

@@ -139,6 +139,7 @@ def split_model(
         kv_ranges.append((head * head_dim, (head + 1) * head_dim))
     ranges: dict[str, tuple[tuple[int, int], ...]] = {
         "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
+        "query_and_gate": ((2 * rank * heads * head_dim, 2 * (rank + 1) * heads * head_dim),),
         "kv": _merge_ranges(kv_ranges),
         "heads": ((rank * heads, (rank + 1) * heads),),
         "vocab": ((rank * rows, last),),

@@ -107,12 +107,11 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         bits = coded.bits
     else:
         bits = claim.bits
-    # The only mixer with a state that quantkit's decoder runs is a short convolution, which sees a
-    # few tokens, so that errors do not add up.
+    # A short convolution sees a few tokens, so that errors do not add up.
     if (
         bits is not None
         and bits < _STATE_BITS
-        and not view.has_known_tensors
+        and not (view.config is not None and view.config.short_conv)
         and view.hints.is_recurrent(module)
         and may_change_state(module)
     ):

@@ -23,7 +23,7 @@ class Angles:
     """The rotations of the queries and keys of some tokens.
 
     Attributes:
-        cosine, sine: float32 [..., T, head_dim].
+        cosine, sine: float32 [..., T, head_dim], or of the rotated dimensions if these come first.
         windowed: cosine and sine of layers with a window, if their rotary positions differ, or
             None.
         query_scale: a factor of queries, float32 [..., T], or None.
@@ -51,12 +51,11 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._rope = config.rope
-        size = config.head_dim, config.max_context
-        self.whole = Frequencies(config.rope, *size)
+        self.whole = _make_frequencies(config, config.rope)
         if config.window_rope is None:
             self.windowed = None
         else:
-            self.windowed = Frequencies(config.window_rope, *size)
+            self.windowed = _make_frequencies(config, config.window_rope)
 
     def forward(
         self,
@@ -84,6 +83,14 @@ class Rotary(nn.Module):
         # Llama 4's scaling of queries: it grows at each multiple of the original context.
         query_scale = 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
         return Angles(cosine, sine, windowed, query_scale)
+
+
+def _make_frequencies(config: ModelConfig, rope: RopeConfig) -> Frequencies:
+    head_dim = config.head_dim
+    # Then only the rotated dimensions have angles, see `rotate`.
+    if config.leading_rotary and rope.rotary_dim is not None:
+        head_dim = rope.rotary_dim
+    return Frequencies(rope, head_dim, config.max_context)
 
 
 class Frequencies(nn.Module):
@@ -173,9 +180,13 @@ def _cosine_and_sine(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate x [B, H, T, head_dim] by the angles of its positions, [T, head_dim] or [B, T,
-    head_dim], in float32.
+    """Rotate x [B, H, T, head_dim] by the angles of its positions, [T, R] or [B, T, R], in float32.
+    If R is less than head_dim, only the first R dimensions are rotated.
     """
+    rotated = cosine.shape[-1]
+    if rotated < x.shape[-1]:
+        turned = rotate(x[..., :rotated], cosine, sine)
+        return torch.cat((turned, x[..., rotated:]), dim=-1)
     if cosine.dim() == 3:
         # A dimension for heads.
         cosine = cosine.unsqueeze(1)

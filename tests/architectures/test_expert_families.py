@@ -29,7 +29,7 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
-FAMILIES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "lfm2-moe"]
+FAMILIES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "lfm2-moe", "qwen3-5-moe"]
 EXPERTS = [case for case in CASES if case.startswith(tuple(FAMILIES))]
 _EVEN = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 
@@ -76,7 +76,7 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
         name: one.dequantize() if isinstance(one, QuantTensor) else one
         for name, one in values.items()
     }
-    if result.config.architecture == "qwen2_moe":
+    if result.config.architecture in ("qwen2_moe", "qwen3_5_moe_text"):
         floats = {
             name.replace("shared_experts", "shared_expert"): one for name, one in floats.items()
         }

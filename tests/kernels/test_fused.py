@@ -31,7 +31,8 @@ pytestmark = pytest.mark.cpu_kernels
 
 
 # The kernels for blocks have one activation of gpt-oss, and attention as the only mixer.
-SERVED = [case for case in CASES if case != "gpt-oss-limits" and not case.startswith("lfm2")]
+_NOT_SERVED = ("gpt-oss-limits", "lfm2", "qwen3-5")
+SERVED = [case for case in CASES if not case.startswith(_NOT_SERVED)]
 
 
 @pytest.mark.sampled(3)

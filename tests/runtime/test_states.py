@@ -4,6 +4,7 @@ transformers, which runs each sequence alone and without a cache.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,24 @@ from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Scheduler
 
-FAMILIES = ("lfm2", "lfm2_moe")
+FAMILIES = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text")
+# Of each family.
 CONFIGS, SEED = 300, 60
 CHUNK = 16
 
 
-def _require_close(found: Tensor, expected: Tensor) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * scale)
+def _find_tolerance(theirs: Any, texts: Tensor, expected: Tensor) -> float:
+    """Return 1e-4 of the largest logit, or 4 times what weights that are off by a float32 rounding
+    change. 2 of 600 configs of Qwen3.5 need the latter: random weights make what a head reads so
+    small that the norm after it stretches its rounding.
+    """
+    changed = copy.deepcopy(theirs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter *= 1 + 1e-7 * torch.randn(parameter.shape, generator=generator).sign()
+    change = float((oracle.logits(changed, texts) - expected).abs().max())
+    return max(1e-4 * max(1.0, float(expected.abs().max())), 4 * change)
 
 
 def _step_at_random(engine: Engine, texts: Tensor, chance: random.Random) -> list[Tensor]:
@@ -77,25 +88,28 @@ def _step_at_random(engine: Engine, texts: Tensor, chance: random.Random) -> lis
     return [torch.stack(logits[number]) for number in range(len(texts))]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("number", range(CONFIGS))
-def test_random_configs_give_the_logits_of_transformers(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_configs_give_the_logits_of_transformers(
+    family: str, number: int, tmp_path: Path
+) -> None:
     """In one pass, and over the cache in chunks at random places, in ragged batches which
     sequences join and leave; and greedy tokens.
     """
-    # One family after the other, so that the evenly spaced cases of a short run have each.
-    raw = draw_runnable(SEED, number, FAMILIES[number * len(FAMILIES) // CONFIGS])
+    raw = draw_runnable(SEED, number, family)
     theirs = build_model(raw, tmp_path)
     # transformers has no cache for a model without any attention.
     theirs.config.use_cache = False
     model = load_model(tmp_path, dtype=torch.float32, device="cpu")
     texts = oracle.random_tokens(11, batch=4)
     expected = oracle.logits(theirs, texts)
+    tolerance = _find_tolerance(theirs, texts, expected)
     with torch.inference_mode():
-        _require_close(model(texts), expected)
+        torch.testing.assert_close(model(texts), expected, rtol=0, atol=tolerance)
     engine = Engine(model, 12, slots=2)
     for text, found in enumerate(_step_at_random(engine, texts, random.Random(number))):
-        _require_close(found, expected[text])
+        torch.testing.assert_close(found, expected[text], rtol=0, atol=tolerance)
     model.config = replace(model.config, eos_token_ids=())
     tokens = list(quantkit.generate(model, texts[0, :7].tolist(), max_new_tokens=4))
     assert tokens == oracle.greedy(theirs, texts[:1, :7], 4)

@@ -100,6 +100,16 @@ _LFM2_MOE = {
 }
 
 
+_QWEN3_5 = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
 _GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 
 
@@ -252,6 +262,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": False,
             "use_expert_bias": False,
+        },
+    ),
+    "qwen3-5": ("qwen3_5_text", _QWEN3_5),
+    "qwen3-5-features": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 2,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_5,
+            **_MOE,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
         },
     ),
     "mixtral": ("mixtral", _MIXTRAL),

@@ -82,6 +82,12 @@ def number(
     return Keys(read, write)
 
 
+PARTIAL_ROTARY = Keys(
+    write=lambda config: {
+        "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
+    }
+)
+"""The rotated part of a head, written also if it is all of it."""
 ATTENTION_BIAS = flag("attention_bias", "qkv_bias", "output_bias")
 MLP_BIAS = flag("mlp_bias", "mlp_bias")
 

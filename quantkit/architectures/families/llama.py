@@ -306,12 +306,6 @@ PHI3 = Family(
 
 # GLM-4 of 2024 (2406.12793): biases of queries, keys and values; half of each head is rotated, in
 # adjacent pairs. GLM-4 of 2025 (0414) also has norms after attention and feed-forward.
-# Written also if all of a head is rotated.
-_PARTIAL = Keys(
-    write=lambda config: {
-        "partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim
-    }
-)
 _GLM_GGUF = GgufArchitecture(
     "chatglm",
     interleaved_rotary=True,
@@ -323,7 +317,7 @@ _GLM_GGUF = GgufArchitecture(
 GLM = Family(
     "glm",
     "GlmForCausalLM",
-    (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
+    (keys.flag("attention_bias", "qkv_bias", default=True), keys.PARTIAL_ROTARY),
     # Of transformers, if the keys are absent.
     options={"head_dim": 128, "partial_rotary": 0.5},
     fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]},

@@ -203,13 +203,13 @@ def _note_how_it_runs(
                 f" has no effect: {why}",
             )
         )
+    recurrent = describe_kept_recurrent(source.config, scheme_map.schemes)
+    if recurrent:
+        notes.append(
+            f"{source.path}: {recurrent}; a recipe that names them explicitly can"
+            " quantize them to int8"
+        )
     if not source.config.runnable:
-        recurrent = describe_kept_recurrent(source.config, scheme_map.schemes)
-        if recurrent:
-            notes.append(
-                f"{source.path}: {recurrent}; a recipe that names them explicitly can"
-                " quantize them to int8"
-            )
         parts = describe_kept_parts(source.config, source.extra_config, scheme_map.schemes)
         if parts:
             notes.append(f"{source.path}: not quantized: {'; '.join(parts)}")

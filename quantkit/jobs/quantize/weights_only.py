@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import HEADS, ROUTERS, is_extra_layer, is_table
+from quantkit.architectures.topology import Parameter, parameters, recurrent_linears
 from quantkit.base.progress import Progress
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.formats.checkpoint import Checkpoint, count_text
@@ -16,6 +17,8 @@ from quantkit.quality.bounds import ROUNDING_BOUNDS
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
+
+_Tensor = TypeVar("_Tensor", OpaqueTensor, OpaqueTensor | Parameter)
 
 _PARTS = {"tower": "linears of parts for pictures or sound", "head": "output heads"}
 # A name with "expert" or "experts" in one of its parts.
@@ -70,13 +73,15 @@ def describe_kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> 
     """Describe which linears that carry a state are not among the `quantized` modules, and why, in
     a sentence for people; None if all are quantized.
     """
+    modules = recurrent_linears(config) - set(quantized)
+    tensors: Sequence[OpaqueTensor | Parameter] = config.tensors or parameters(config)
     kept = []
-    for tensor in config.tensors or ():
-        if tensor.role == "recurrent" and tensor.module not in quantized:
+    for tensor in tensors:
+        if tensor.module in modules and tensor.name.endswith(".weight"):
             kept.append(tensor)
     if not kept:
         return None
-    share = _parameters(kept) / _parameters(config.tensors or ())
+    share = _parameters(kept) / _parameters(tensors)
     several = len(kept) > 1
     return (
         f"{len(kept)} linear{'s' * several} of linear attention, state spaces or short convolutions"
@@ -86,9 +91,9 @@ def describe_kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> 
     )
 
 
-def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
+def _by_shared_name(tensors: Iterable[_Tensor]) -> dict[str, list[_Tensor]]:
     """Group tensors by their names; those of all layers and experts are one group."""
-    groups: dict[str, list[OpaqueTensor]] = {}
+    groups: dict[str, list[_Tensor]] = {}
     for tensor in tensors:
         # Numbers between dots count layers and experts.
         shared_name = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
@@ -96,7 +101,7 @@ def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTen
     return groups
 
 
-def _list_names(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
+def _list_names(groups: Mapping[str, Iterable[OpaqueTensor | Parameter]], limit: int) -> str:
     """List the names of groups, the largest group first."""
     names = sorted(groups, key=lambda name: -_parameters(groups[name]))
     text = ", ".join(names[:limit])
@@ -105,7 +110,7 @@ def _list_names(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str
     return text
 
 
-def _parameters(tensors: Iterable[OpaqueTensor]) -> int:
+def _parameters(tensors: Iterable[OpaqueTensor | Parameter]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors)
 
 

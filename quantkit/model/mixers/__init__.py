@@ -11,6 +11,7 @@ from quantkit.model.mixers.mixer import Mixer
 MIXERS: LateTable[type[Mixer]] = LateTable(
     {
         "attention": f"{__name__}.attention:Attention",
+        "gated_delta": f"{__name__}.gated_delta:GatedDelta",
         "short_conv": f"{__name__}.short_conv:ShortConv",
     }
 )

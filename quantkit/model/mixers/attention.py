@@ -24,14 +24,16 @@ class Attention(Mixer):
         super().__init__(config, layer)
         self.head_dim = config.head_dim
         query = config.num_heads * config.head_dim
+        self.has_gate = config.attention_gate
+        projected = 2 * query if self.has_gate else query
         kv = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.q_proj = nn.Linear(config.hidden_size, projected, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
         # Replaces the three above if loading fuses them: one product of many rows is faster than
         # several of few rows.
         self.qkv_proj: nn.Module | None = None
-        self.widths = [query, kv, kv]
+        self.widths = [projected, kv, kv]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
@@ -63,6 +65,13 @@ class Attention(Mixer):
             parts: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         else:
             parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
+        gate: Tensor | None = None
+        if self.has_gate:
+            # Each head's gate follows its queries.
+            heads = parts[0].view(*parts[0].shape[:-1], -1, 2 * self.head_dim)
+            head_queries, head_gates = heads.chunk(2, dim=-1)
+            gate = head_gates.flatten(-2)
+            parts = head_queries.flatten(-2), *parts[1:]
         # Norms over the width (OLMo 2) precede the split into heads, norms per head (Qwen 3)
         # follow it.
         if not self.norms_heads:
@@ -87,7 +96,10 @@ class Attention(Mixer):
             queries = queries * scale.to(queries.dtype)
         if self.as_cached is not None:
             keys, values = self.as_cached(keys, values)
-        return step.attend(self.layer, queries, keys, values, self.scores)
+        mixed = step.attend(self.layer, queries, keys, values, self.scores)
+        if gate is None:
+            return mixed
+        return mixed * torch.sigmoid(gate)
 
     def output(self, mixed: Tensor) -> Tensor:
         """Project mixed values to the branch's output, [B, T, D]."""

@@ -5,10 +5,10 @@ B batch, T new positions, D hidden size, K tokens that the convolution sees.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.model.mixers.convolution import convolve
 from quantkit.model.mixers.mixer import Mixer, States, Step
 
 
@@ -26,7 +26,7 @@ class ShortConv(Mixer):
         size = config.hidden_size
         bias = config.short_conv.bias
         self.in_proj = nn.Linear(size, 3 * size, bias=bias)
-        # Contains the weight [D, 1, K] and its bias; `_convolve` multiplies by them.
+        # Contains the weight [D, 1, K] and its bias; `convolve` multiplies by them.
         self.conv = nn.Conv1d(size, size, config.short_conv.size, groups=size, bias=bias)
         self.out_proj = nn.Linear(size, size, bias=bias)
 
@@ -47,19 +47,6 @@ class ShortConv(Mixer):
     def _convolve(self, inputs: tuple[Tensor, ...], states: States | None) -> tuple[Tensor, States]:
         """Convolve [B, T, D]: a `Recurrence`."""
         (x,) = inputs
-        batch, count, channels = x.shape
-        weight = self.conv.weight.float().squeeze(1)
-        num_earlier = weight.shape[1] - 1
-        if states is None:
-            earlier = torch.zeros(batch, num_earlier, channels, device=x.device)
-        else:
-            (earlier,) = states
-        tokens = torch.cat((earlier, x.float()), dim=1)
-        # Summed token by token, in float32: a torch convolution would add up in an order that
-        # depends on the number of tokens, so that chunks of a prompt would give other bits.
-        out = tokens[:, :count] * weight[:, 0]
-        for place in range(1, num_earlier + 1):
-            out = out + tokens[:, place : place + count] * weight[:, place]
-        if self.conv.bias is not None:
-            out = out + self.conv.bias.float()
-        return out.to(x.dtype), (tokens[:, count:],)
+        earlier = None if states is None else states[0]
+        out, latest = convolve(x, self.conv, earlier)
+        return out.to(x.dtype), (latest,)

@@ -13,6 +13,14 @@ VOCABULARY = 96
 _ABSENT = object()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _NESTED = ("gemma3_text", "olmo3")  # whose rotary settings differ by kind of layer
+_PARTIAL = (
+    "glm",
+    "glm4",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # which may rotate a part of a head
+_DEFAULT_PART = {"glm": 0.5, "glm4": 0.5, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 _TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _FLAG = (_ABSENT, True, False)
 _WINDOW = (_ABSENT, None, 5, 9)
@@ -50,6 +58,16 @@ _CONVOLUTION: dict[str, tuple[Any, ...]] = {
     "conv_bias": _FLAG,
     "tie_embedding": (_ABSENT, _ABSENT, True, False),
     "head_dim": (_ABSENT, 16),
+}
+_DELTA: dict[str, tuple[Any, ...]] = {
+    "head_dim": (8, 16),
+    "attention_bias": _FLAG,
+    "full_attention_interval": (_ABSENT, 1, 2, 3),
+    "linear_num_key_heads": (1, 2),
+    "linear_num_value_heads": (2, 4),
+    "linear_key_head_dim": (8, 12),
+    "linear_value_head_dim": (8, 16),
+    "linear_conv_kernel_dim": (_ABSENT, 1, 2, 4),
 }
 FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**_BIASES, "head_dim": (_ABSENT, None, 16)},
@@ -104,6 +122,14 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "head_dim": (8, 16),
         "sliding_window": (_ABSENT, 5),
         "attention_bias": _FLAG,
+    },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {
+        **_DELTA,
+        "num_experts": (4, 6),
+        "num_experts_per_tok": (1, 2),
+        "moe_intermediate_size": (24,),
+        "shared_expert_intermediate_size": (40,),
     },
     "lfm2": {
         **_CONVOLUTION,
@@ -172,6 +198,9 @@ def draw(seed: int, number: int) -> Trial:
     # Files of the mixture always list their layers.
     if family == "lfm2_moe" or (family == "lfm2" and rng.random() < 0.7):
         raw["layer_types"] = [rng.choice((_FULL, "conv")) for _ in range(raw["num_hidden_layers"])]
+    if family.startswith("qwen3_5") and rng.random() < 0.6:
+        kinds = (_FULL, "linear_attention")
+        raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
     head_dim = raw.get("head_dim")
     if not isinstance(head_dim, int):
         head_dim = raw["hidden_size"] // heads
@@ -199,11 +228,8 @@ def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
 
 def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dict[str, Any]:
     """All keys that say something of rotary positions."""
-    partial = rng.choice((_ABSENT, 0.5, 1.0)) if family in ("glm", "glm4", "phi3") else _ABSENT
-    dim = int(
-        head_dim
-        * (partial if isinstance(partial, float) else 0.5 if family.startswith("glm") else 1)
-    )
+    partial = rng.choice((_ABSENT, 0.5, 1.0)) if family in _PARTIAL else _ABSENT
+    dim = int(head_dim * (partial if isinstance(partial, float) else _DEFAULT_PART.get(family, 1)))
 
     def scaling() -> dict[str, Any]:
         return _scaling(rng, family, dim // 2, context)
