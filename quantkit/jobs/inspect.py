@@ -70,7 +70,7 @@ class Inspection:
             does.
         cache_bytes_per_token: of keys and values in the model's type, in one sequence; 0 where
             there is no decoder.
-        state_bytes_per_sequence: of layers that keep states in place of keys and values; 0 likewise.
+        state_bytes_per_sequence: of layers that keep states in place of keys and values.
         tensors: number of tensors by float type or scheme; where codes run as floats, with the type
             of these, such as ``NF4 as bfloat16``.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
