@@ -139,8 +139,10 @@ def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
             return compute_rotations(positions, frequencies, scale, head_dim)
         return kernels.rotations(positions, frequencies, scale, head_dim)
 
-    # Kernels know no offset, so the weight includes it.
-    weight = norm.weight.detach().float() + norm.offset
+    # Kernels know no offset, so the weight includes it. A float32 weight without one is shared.
+    weight = norm.weight.detach().float()
+    if norm.offset:
+        weight = weight + norm.offset
     return replace(
         model.ops,
         rotations=compute_angles,

@@ -259,5 +259,6 @@ def test_the_cache_holds_the_own_kv_heads_only(tmp_path: Path) -> None:
     folder = oracle.save(oracle.make("llama", num_key_value_heads=4), tmp_path / "model")
     for size, heads in ((2, 2), (4, 1), (8, 1)):
         config = _shards(folder, size)[-1].config
-        assert KVCache(config, 1, 5, torch.float32, "cpu").keys[0].rows.shape == (1, heads, 5, 8)
+        cache = KVCache(config, 1, 5, torch.float32, "cpu")
+        assert cache.rows(0).keys.rows.shape == (1, heads, 5, 8)
         assert config.vocab_size == oracle.VOCABULARY
