@@ -446,7 +446,8 @@ def test_what_is_wrong_with_a_line_is_reported_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "quantkit.jobs.inference.load.load", lambda *_, **__: pytest.fail("the model was loaded")
+        "quantkit.jobs.inference.load.load_opened",
+        lambda *_, **__: pytest.fail("the model was loaded"),
     )
     (tmp_path / "in").write_bytes(content)
     code, out, err = run(
