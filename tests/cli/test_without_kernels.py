@@ -65,9 +65,11 @@ def test_a_quantized_model_is_refused_unless_slowness_is_allowed(
         assert exit_code == code, err
         if code:
             # A float model runs without kernels, with a warning.
-            *warnings, error = err.splitlines()
+            *notes, error = err.splitlines()
             assert out == ""
-            assert all(line.startswith("quantkit: warning: ") for line in warnings)
+            assert all(
+                line.startswith(("quantkit: warning: ", "quantkit: note: ")) for line in notes
+            )
             assert error.startswith(f"quantkit: error: {int8}: ")
             for backend in ("cpu-exact", "cpu-fast", "triton"):
                 assert backend in err

@@ -37,6 +37,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.load import fill_parameters, meta_init
 from quantkit.model.mixers.mixer import Step
+from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -144,6 +145,14 @@ STEPS: list[tuple[list[int], list[int]]] = [([2, 0], [0, 3]), ([1, 2, 0], [7, 8,
 COUNTS = 3, 1, 16
 
 
+def _list_rows(cache: KVCache) -> list[CachedRows]:
+    """The keys and values of all layers."""
+    rows: list[CachedRows] = []
+    for layer in range(len(cache.layers)):
+        rows += (cache.rows(layer).keys, cache.rows(layer).values)
+    return rows
+
+
 def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each step the hidden states, what the blocks give for them, and what the modules give."""
     blocks, config, given = _blocks(model), model.config, []
@@ -167,9 +176,7 @@ def _both(model: Decoder, cached: torch.dtype) -> list[tuple[Tensor, Tensor, Ten
             given.append(
                 (x, blocks(x.clone(), positions, angles, own, places, is_prefill=False), expected)
             )
-    for found, right in zip(
-        (*own.keys, *own.values), (*modules.keys, *modules.values), strict=True
-    ):
+    for found, right in zip(_list_rows(own), _list_rows(modules), strict=True):
         stored, wanted = found.floats(torch.float32), right.floats(torch.float32)
         assert (stored - wanted).abs().max() < (
             0.06 if model.dtype == torch.bfloat16 else 0.02

@@ -21,7 +21,7 @@ from quantkit.formats.detect import open_checkpoint
 
 # A chunk of codes as they are stored and as they are read, and what kernels keep for the shapes
 # that they multiply.
-_SPARE_BYTES = 20_000_000
+_SPARE_BYTES = 25_000_000
 
 _MEASURE = """
 import json, sys, torch

@@ -435,7 +435,9 @@ def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_rep
     assert "load: " in shown[:begins]
     assert "load: " not in shown[begins:]
     text, _, last = "\n".join(screen(shown)).rstrip("\n").rpartition("\n")
-    assert text == PROMPT + answer
+    memory, _, continued = text.partition(PROMPT)
+    assert memory.startswith("memory to run: ")
+    assert continued == answer
     assert last.startswith("12 tokens, ")
     assert last.endswith(" s")
     assert " tokens/s, first token after " in last

