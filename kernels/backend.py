@@ -6,6 +6,7 @@ B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -310,9 +311,8 @@ class Backend:
         layout depends on the machine.
         """
         assert spec.scheme is not None
-        rows, columns = spec.shape
         # A byte for each code.
-        return rows * columns + count_scale_bytes(spec)
+        return math.prod(spec.shape) + count_scale_bytes(spec)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         """Convert a weight to the layout of `linear`, once, at load; it is never saved."""
@@ -374,13 +374,13 @@ def count_scale_bytes(spec: TensorSpec) -> int:
     minima.
     """
     assert spec.scheme is not None
-    rows, columns = spec.shape
+    num_groups = spec.shape[0] * spec.scheme.groups(spec.shape[1])
     group_bytes = spec.dtype.itemsize
     if spec.scheme.has_minima:
         group_bytes += spec.dtype.itemsize
     elif not spec.scheme.symmetric:
         group_bytes += 1
-    return rows * spec.scheme.groups(columns) * group_bytes
+    return num_groups * group_bytes
 
 
 def _to_weight(prepared: Prepared, scheme: QuantScheme) -> QuantTensor:

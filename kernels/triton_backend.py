@@ -103,10 +103,10 @@ class TritonBackend(Backend):
 
     def count_bytes(self, spec: TensorSpec) -> int:
         assert spec.scheme is not None
-        rows, columns = spec.shape
         # Words are padded to whole units of columns.
-        padded_columns = -(-columns // UNIT) * UNIT
-        return rows * padded_columns * spec.scheme.bits // 8 + count_scale_bytes(spec)
+        padded_columns = -(-spec.shape[1] // UNIT) * UNIT
+        code_bytes = spec.shape[0] * padded_columns * spec.scheme.bits // 8
+        return code_bytes + count_scale_bytes(spec)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)

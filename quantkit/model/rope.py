@@ -157,9 +157,9 @@ def compute_rotations(
     """
     # [..., T, P]. Positions as float32 are exact up to 2**24.
     angles = positions.float().unsqueeze(-1) * frequencies
-    cosine, sine = _cosine_and_sine(angles)
-    cosine = cosine * scale
-    sine = sine * scale
+    turns = _cosine_and_sine(angles)
+    cosine = turns[0] * scale
+    sine = turns[1] * scale
     # Pairs that are not rotated, with partial rotary embedding.
     num_still = head_dim // 2 - frequencies.shape[-1]
     if num_still:

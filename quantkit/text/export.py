@@ -74,7 +74,7 @@ def tokenizer_metadata(
     vocabulary = _fill_vocabulary(folder_vocabulary.vocabulary, rows, folder)
     ids = _special_ids(folder, tokenizer, folder_vocabulary)
     around = ids_around_text(tokenizer)
-    adds = _find_added_ends(around, ids)
+    adds = _find_added_ends(around, ids, folder)
     ends = list(dict.fromkeys([*list_end_tokens(folder), *tokenizer.eos_ids]))
     names_eos = "eos_token" in ids
     if ends and not names_eos:
@@ -269,17 +269,32 @@ def _special_ids(
     return ids
 
 
-def _find_added_ends(around: tuple[list[int], list[int]], ids: dict[str, int]) -> tuple[bool, bool]:
+def _find_added_ends(
+    around: tuple[list[int], list[int]], ids: dict[str, int], folder: Path
+) -> tuple[bool, bool]:
     """Find out whether BOS is added before text, and EOS after it: all that GGUF can state.
 
     The tokenizer's BOS replaces that of files in `ids`. `around` are the tokens before and after a
-    text.
+    text. Several before it may be left out if none is a BOS, as in GLM-4: chat templates have them
+    too.
+
+    Raises:
+        UnsupportedError: for other tokens, without which a model sees texts that it does not know.
     """
     before, after = around
-    adds_bos = len(before) == 1
+    has_several = len(before) > 1
+    loses_bos = has_several and ids.get("bos_token") in before
+    if loses_bos or after not in ([], [ids.get("eos_token")]):
+        raise UnsupportedError(
+            "llama.cpp adds only BOS and EOS tokens to text",
+            path=folder,
+            found=f"{before} and {after}",
+            hint="write another format",
+        )
+    adds_bos = bool(before) and not has_several
     if adds_bos:
         ids["bos_token"] = before[0]
-    return adds_bos, bool(after) and after == [ids.get("eos_token")]
+    return adds_bos, bool(after)
 
 
 def _describe_unadded_tokens(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 from case_names import case
 from error_parts import raises
@@ -571,6 +572,39 @@ def test_tokens_around_text_that_llama_cpp_does_not_add_are_a_note(
     read = load_tokenizer(_folder(metadata, tmp_path / "read"))
     assert read.encode("one text") == original.encode("one text")
     assert len(read.encode("one text")) == 2 + len(read.encode("one text", bos=False))
+
+
+@pytest.mark.parametrize("side", ["before, with a BOS", "after"])
+def test_other_tokens_that_llama_cpp_does_not_add_are_refused(
+    side: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    def add(raw: dict[str, Any]) -> None:
+        first, second, *_ = raw["added_tokens"]
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        pieces: list[Any] = [
+            {"SpecialToken": {"id": token["content"], "type_id": 0}} for token in (first, second)
+        ]
+        named = {
+            token["content"]: {
+                "id": token["content"],
+                "ids": [token["id"]],
+                "tokens": [token["content"]],
+            }
+            for token in (first, second)
+        }
+        raw["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [text, *pieces] if side == "after" else [*pieces, text],
+            "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": named,
+        }
+
+    folder = _edited(folders["qwen2"], tmp_path / "model", add)
+    if side != "after":
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        oracle.edit_json(folder / "tokenizer_config.json", bos_token=added[0]["content"])
+    with raises(UnsupportedError, path=folder):
+        tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])

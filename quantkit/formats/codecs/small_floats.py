@@ -205,7 +205,7 @@ def decode_exponents(exponents: torch.Tensor) -> torch.Tensor:
 def encode_exponents(powers: torch.Tensor) -> torch.Tensor:
     """Undo `decode_exponents`, of powers in any float type."""
     # `frexp` has mantissas in [0.5, 1), so 2 ** k has the exponent k + 1; of infinity it has none.
-    _, exponents = torch.frexp(powers.float())
+    exponents = torch.frexp(powers.float()).exponent
     biased = exponents - 1 + EXPONENT_BIAS
     return torch.where(powers.isinf(), _NO_NUMBER, biased).to(torch.uint8)
 

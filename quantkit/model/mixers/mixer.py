@@ -33,8 +33,7 @@ Scan = Callable[[int, Recurrence, tuple[Tensor, ...]], Tensor]
 
 def scan_from_start(layer: int, recurrence: Recurrence, inputs: tuple[Tensor, ...]) -> Tensor:
     """Run a recurrence over whole sequences, and drop the states after them: a `Scan`."""
-    outputs, _ = recurrence(inputs, None)
-    return outputs
+    return recurrence(inputs, None)[0]
 
 
 def make_cached_scan(
