@@ -93,28 +93,81 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
-class BlockWeights:
-    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their
-    offset.
+class AttentionWeights:
+    """The weights of attention.
 
     Attributes:
-        input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after
-            them.
-        qkv, gate_up: linears that share an input, as one if they are fused; otherwise each by
-            itself, in this order.
+        qkv: linears of queries, keys and values, as one if they are fused.
         q_norm, k_norm: of queries and keys, of each head [Dh] or the whole width.
         sinks: float32 [H].
-        gate_up, down: of the feed-forward, or of the shared experts; without either, `gate_up` is
-            empty.
+        out: the last linear.
     """
 
-    input_norm: Tensor | None
     qkv: tuple[PreparedLinear, ...]
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None
     out: PreparedLinear
-    attention_output_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """The weights of a short convolution between two gates (LFM2).
+
+    Attributes:
+        inputs: the linear of both gates and the convolution's inputs, [3 * D, D].
+        convolution: float32 [K, D], the weight of the latest token last.
+        bias: of the convolution, float32 [D], or None.
+        out: the last linear.
+    """
+
+    inputs: PreparedLinear
+    convolution: Tensor
+    bias: Tensor | None
+    out: PreparedLinear
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """The weights of a gated delta rule; all tensors are float32.
+
+    Attributes:
+        inputs: linears of the convolution's inputs, of the gates, and of the heads' shares and
+            rates, in this order.
+        convolution: [K, C], the weight of the latest token last.
+        rate_bias: [H], added to rates.
+        decay: [H], the logarithm of decay for a rate whose softplus is 1; negative.
+        norm: [Dv], of what is read of each head.
+        out: the last linear.
+        key_heads, value_heads: the numbers of heads.
+    """
+
+    inputs: tuple[PreparedLinear, ...]
+    convolution: Tensor
+    rate_bias: Tensor
+    decay: Tensor
+    norm: Tensor
+    out: PreparedLinear
+    key_heads: int
+    value_heads: int
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their
+    offset.
+
+    Attributes:
+        input_norm, mlp_norm: before the mixer and the feed-forward; the others with "output" after
+            them.
+        gate_up, down: of the feed-forward, or of the shared experts; without either, `gate_up` is
+            empty. Linears that share an input are one if they are fused; otherwise each is by
+            itself, in this order.
+    """
+
+    input_norm: Tensor | None
+    mixer: AttentionWeights | ShortConvWeights | GatedDeltaWeights
+    mixer_output_norm: Tensor | None
     mlp_norm: Tensor | None
     gate_up: tuple[PreparedLinear, ...]
     down: PreparedLinear | None
@@ -134,6 +187,7 @@ class BlockSettings:
     attention_scale: float | None
     attention_softcap: float | None
     clip_qkv: float | None
+    attention_gate: bool
     activation: str
     activation_limit: float | None
     activation_alpha: float
@@ -150,8 +204,10 @@ class BlockStep:
         slots: of the sequences in the cache, [B]; None is 0, 1, 2, ...
         query_scale: factors of queries, float32 [T] or [B, T], or None.
         is_prefill: the tokens see nothing in the cache yet.
-        angles: of each layer cosine and sine, float32 [T, Dh] or [B, T, Dh].
-        cached: of each layer keys and values [slots, K, S, Dh], or None without a cache.
+        angles: of each layer cosine and sine, float32 [T, R] or [B, T, R], for the first R
+            dimensions of a head.
+        cached: of each layer keys and values [slots, K, S, Dh], or its states, float32 [slots, ...]
+            each; None without a cache.
     """
 
     positions: Tensor
@@ -159,7 +215,7 @@ class BlockStep:
     query_scale: Tensor | None
     is_prefill: bool
     angles: Sequence[tuple[Tensor, Tensor]]
-    cached: Sequence[tuple[CachedRows, CachedRows]] | None
+    cached: Sequence[tuple[CachedRows, CachedRows] | tuple[Tensor, ...]] | None
 
 
 RunBlocks = Callable[[Tensor, BlockStep], Tensor]

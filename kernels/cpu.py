@@ -55,6 +55,11 @@ BLOCK_FEATURES = frozenset(
         "attention_scale",
         "attention_softcap",
         "sinks",
+        "attention_gate",
+        "leading_rotary",
+        "mixer",
+        "short_conv",
+        "gated_delta",
         "norms",
         "residual_multiplier",
         "activation",
@@ -239,13 +244,6 @@ def prepare_blocks(
             else:
                 # The kernels always rotate: by an angle of zero, nothing changes.
                 angles += (torch.ones_like(cosine), torch.zeros_like(sine))
-        cached: list[Tensor] = []
-        if step.cached is not None:
-            for keys, values in step.cached:
-                # Codes and their scales; floats have no scales.
-                for tensor in (*keys, *values):
-                    if tensor is not None:
-                        cached.append(tensor)
         operators.run_blocks(
             x,
             blocks.number,
@@ -253,7 +251,7 @@ def prepare_blocks(
             step.query_scale,
             step.positions,
             step.slots,
-            cached,
+            [] if step.cached is None else _list_cached(step.cached),
             step.is_prefill,
         )
         return x
@@ -261,19 +259,74 @@ def prepare_blocks(
     return run
 
 
+def _list_cached(
+    cached: Sequence[tuple[CachedRows, CachedRows] | tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """List the cached tensors of all layers, the same number of each: keys and values, with their
+    scales if they are codes, or states in their place.
+    """
+    layers: list[list[Tensor]] = []
+    for layer in cached:
+        tensors: list[Tensor] = []
+        for part in layer:
+            if isinstance(part, CachedRows):
+                tensors += part.tensors()
+            else:
+                tensors.append(part)
+        layers.append(tensors)
+    count = max(2, *(len(tensors) for tensors in layers))
+    listed: list[Tensor] = []
+    for tensors in layers:
+        if len(tensors) < count:
+            # The kernels read the first state in the place of keys, the last in that of values.
+            tensors = [tensors[0]] * (count // 2) + [tensors[-1]] * (count // 2)
+        listed += tensors
+    return listed
+
+
+def _list_mixer(
+    mixer: backend.AttentionWeights | backend.ShortConvWeights | backend.GatedDeltaWeights,
+) -> tuple[str, list[Tensor | None]]:
+    """Return a mixer's name, and its tensors without the norms around it, as the kernels take
+    them.
+    """
+    if isinstance(mixer, backend.ShortConvWeights):
+        tensors = [
+            *_extract_weight(mixer.inputs),
+            mixer.convolution,
+            mixer.bias,
+            *_extract_weight(mixer.out),
+        ]
+        return "short_conv", tensors
+    if isinstance(mixer, backend.GatedDeltaWeights):
+        tensors = [
+            *_list_parts(mixer.inputs, 4),
+            mixer.convolution,
+            mixer.rate_bias,
+            mixer.decay,
+            mixer.norm,
+            *_extract_weight(mixer.out),
+        ]
+        return "gated_delta", tensors
+    tensors = [
+        *_list_parts(mixer.qkv, 3),
+        mixer.q_norm,
+        mixer.k_norm,
+        mixer.sinks,
+        *_extract_weight(mixer.out),
+    ]
+    return "attention", tensors
+
+
 def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) -> BlockOperands:
-    """Order a block's weights of attention and of the feed-forward, and its settings, as the
+    """Order a block's weights of the mixer and of the feed-forward, and its settings, as the
     kernels take them.
     """
-    attention = [
-        weights.input_norm,
-        *_list_parts(weights.qkv, 3),
-        weights.q_norm,
-        weights.k_norm,
-        weights.sinks,
-        *_extract_weight(weights.out),
-        weights.attention_output_norm,
-    ]
+    mixer = weights.mixer
+    name, mixing = _list_mixer(mixer)
+    heads = settings.num_heads, settings.num_kv_heads
+    if isinstance(mixer, backend.GatedDeltaWeights):
+        heads = mixer.value_heads, mixer.key_heads
     inside = [*_list_parts(weights.gate_up, 2), *_extract_weight(weights.down)]
     # Zero experts per token stand for none; the second setting is then ignored.
     routing = (0, True)
@@ -290,15 +343,16 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
         ]
         routing = (experts.per_token, experts.normalized)
     return (
-        attention,
+        name,
+        [weights.input_norm, *mixing, weights.mixer_output_norm],
         [weights.mlp_norm, *inside, weights.mlp_output_norm],
         (
-            settings.num_heads,
-            settings.num_kv_heads,
+            *heads,
             settings.window or 0,
             settings.attention_scale,
             settings.attention_softcap,
             settings.clip_qkv,
+            settings.attention_gate,
             settings.activation,
             settings.activation_limit,
             settings.norm_eps,

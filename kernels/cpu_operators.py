@@ -47,9 +47,9 @@ _TABLES = {Codes.TABLE: 1, Codes.E2M1: 2}
 # Bytes before a packed weight's numbers, which say how it is packed.
 _HEADER_BYTES = 64
 
-BlockOperands = tuple[Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
-"""Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its
-settings in that of ``quantkit_add_block``.
+BlockOperands = tuple[str, Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
+"""The name of a block's mixer, the tensors of the mixer and of the feed-forward, in the order of
+``operands.h``, and the block's settings in that of ``quantkit_add_block``.
 """
 
 
@@ -263,20 +263,21 @@ class CppOperators:
         products with floats, see `float_linear`.
         """
         tensors: list[Tensor | None] = []
-        for attention, feed_forward, _ in blocks:
-            tensors += attention
+        for _, mixing, feed_forward, _ in blocks:
+            tensors += mixing
             tensors += feed_forward
         prepared = Blocks(next(self._numbers), tensors)
         pointer = ctypes.c_void_p(self.library.quantkit_new_blocks())
         self._blocks[prepared.number] = pointer, len(blocks)
         # The end of the process frees the memory as well.
         weakref.finalize(prepared, self._forget, prepared.number).atexit = False
-        for attention, feed_forward, settings in blocks:
+        for mixer, mixing, feed_forward, settings in blocks:
             self._call(
                 "add_block",
                 pointer,
-                attention,
-                len(attention),
+                mixer,
+                mixing,
+                len(mixing),
                 feed_forward,
                 len(feed_forward),
                 *settings,
@@ -305,8 +306,8 @@ class CppOperators:
             blocks: their number.
             angles: of each block, cosine and sine.
             query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `is_prefill`.
-            cached: of each block keys and values, in int8 each with its scales; empty without a
-                cache.
+            cached: of each block keys and values, in int8 each with its scales, or as many states;
+                empty without a cache.
         """
         pointer, count = self._blocks[blocks]
         stored = list[Tensor | None](cached)
@@ -457,9 +458,11 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "likeliest": (_View, _THREADS, _Output, _Output),
     "add_block": (
         ctypes.c_void_p,
+        _Text,
         *[_Views, _INT] * 2,
         *[_INT] * 3,
         *[_Optional] * 3,
+        _FLAG,
         _Text,
         _Optional,
         *[_FLOAT] * 2,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.backend import (
+    AttentionWeights,
     BlockSettings,
     BlockStep,
     BlockWeights,
@@ -28,6 +29,7 @@ from quantkit.kernels.triton_projections import (
     project_and_gate,
 )
 from quantkit.kernels.triton_qkv import project_qkv
+from quantkit.tensors.cached_rows import CachedRows
 
 FEATURES = frozenset(
     {
@@ -75,20 +77,21 @@ class _Block:
     def __init__(
         self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm
     ) -> None:
-        assert weights.down is not None
+        attention = weights.mixer
+        assert isinstance(attention, AttentionWeights) and weights.down is not None
         self._settings = settings
         self._norm = norm
         self._next_norm = next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
-        self._qkv = _operands(weights.qkv[0])
-        self._out = _operands(weights.out)
+        self._qkv = _operands(attention.qkv[0])
+        self._out = _operands(attention.out)
         self._gate_up = _operands(weights.gate_up[0])
         self._down = _operands(weights.down)
         self._head_norms: Tensor | None = None
-        if weights.q_norm is not None and weights.k_norm is not None:
+        if attention.q_norm is not None and attention.k_norm is not None:
             # [2, Dh]
-            self._head_norms = torch.stack([weights.q_norm, weights.k_norm])
-        self._sinks = weights.sinks
+            self._head_norms = torch.stack([attention.q_norm, attention.k_norm])
+        self._sinks = attention.sinks
         heads = settings.num_heads, settings.num_kv_heads
         self._arrived = attention_counters(MAX_TOKENS, *heads, norm.weight.device)
 
@@ -120,6 +123,7 @@ class _Block:
         settings = self._settings
         places = (step.positions, step.slots)
         keys, values = step.cached[number]
+        assert isinstance(keys, CachedRows) and isinstance(values, CachedRows)
         turn: tuple[Tensor | None, Tensor | None] = (None, None)
         if settings.rotary:
             turn = step.angles[number]
@@ -210,20 +214,21 @@ def prepare_blocks(
 def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
     """Check that the kernels support a block."""
     size = settings.head_dim
-    if weights.experts is not None:
+    attention = weights.mixer
+    if not isinstance(attention, AttentionWeights) or weights.experts is not None:
         return False
-    linears = (*weights.qkv, weights.out, *weights.gate_up, weights.down)
+    linears = (*attention.qkv, attention.out, *weights.gate_up, weights.down)
     # Four, if those that share an input are fused; none of floats.
     if len(linears) != 4 or any(linear is None or linear.scheme is None for linear in linears):
         return False
-    if weights.attention_output_norm is not None or weights.mlp_output_norm is not None:
+    if weights.mixer_output_norm is not None or weights.mlp_output_norm is not None:
         return False
     if weights.input_norm is None or weights.mlp_norm is None:
         return False
     if size % _HEADS != 0 or size > _MAX_HEAD:
         return False
     # A norm over all heads needs the sums of squares of several programs.
-    return weights.q_norm is None or len(weights.q_norm) == size
+    return attention.q_norm is None or len(attention.q_norm) == size
 
 
 def _operands(linear: PreparedLinear) -> _Operands:

@@ -27,13 +27,18 @@ struct AttentionHalf {
   Scores scores;
   float clip;  // queries, keys and values are at most so large, after norms of all heads and before those of each
   int64_t heads, kv_heads, size, window;  // H, K, Dh; positions seen, 0 for all
+  bool gated;  // whether a gate [Dh] of its mixed values follows each head's queries
+
+  int64_t query_step() const { return gated ? 2 * size : size; }  // from one head's queries to the next
+  int64_t query_width() const { return heads * query_step(); }
 };
 
 // The rows of a step: B sequences of T tokens each.
 struct Rows {
   int64_t batch, tokens;
   const int64_t* positions;    // [B, T], rising in each sequence
-  const float *cosine, *sine;  // of the positions, [angles, Dh]
+  const float *cosine, *sine;  // of the positions, [angles, rotated]
+  int64_t rotated;             // dimensions of a head that turn: all, or the first
   const float* query_scale;    // of the positions, [angles]; null for 1
   int64_t angles;              // B T, or T where all sequences are at the same positions
   const int64_t* slots;        // [B], the sequences' places in the cache; null is 0, 1, 2, ...
@@ -54,17 +59,20 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-// Queries, keys and values [rows, (H + 2 K) Dh] of hidden states x [rows, D], rotated.
+// Queries, with gates or without, keys and values side by side [rows, ...] of hidden states x [rows, D], rotated.
 inline void project_rotated(const AttentionHalf& half, const float* x, const Rows& at, int threads, float* qkv) {
   const int64_t rows = at.batch * at.tokens, size = half.size, hidden = half.qkv.columns();
-  const int64_t width = half.qkv.rows(), queries = half.heads * size, keys = half.kv_heads * size;
+  const int64_t width = half.qkv.rows(), queries = half.query_width(), keys = half.kv_heads * size;
   const Scratch scratch(half.branch.input_norm ? rows * hidden : 0);
   const float* normed = branch_input(half.branch, x, rows, hidden, threads, scratch.get());
   project(half.qkv, normed, FloatType::f32, rows, threads, qkv);
   each_row(rows, threads, [&](int64_t r) {
     float* row = qkv + r * width;
     const auto norm = [&] {
-      if (half.query_norm) norm_parts(row, queries, half.query_norm, half.query_norm_size, half.branch.eps);
+      if (half.query_norm && half.gated)
+        for (int64_t h = 0; h < half.heads; ++h) norm_parts(row + h * 2 * size, size, half.query_norm, size, half.branch.eps);
+      else if (half.query_norm)
+        norm_parts(row, queries, half.query_norm, half.query_norm_size, half.branch.eps);
       if (half.key_norm) norm_parts(row + queries, keys, half.key_norm, half.key_norm_size, half.branch.eps);
     };
     const bool each_head = half.query_norm_size == size;
@@ -73,10 +81,14 @@ inline void project_rotated(const AttentionHalf& half, const float* x, const Row
       for (int64_t i = 0; i < width; ++i) row[i] = limited(row[i], -half.clip, half.clip);
     if (each_head) norm();
     const int64_t angle = r % at.angles;
-    for (int64_t h = 0; h < half.heads + half.kv_heads; ++h)
-      rotate(row + h * size, at.cosine + angle * size, at.sine + angle * size, size);
-    if (at.query_scale)
-      for (int64_t i = 0; i < queries; ++i) row[i] *= at.query_scale[angle];
+    const float *cosine = at.cosine + angle * at.rotated, *sine = at.sine + angle * at.rotated;
+    for (int64_t h = 0; h < half.heads; ++h) {
+      float* head = row + h * half.query_step();
+      rotate(head, cosine, sine, at.rotated);
+      if (at.query_scale)
+        for (int64_t i = 0; i < size; ++i) head[i] *= at.query_scale[angle];
+    }
+    for (int64_t h = 0; h < half.kv_heads; ++h) rotate(row + queries + h * size, cosine, sine, at.rotated);
   });
 }
 
@@ -110,8 +122,8 @@ inline std::vector<KeyRange> seen_among_new(const std::vector<Run>& runs, const 
 inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, const Cache* cache, bool prefill,
                           int threads) {
   const int64_t rows = at.batch * at.tokens, size = half.size, qkv_width = half.qkv.rows();
-  const int64_t queries = half.heads * size, keys = half.kv_heads * size;
-  const Scratch qkv(rows * qkv_width), mixed(rows * queries);
+  const int64_t queries = half.query_width(), keys = half.kv_heads * size, inner = half.heads * size;
+  const Scratch qkv(rows * qkv_width), mixed(rows * inner);
   project_rotated(half, x, at, threads, qkv.get());
   const float *new_keys = qkv.get() + queries, *new_values = new_keys + keys;
   if (cache)
@@ -124,7 +136,7 @@ inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, c
       }
     });
   const AttentionShape shape{at.batch, half.heads, half.kv_heads, at.tokens, size, half.window, half.scores,
-                             FloatType::f32, at.tokens * qkv_width, size, qkv_width};
+                             FloatType::f32, at.tokens * qkv_width, half.query_step(), qkv_width};
   const std::vector<Run> runs = runs_of(at.slots, at.positions, at.batch, at.tokens);
   if (prefill) {
     const auto seen = seen_among_new(runs, at.positions, rows, half.window);
@@ -133,6 +145,14 @@ inline void run_attention(const AttentionHalf& half, float* x, const Rows& at, c
   } else {
     attention_over_cache(shape, qkv.get(), *cache, at.positions, runs, threads, mixed.get());
   }
+  if (half.gated)
+    each_row(rows, threads, [&](int64_t r) {
+      for (int64_t h = 0; h < half.heads; ++h) {
+        const float* gate = qkv.get() + r * qkv_width + h * 2 * size + size;
+        float* values = mixed.get() + r * inner + h * size;
+        for (int64_t i = 0; i < size; ++i) values[i] /= 1 + exponential(-gate[i]);
+      }
+    });
   add_product(half.branch, half.out, mixed.get(), rows, threads, x);
 }
 

@@ -11,7 +11,9 @@
 #include "block_attention.h"
 #include "experts.h"
 #include "feed_forward.h"
+#include "gated_delta.h"
 #include "matmul.h"
+#include "short_conv.h"
 #include "tensor.h"
 
 namespace quantkit {
@@ -190,7 +192,7 @@ inline Branch checked_branch(const Tensor* input_norm, const Tensor* output_norm
 // The attention half of a block, its weights checked against each other and the hidden states [.., D].
 inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, int64_t heads, int64_t kv_heads,
                                        int64_t window, std::optional<double> scale, std::optional<double> softcap,
-                                       std::optional<double> clip, double eps, double multiplier) {
+                                       std::optional<double> clip, bool gated, double eps, double multiplier) {
   using At = AttentionTensors;
   require(tensors.count == At::count, "attention: ", int64_t{At::count}, " tensors");
   const Projection qkv = listed_projection(tensors, At::query, 3, "queries, keys and values");
@@ -198,7 +200,8 @@ inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, i
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && out.at.columns % (2 * heads) == 0,
           "heads do not divide");
   const int64_t size = out.at.columns / heads;
-  require(qkv.columns() == hidden && qkv.rows() == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
+  const int64_t query_heads = gated ? 2 * heads : heads;
+  require(qkv.columns() == hidden && qkv.rows() == (query_heads + 2 * kv_heads) * size && out.at.rows == hidden,
           "weights that do not go together");
   // Norms of each head, or of all together, by the size of their weights.
   const auto normed = [size](const Tensor* norm, int64_t count) {
@@ -206,12 +209,74 @@ inline AttentionHalf checked_attention(const Tensors& tensors, int64_t hidden, i
   };
   const Tensor *query_norm = tensors[At::query_norm], *key_norm = tensors[At::key_norm];
   const int64_t query_width = normed(query_norm, heads), key_width = normed(key_norm, kv_heads);
+  require(!gated || (query_width == size && !clip), "gates go with norms of each head, and without a clip");
   const Branch branch =
       checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier);
   const float plain = 1 / std::sqrt(static_cast<float>(size));
   return {branch, qkv, out, floats(query_norm, query_width, "query norm"), floats(key_norm, key_width, "key norm"),
           query_width, key_width, checked_scores(scale.value_or(plain), softcap, tensors[At::sinks], heads),
-          static_cast<float>(clip.value_or(std::numeric_limits<double>::infinity())), heads, kv_heads, size, window};
+          static_cast<float>(clip.value_or(std::numeric_limits<double>::infinity())), heads, kv_heads, size, window,
+          gated};
+}
+
+// A convolution's weight [K, C] and its bias.
+inline Convolution checked_convolution(const Tensor* weight, const Tensor* bias, int64_t channels) {
+  require(weight && weight->dims == 2 && weight->size(0) > 0 && weight->size(1) == channels, "convolution: [K, ",
+          channels, "]");
+  const int64_t size = weight->size(0);
+  return {floats(*weight, size * channels, "convolution"), floats(bias, channels, "convolution's bias"), size, channels};
+}
+
+// Tensors of a short convolution, in this order.
+struct ShortConvTensors {
+  enum { input_norm, in, in_bias, convolution, convolution_bias, out, out_bias, output_norm, count };
+};
+
+inline ShortConvHalf checked_short_conv(const Tensors& tensors, double eps, double multiplier) {
+  using At = ShortConvTensors;
+  require(tensors.count == At::count, "short convolution: ", int64_t{At::count}, " tensors");
+  const Projection in = listed_projection(tensors, At::in, 1, "inputs of the convolution");
+  const Linear out = listed_linear(tensors, At::out, "out");
+  const int64_t hidden = in.columns();
+  require(in.rows() == 3 * hidden && out.at.columns == hidden && out.at.rows == hidden,
+          "weights that do not go together");
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier), in,
+          checked_convolution(tensors[At::convolution], tensors[At::convolution_bias], hidden), out};
+}
+
+// Tensors of a gated delta rule, in this order.
+struct DeltaTensors {
+  enum {
+    input_norm, qkv, qkv_bias, gates, gates_bias, shares, shares_bias, rates, rates_bias, convolution, rate_bias, decay,
+    norm, out, out_bias, output_norm, count
+  };
+};
+
+inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, int64_t heads, double eps,
+                                     double multiplier) {
+  using At = DeltaTensors;
+  require(tensors.count == At::count, "delta rule: ", int64_t{At::count}, " tensors");
+  const Projection in = listed_projection(tensors, At::qkv, 4, "inputs of the delta rule");
+  const Linear out = listed_linear(tensors, At::out, "out");
+  const Tensor *convolution = tensors[At::convolution], *decay = tensors[At::decay], *norm = tensors[At::norm];
+  require(convolution && decay && norm && tensors[At::rate_bias], "delta rule: no weight");
+  const int64_t hidden = in.columns(), channels = convolution->size(-1), values = out.at.columns;
+  require(key_heads > 0 && heads > 0 && heads % key_heads == 0 && values % heads == 0 && channels > values &&
+              (channels - values) % (2 * key_heads) == 0,
+          "heads do not divide");
+  require(in.rows() == channels + values + 2 * heads && out.at.rows == hidden, "weights that do not go together");
+  const int64_t value_size = values / heads, key_size = (channels - values) / (2 * key_heads);
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
+          in,
+          checked_convolution(convolution, nullptr, channels),
+          floats(tensors[At::rate_bias], heads, "rate bias"),
+          floats(*decay, heads, "decay"),
+          floats(*norm, value_size, "norm"),
+          out,
+          key_heads,
+          heads,
+          key_size,
+          value_size};
 }
 
 inline Gating checked_gating(std::string_view activation, std::optional<double> limit) {
@@ -300,29 +365,54 @@ inline Experts checked_experts(const Tensors& tensors, int64_t hidden, int64_t p
   return half;
 }
 
-// A step's rows and cache, checked against the hidden states and the attention half that they go through.
+// A step's rows, and its cache where it has attention.
 struct CheckedStep {
   std::vector<int64_t> positions;
   Cache cache;
   Rows rows;
 };
 
+// The rows of hidden states x [B, T, D] in a cache of `places` slots, each of `length` positions.
+inline CheckedStep checked_rows_of(const Tensor& x, const Tensor& positions, const Tensor* slots, int64_t places,
+                                   int64_t length) {
+  const int64_t batch = x.size(0), tokens = x.size(1);
+  CheckedStep step{checked_positions(positions, batch, tokens, length), {}, {}};
+  step.rows.batch = batch;
+  step.rows.tokens = tokens;
+  step.rows.positions = step.positions.data();
+  step.rows.slots = checked_slots(slots, batch, places);
+  return step;
+}
+
+// A step checked against an attention half.
 inline CheckedStep checked_step(const Tensor& x, const Tensor& cosine, const Tensor& sine,
                                 const Tensor* query_scale, const Tensor& positions, const Tensor* slots,
-                                const Tensor* keys, const Tensor* key_scales, const Tensor* values,
-                                const Tensor* value_scales, bool prefill, const AttentionHalf& half) {
-  const int64_t batch = x.size(0), tokens = x.size(1), angles = positions.numel();
+                                const Tensors& cached, bool prefill, const AttentionHalf& half) {
+  const Tensor *keys = cached[0], *key_scales = cached[1], *values = cached[2], *value_scales = cached[3];
   require((keys != nullptr) == (values != nullptr) && (prefill || keys), "keys and values, unless in a prefill");
   Cache cache{{}, {}, std::numeric_limits<int64_t>::max()};
   if (keys) {
     cache = checked_cache(*keys, key_scales, *values, value_scales);
     require(keys->size(1) == half.kv_heads && keys->size(3) == half.size, "a cache of other shape");
   }
-  CheckedStep step{checked_positions(positions, batch, tokens, cache.length), cache, {}};
-  const int64_t* places = checked_slots(slots, batch, keys ? keys->size(0) : batch);
-  step.rows = {batch, tokens, step.positions.data(), floats(cosine, angles * half.size, "cosine"),
-               floats(sine, angles * half.size, "sine"), floats(query_scale, angles, "query scale"), angles, places};
+  CheckedStep step = checked_rows_of(x, positions, slots, keys ? keys->size(0) : x.size(0), cache.length);
+  step.cache = cache;
+  Rows& rows = step.rows;
+  rows.angles = positions.numel();
+  rows.rotated = cosine.size(-1);
+  require(rows.rotated <= half.size && rows.rotated % 2 == 0, "angles of ", rows.rotated, " dimensions for heads of ",
+          half.size);
+  rows.cosine = floats(cosine, rows.angles * rows.rotated, "cosine");
+  rows.sine = floats(sine, rows.angles * rows.rotated, "sine");
+  rows.query_scale = floats(query_scale, rows.angles, "query scale");
   return step;
+}
+
+// States [slots, ...] of `size` numbers each; null without a cache, which only a prefill lacks.
+inline float* checked_states(const Tensor* states, int64_t size, int64_t slots, bool prefill) {
+  require(prefill || states, "states, unless in a prefill");
+  if (states) floats(*states, slots * size, "states");
+  return states ? states->as<float>() : nullptr;
 }
 
 }  // namespace quantkit

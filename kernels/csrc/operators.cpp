@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <optional>
+#include <string_view>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
 #include "export.h"
@@ -64,10 +67,51 @@ Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, int64_t table
 
 // A layer's two halves.
 struct Block {
-  AttentionHalf attention;
+  std::variant<AttentionHalf, ShortConvHalf, DeltaHalf> mixer;
+  int64_t hidden;
   std::optional<FeedForward> dense;
   std::optional<Experts> experts;
 };
+
+// The tensors of a list that a step has for each block: keys, their scales, values, and their scales; or the states of
+// a layer without attention, the second of them in the place of values.
+constexpr int64_t kCached = 4;
+
+// What a step has for one block.
+struct BlockStep {
+  const Tensor *cosine, *sine, *query_scale, *positions, *slots;
+  Tensors cached;
+  bool prefill;
+  int threads;
+};
+
+void run_mixer(const AttentionHalf& half, const Tensor& x, const BlockStep& of) {
+  const CheckedStep step = checked_step(x, *of.cosine, *of.sine, of.query_scale, *of.positions, of.slots, of.cached,
+                                        of.prefill, half);
+  run_attention(half, x.as<float>(), step.rows, of.cached[0] ? &step.cache : nullptr, of.prefill, of.threads);
+}
+
+// The rows of a step through a layer with states.
+CheckedStep checked_rows_of(const Tensor& x, const BlockStep& of) {
+  const int64_t slots = of.cached[0] ? of.cached[0]->size(0) : x.size(0);
+  return checked_rows_of(x, *of.positions, of.slots, slots, std::numeric_limits<int64_t>::max());
+}
+
+void run_mixer(const ShortConvHalf& half, const Tensor& x, const BlockStep& of) {
+  const CheckedStep step = checked_rows_of(x, of);
+  const int64_t slots = of.cached[0] ? of.cached[0]->size(0) : 0;
+  float* states = checked_states(of.cached[0], half.convolution.earlier() * half.convolution.channels, slots, of.prefill);
+  run_short_conv(half, x.as<float>(), step.rows, states, of.prefill, of.threads);
+}
+
+void run_mixer(const DeltaHalf& half, const Tensor& x, const BlockStep& of) {
+  const CheckedStep step = checked_rows_of(x, of);
+  const int64_t slots = of.cached[0] ? of.cached[0]->size(0) : 0;
+  float* tails = checked_states(of.cached[0], half.convolution.earlier() * half.convolution.channels, slots, of.prefill);
+  float* matrices = checked_states(of.cached[2], half.heads * half.key_size * half.value_size, slots, of.prefill);
+  require((tails != nullptr) == (matrices != nullptr), "both states, or none");
+  run_gated_delta(half, x.as<float>(), step.rows, tails, matrices, of.prefill, of.threads);
+}
 
 }  // namespace quantkit
 
@@ -238,20 +282,31 @@ QUANTKIT_EXPORT std::vector<Block>* quantkit_new_blocks() { return new std::vect
 
 QUANTKIT_EXPORT void quantkit_free_blocks(std::vector<Block>* blocks) { delete blocks; }
 
-// Append a block to others. Its tensors must exist for as long as it does.
-QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const Tensor* attention,
-                                               int64_t attention_count, const Tensor* feed_forward,
+// Append a block to others. Its tensors must exist for as long as it does. `mixer` is "attention", "short_conv" or
+// "gated_delta", and `mixing` the list of its tensors. The heads are those of queries and of keys and values; of a delta
+// rule those of values and of keys.
+QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const char* mixer, const Tensor* mixing,
+                                               int64_t mixing_count, const Tensor* feed_forward,
                                                int64_t feed_forward_count, int64_t heads, int64_t kv_heads,
-                                               int64_t window, double scale, double softcap, double clip,
+                                               int64_t window, double scale, double softcap, double clip, bool gated,
                                                const char* activation, double limit, double eps, double multiplier,
                                                int64_t per_token, bool normalized, bool exact) {
   return guarded([&] {
-    const Tensors first{attention, attention_count, exact}, second{feed_forward, feed_forward_count, exact};
-    require(first.count == AttentionTensors::count, "attention: ", int64_t{AttentionTensors::count}, " tensors");
-    const int64_t hidden = listed_projection(first, AttentionTensors::query, 1, "queries").columns();
-    Block block{checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap),
-                                  given(clip), eps, multiplier),
-                std::nullopt, std::nullopt};
+    const Tensors first{mixing, mixing_count, exact}, second{feed_forward, feed_forward_count, exact};
+    const std::string_view kind = mixer;
+    // The first weight of each list follows the norm, and reads the hidden states.
+    require(mixing_count > 2, "a mixer: some tensors");
+    const int64_t hidden = listed_projection(first, 1, 1, "inputs").columns();
+    Block block{{}, hidden, std::nullopt, std::nullopt};
+    if (kind == "attention") {
+      block.mixer = checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap), given(clip),
+                                      gated, eps, multiplier);
+    } else if (kind == "short_conv") {
+      block.mixer = checked_short_conv(first, eps, multiplier);
+    } else {
+      require(kind == "gated_delta", "no such mixer: ", kind);
+      block.mixer = checked_gated_delta(first, kv_heads, heads, eps, multiplier);
+    }
     const Gating gating = checked_gating(activation, given(limit));
     if (per_token)
       block.experts = checked_experts(second, hidden, per_token, normalized, gating, eps, multiplier);
@@ -261,28 +316,25 @@ QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const
   });
 }
 
-// Update hidden states x. `angles` has each block's cosine and sine; `cached`, null without a cache, its keys, their
-// scales, values, and their scales.
+// Update hidden states x. `angles` has each block's cosine and sine; `cached`, null without a cache, what `kCached`
+// describes.
 QUANTKIT_EXPORT const char* quantkit_run_blocks(const std::vector<Block>* blocks, const Tensor* x,
                                                 const Tensor* angles, const Tensor* query_scale,
                                                 const Tensor* positions, const Tensor* slots, const Tensor* cached,
                                                 bool prefill, int threads) {
   return guarded([&] {
     require(x->dims == 3 && x->type == Type::f32, "x: float32 [B, T, D]");
-    float* states = x->as<float>();
-    const Tensor missing{nullptr, Type::f32, -1, {}}, nothing[] = {missing, missing, missing, missing};
+    const Tensor missing{nullptr, Type::f32, -1, {}}, nothing[kCached] = {missing, missing, missing, missing};
     for (size_t at = 0; at < blocks->size(); ++at) {
       const Block& block = (*blocks)[at];
-      const int64_t hidden = block.attention.qkv.columns();
-      require(x->size(2) == hidden, "expected ", hidden, " columns, found ", x->size(2));
-      const Tensors own{cached ? cached + 4 * at : nothing, 4};
-      const CheckedStep step = checked_step(*x, angles[2 * at], angles[2 * at + 1], query_scale, *positions, slots,
-                                            own[0], own[1], own[2], own[3], prefill, block.attention);
+      require(x->size(2) == block.hidden, "expected ", block.hidden, " columns, found ", x->size(2));
       if (x->numel() == 0) return;
-      run_attention(block.attention, states, step.rows, cached ? &step.cache : nullptr, prefill, threads);
-      const int64_t rows = step.rows.batch * step.rows.tokens;
-      if (block.dense) run_feed_forward(*block.dense, states, rows, threads);
-      if (block.experts) run_experts(*block.experts, states, rows, threads);
+      const BlockStep step{&angles[2 * at], &angles[2 * at + 1], query_scale, positions, slots,
+                           Tensors{cached ? cached + kCached * at : nothing, kCached}, prefill, threads};
+      std::visit([&](const auto& half) { run_mixer(half, *x, step); }, block.mixer);
+      const int64_t rows = x->size(0) * x->size(1);
+      if (block.dense) run_feed_forward(*block.dense, x->as<float>(), rows, threads);
+      if (block.experts) run_experts(*block.experts, x->as<float>(), rows, threads);
     }
   });
 }

@@ -11,21 +11,28 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ExpertsConfig, LayerConfig, ModelConfig
 from quantkit.kernels.backend import (
+    AttentionWeights,
     BlockKernel,
     BlockSettings,
     BlockStep,
     BlockWeights,
+    GatedDeltaWeights,
     PreparedLinear,
     RoutedExperts,
     RunBlocks,
+    ShortConvWeights,
 )
-from quantkit.model.cache import KVCache
+from quantkit.model.cache import KeysAndValues, KVCache
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
 from quantkit.model.mixers.attention import Attention
+from quantkit.model.mixers.gated_delta import GatedDelta
+from quantkit.model.mixers.mixer import Mixer
+from quantkit.model.mixers.short_conv import ShortConv
 from quantkit.model.norms import RMSNorm
 from quantkit.model.rope import Angles
+from quantkit.tensors.cached_rows import CachedRows
 
 _OUTSIDE = frozenset(
     {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
@@ -92,12 +99,15 @@ class FusedBlocks:
         result may be float32 although the model has another dtype. `cache`, `slots` and
         `is_prefill` are those of `Decoder.hidden`.
         """
-        cached = None
+        cached: list[tuple[CachedRows, CachedRows] | tuple[Tensor, ...]] | None = None
         if cache is not None:
             cached = []
             for number in self.layers:
-                rows = cache.rows(number)
-                cached.append((rows.keys, rows.values))
+                layer = cache.layers[number]
+                if isinstance(layer, KeysAndValues):
+                    cached.append((layer.keys, layer.values))
+                else:
+                    cached.append(tuple(layer.tensors()))
         turned = [angles.of(layer) for layer in self.layers.values()]
         step = BlockStep(
             positions=positions,
@@ -118,7 +128,7 @@ def fuse_blocks(
 ) -> FusedBlocks | None:
     """Prepare a model's blocks for a kernel: that of its quantized linears' backend.
 
-    Returns None if a layer has another mixer than attention, or linears of another kind than
+    Returns None if a layer has a mixer that no kernel knows, or linears of another kind than
     quantized ones and floats, their backend has no such kernel, or the kernel does not support the
     model's features.
 
@@ -134,20 +144,16 @@ def fuse_blocks(
     for number, layer in layers.items():
         block = model.model.layers[number]
         assert isinstance(block, Block)
-        if not isinstance(block.mixer, Attention):
+        sites = _find_linears(block)
+        if sites is None:
             return None
-        sites = _find_linears(block, block.mixer)
         for linear in itertools.chain(*sites):
             if isinstance(linear, QuantLinear):
                 offered = linear.backend.offer_kernels()
                 if offered is None or offered.block is None:
                     return None
                 # Kernels for experts take one weight of each, also of the shared ones.
-                if (
-                    linear.joined
-                    and isinstance(block.mlp, Experts)
-                    and linear is not block.mixer.qkv_proj
-                ):
+                if linear.joined and isinstance(block.mlp, Experts) and linear not in sites[0]:
                     return None
                 kernel = offered.block
             # Not its subclasses and wrappers, which compute something else.
@@ -157,9 +163,9 @@ def fuse_blocks(
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
         # Kernels do not round keys and values to a quantized cache's scales.
-        if block.mixer.as_cached is not None:
+        if isinstance(block.mixer, Attention) and block.mixer.as_cached is not None:
             return None
-        blocks.append((_collect_weights(block, block.mixer, sites), _settings(config, layer)))
+        blocks.append((_collect_weights(block, sites), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:
         return None
     dtype = kernel.dtype or model.dtype
@@ -175,29 +181,41 @@ def fuse_blocks(
     )
 
 
-def _find_linears(block: Block, attention: Attention) -> tuple[tuple[nn.Module, ...], ...]:
+def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...] | None:
     """List the linears of a block by their sites, in the order of the data flow. Those of a site
     share an input, and are one if they are fused. For a mixture of experts, the last two sites are
-    the shared experts', or are missing.
+    the shared experts', or are missing. None if no kernel knows the mixer.
     """
+    mixer = _find_mixer_linears(block.mixer)
+    if mixer is None:
+        return None
     mlp: MLP | None
     if isinstance(block.mlp, MLP):
         mlp = block.mlp
     else:
         mlp = block.mlp.shared_experts
-    qkv: tuple[nn.Module, ...]
-    if attention.qkv_proj is not None:
-        qkv = (attention.qkv_proj,)
-    else:
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     if mlp is None:
-        return qkv, (attention.o_proj,)
+        return mixer
     gate_up: tuple[nn.Module, ...]
     if mlp.gate_up_proj is not None:
         gate_up = (mlp.gate_up_proj,)
     else:
         gate_up = (mlp.gate_proj, mlp.up_proj)
-    return qkv, (attention.o_proj,), gate_up, (mlp.down_proj,)
+    return *mixer, gate_up, (mlp.down_proj,)
+
+
+def _find_mixer_linears(mixer: Mixer) -> tuple[tuple[nn.Module, ...], tuple[nn.Module]] | None:
+    """List the linears that read a mixer's input, and the last one."""
+    if isinstance(mixer, Attention):
+        if mixer.qkv_proj is not None:
+            return (mixer.qkv_proj,), (mixer.o_proj,)
+        return (mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)
+    if isinstance(mixer, ShortConv):
+        return (mixer.in_proj,), (mixer.out_proj,)
+    if isinstance(mixer, GatedDelta):
+        inputs = mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a
+        return inputs, (mixer.out_proj,)
+    return None
 
 
 def _prepare_linear(linear: nn.Module) -> PreparedLinear:
@@ -208,31 +226,59 @@ def _prepare_linear(linear: nn.Module) -> PreparedLinear:
     return PreparedLinear({"weight": linear.weight.detach()}, None, bias)
 
 
-def _collect_weights(
-    block: Block, attention: Attention, sites: Sequence[Sequence[nn.Module]]
-) -> BlockWeights:
+def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> BlockWeights:
     prepared: list[tuple[PreparedLinear, ...]] = []
     for linears in sites:
         prepared.append(tuple(_prepare_linear(linear) for linear in linears))
-    qkv, (out,), *feed_forward = prepared
+    inputs, (out,), *feed_forward = prepared
     gate_up: tuple[PreparedLinear, ...] = ()
     down = None
     if feed_forward:
         gate_up, (down,) = feed_forward
     return BlockWeights(
         input_norm=_norm(block.input_layernorm),
-        qkv=qkv,
-        q_norm=_norm(attention.q_norm),
-        k_norm=_norm(attention.k_norm),
-        sinks=_floats(attention.sinks),
-        out=out,
-        attention_output_norm=_norm(block.attention_output_layernorm),
+        mixer=_collect_mixer_weights(block.mixer, inputs, out),
+        mixer_output_norm=_norm(block.attention_output_layernorm),
         mlp_norm=_norm(block.post_attention_layernorm),
         gate_up=gate_up,
         down=down,
         mlp_output_norm=_norm(block.mlp_output_layernorm),
         experts=_to_routed_experts(block.mlp) if isinstance(block.mlp, Experts) else None,
     )
+
+
+def _collect_mixer_weights(
+    mixer: Mixer, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
+) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights:
+    """Collect what a kernel needs of a mixer in addition to its linears."""
+    if isinstance(mixer, ShortConv):
+        (fused,) = inputs
+        weight = _to_convolution(mixer.conv)
+        return ShortConvWeights(fused, weight, _floats(mixer.conv.bias), out)
+    if isinstance(mixer, GatedDelta):
+        return GatedDeltaWeights(
+            inputs=inputs,
+            convolution=_to_convolution(mixer.conv1d),
+            rate_bias=mixer.dt_bias.detach().float(),
+            decay=-mixer.A_log.detach().float().exp(),
+            norm=mixer.norm.weight.detach().float(),
+            out=out,
+            key_heads=mixer.delta.key_heads,
+            value_heads=mixer.delta.value_heads,
+        )
+    assert isinstance(mixer, Attention)
+    return AttentionWeights(
+        qkv=inputs,
+        q_norm=_norm(mixer.q_norm),
+        k_norm=_norm(mixer.k_norm),
+        sinks=_floats(mixer.sinks),
+        out=out,
+    )
+
+
+def _to_convolution(convolution: nn.Conv1d) -> Tensor:
+    """Transpose the weight of a convolution of each channel, [C, 1, K], to [K, C]."""
+    return convolution.weight.detach().float().squeeze(1).t().contiguous()
 
 
 def _to_routed_experts(experts: Experts) -> RoutedExperts:
@@ -260,6 +306,7 @@ def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
         attention_scale=config.attention_scale,
         attention_softcap=config.attention_softcap,
         clip_qkv=config.clip_qkv,
+        attention_gate=config.attention_gate,
         activation=config.activation,
         activation_limit=config.activation_limit,
         activation_alpha=config.activation_alpha,

@@ -39,7 +39,7 @@ from quantkit.model.feed_forward import Experts, stack_experts
 from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.model.mixers.attention import Attention
-from quantkit.model.mixers.mixer import Step
+from quantkit.model.mixers.mixer import Step, make_cached_scan
 from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
@@ -392,9 +392,8 @@ def _same_block(
             states = x[:, start:stop]
             steps = []
             for cache in (exact_cache, rough_cache):
-                steps.append(
-                    Step(angles, make_cached_attention(cache, positions, windows, attend_with_mask))
-                )
+                attend = make_cached_attention(cache, positions, windows, attend_with_mask)
+                steps.append(Step(angles, attend, make_cached_scan(cache, positions)))
             share = rounding
             # Float32 kernels round activations as the quantized modules do.
             with _use_float32_weights(block, dequantized=not wide):

@@ -2,7 +2,8 @@ r"""Time `quantkit quantize --method gptq` against llm-compressor's default GPTQ
 in turn.
 
     python scripts/measure/measure_gptq_time.py CALIBRATION --peer PYTHON [--model MODEL] \
-        [--shapes 2048x2,4096x1] [--samples 128] [--length 256] [--pairs 5] [--avx2]
+        [--shapes 2048x2,4096x1] [--scheme int4-g128] [--samples 128] [--length 256] \
+        [--pairs 5] [--avx2]
 
 Both start from the same float32 folder and the same samples, by default 128 of 256 tokens, and end
 with a folder on disk; ours reads and tokenizes the text and passes the gate besides. PYTHON is an
@@ -33,7 +34,8 @@ from shared.processes import PEERS, QUANTKIT, run_and_measure
 from shared.tables import print_header, print_row
 from shared.texts import save_samples
 
-SCHEME = "int4-g128"
+SCHEMES = ("int4-g128", "int4-g64", "int4-g32")
+"""Those that the peer's script knows."""
 HIDDEN = {1024: 2816, 2048: 5632, 4096: 11008}
 """Feed-forward sizes by hidden size."""
 AVX2 = {
@@ -59,13 +61,13 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, *, checked: 
         folder / "tokens.safetensors", source, options.calibration, seed=0, **amount
     )
     environment = AVX2 if options.avx2 else {}
-    ours: list[object] = [*QUANTKIT, "quantize", source, dst, "--scheme", SCHEME]
+    ours: list[object] = [*QUANTKIT, "quantize", source, dst, "--scheme", options.scheme]
     ours += ["--embedding", "keep", "--method", "gptq", "--calibration", options.calibration]
     ours += ["--samples", options.samples, "--length", options.length]
     if not checked:
         ours.append("--no-source-check")
     theirs: list[object] = [options.peer, PEERS / "peer_llmcompressor.py", source, tokens, dst]
-    theirs += ["--scheme", SCHEME, "--recipe", "default"]
+    theirs += ["--scheme", options.scheme, "--recipe", "default"]
     ratios = []
     print_header("pair", "", "quantkit", "llm-compressor", "ratio")
     for pair in range(1, options.pairs + 1):
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--peer", metavar="PYTHON", required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shapes", default="2048x2,4096x1")
+    parser.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=5)

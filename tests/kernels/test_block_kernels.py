@@ -379,6 +379,7 @@ class ExampleBlock:
             own.scale,
             own.softcap,
             own.clip,
+            False,
             own.activation,
             own.limit,
             1e-5,
@@ -386,7 +387,7 @@ class ExampleBlock:
             0,
             True,
         )
-        blocks = self.ops.prepare_blocks([(attention, feed_forward, settings)])
+        blocks = self.ops.prepare_blocks([("attention", attention, feed_forward, settings)])
         self.ops.run_blocks(
             out,
             blocks.number,
@@ -551,8 +552,8 @@ def test_activations_are_right_to_float32(variant: str) -> None:
                 None,
                 None,
             ]
-            settings = 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0, 0, True
-            blocks = ops.prepare_blocks([(attention, feed_forward, settings)])
+            settings = 1, 1, 0, None, None, None, False, activation, limit, 1e-5, 1.0, 0, True
+            blocks = ops.prepare_blocks([("attention", attention, feed_forward, settings)])
             angles = torch.ones(len(gates), 32), torch.zeros(len(gates), 32)
             ops.run_blocks(x, blocks.number, angles, None, torch.arange(len(gates)), None, [], True)
             expected = _gated(
@@ -588,7 +589,7 @@ def test_blocks_that_make_no_sense_are_refused(
         (3, torch.zeros(KV_HEADS * SIZE + 1, HIDDEN), "go together"),
         (3, torch.zeros(HIDDEN), "weight"),
         (3, torch.zeros(KV_HEADS * SIZE, HIDDEN).double(), "float32"),
-        (1, None, "queries"),
+        (1, None, "no weight"),
     ],
 )
 def test_weights_of_floats_that_do_not_fit_are_refused(
@@ -600,10 +601,10 @@ def test_weights_of_floats_that_do_not_fit_are_refused(
         pack = ops.pack
 
         def prepare_blocks(self, blocks: list[BlockOperands]) -> Blocks:
-            ((attention, feed_forward, settings),) = blocks
+            ((mixer, attention, feed_forward, settings),) = blocks
             tensors = list(attention)
             tensors[place] = weight
-            return ops.prepare_blocks([(tensors, feed_forward, settings)])
+            return ops.prepare_blocks([(mixer, tensors, feed_forward, settings)])
 
     block = ExampleBlock(FEATURES["floats apart"], Replacing())
     step = ExampleStep(torch.arange(3).unsqueeze(0), torch.tensor([0]), prefill=True)
@@ -618,8 +619,9 @@ class _Shortened:
         self._kept, self.pack = (attention, feed_forward), load_kernels().pack
 
     def prepare_blocks(self, blocks: list[BlockOperands]) -> Blocks:
+        mixer, attention, feed_forward, settings = blocks[0]
         halves = [
             half if kept is None else [half[index] for index in kept]
-            for half, kept in zip(blocks[0][:2], self._kept, strict=True)
+            for half, kept in zip((attention, feed_forward), self._kept, strict=True)
         ]
-        return load_kernels().prepare_blocks([(*halves, blocks[0][2])])
+        return load_kernels().prepare_blocks([(mixer, *halves, settings)])

@@ -191,6 +191,7 @@ SETTINGS = (
     "scale",
     "softcap",
     "clip",
+    "gated",
     "activation",
     "limit",
     "eps",

@@ -23,7 +23,13 @@ from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from quantkit.data.files import DEMO_MODEL
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_tiles
-from quantkit.kernels.backend import BlockSettings, BlockStep, BlockWeights, PreparedLinear
+from quantkit.kernels.backend import (
+    AttentionWeights,
+    BlockSettings,
+    BlockStep,
+    BlockWeights,
+    PreparedLinear,
+)
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
     GpuSpec,
@@ -550,12 +556,8 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
         )
         return BlockWeights(
             input_norm=norm,
-            qkv=(qkv,),
-            q_norm=None,
-            k_norm=None,
-            sinks=None,
-            out=out,
-            attention_output_norm=None,
+            mixer=AttentionWeights(qkv=(qkv,), q_norm=None, k_norm=None, sinks=None, out=out),
+            mixer_output_norm=None,
             mlp_norm=norm,
             gate_up=(gate_up,),
             down=down,
@@ -572,6 +574,7 @@ def test_a_compiler_sees_five_launches_a_block_and_no_copies(
         attention_scale=None,
         attention_softcap=None,
         clip_qkv=None,
+        attention_gate=False,
         activation="silu",
         activation_limit=None,
         activation_alpha=1.702,
