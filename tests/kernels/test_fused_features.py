@@ -16,7 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.architectures.config import LayerConfig, ModelConfig
+from quantkit.architectures.config import (
+    GatedDeltaConfig,
+    LayerConfig,
+    ModelConfig,
+    ShortConvConfig,
+)
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import linear_columns
@@ -36,6 +41,10 @@ pytestmark = pytest.mark.cpu_kernels
 
 WINDOWED = (LayerConfig(window=6), LayerConfig(), LayerConfig(window=6))
 PLAIN_ROPE = RopeConfig(theta=10000.0)
+PARTIAL_ROPE = replace(PLAIN_ROPE, rotary_dim=4)
+# More columns than a piece of work has, more than the vectors of the rest have, and some that fill
+# no vector.
+DELTA = GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=20, value_dim=84, convolution=4)
 FEATURES: dict[str, dict[str, Any]] = {
     "norms after": {"norms": "after"},
     "norms both": {"norms": "both"},
@@ -51,6 +60,30 @@ FEATURES: dict[str, dict[str, Any]] = {
     "clip, head norms": {"clip_qkv": 0.4, "qk_norm": "head"},
     "window rope": {"layers": WINDOWED, "window_rope": replace(PLAIN_ROPE, theta=50.0)},
     "no rope": {"layers": (LayerConfig(rotary=False), LayerConfig(), LayerConfig(rotary=False))},
+    "partial rope": {"rope": PARTIAL_ROPE},
+    "leading rope": {"rope": PARTIAL_ROPE, "leading_rotary": True},
+    "gate": {"attention_gate": True, "qk_norm": "head"},
+    "short convolution": {
+        "layers": (LayerConfig(mixer="short_conv"), LayerConfig(), LayerConfig(mixer="short_conv")),
+        "short_conv": ShortConvConfig(size=3),
+    },
+    "short convolution, biases": {
+        "layers": (LayerConfig(mixer="short_conv"),) * 3,
+        "short_conv": ShortConvConfig(size=4, bias=True),
+    },
+    "delta rule": {
+        "layers": (LayerConfig(), LayerConfig(mixer="gated_delta"), LayerConfig()),
+        "gated_delta": DELTA,
+    },
+    "as in Qwen3.5": {
+        "attention_gate": True,
+        "qk_norm": "head",
+        "norm_offset": 1.0,
+        "rope": PARTIAL_ROPE,
+        "leading_rotary": True,
+        "layers": (LayerConfig(mixer="gated_delta"),) * 2 + (LayerConfig(),),
+        "gated_delta": DELTA,
+    },
     "query scale": {"rope": replace(PLAIN_ROPE, original_context=4, query_scaling_beta=0.7)},
     "outside of blocks": {
         "embedding_multiplier": 3.0,
@@ -155,9 +188,10 @@ def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
     assert (without - expected).abs().max() > 0.1 * expected.std()  # the feature shows
 
 
+@pytest.mark.parametrize("name", ["all", "short convolution, biases", "as in Qwen3.5"])
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
-def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype) -> None:
-    model, texts = _model(**FEATURES["all"]), oracle.random_tokens(30, batch=3)
+def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype, name: str) -> None:
+    model, texts = _model(**FEATURES[name]), oracle.random_tokens(30, batch=3)
     shared = KVCache(model.config, 5, 31, cached, "cpu")
     slots = torch.tensor([4, 0, 2])
     found: list[list[Tensor]] = [[], [], []]
