@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -35,8 +36,8 @@ class LayerConfig:
         window: how many positions attention sees, its own included; None for all.
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
-        mixer: what moves information from token to token: ``attention``, or ``short_conv`` or
-            ``gated_delta``, which have no window and no rotary positions.
+        mixer: what moves information from token to token: ``attention``, or ``short_conv``,
+            ``gated_delta`` or ``mamba2``, which have no window and no rotary positions.
     """
 
     window: int | None = None
@@ -127,6 +128,49 @@ class GatedDeltaConfig:
         tokens, and a matrix for each head.
         """
         matrices = self.value_heads, self.key_dim, self.value_dim
+        return (self.convolution - 1, self.num_channels), matrices
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """A state space in place of attention (Mamba-2, 2405.21060).
+
+    Attributes:
+        heads, head_size: heads of values, and their size.
+        groups: groups of heads, which share what writes to a state and what reads it, and a norm.
+        state_size: the rows of a head's state, each of which has the head's size.
+        convolution: the tokens that the convolution sees.
+        convolution_bias: whether it has a bias.
+        bias: whether the linears have one.
+        step_limits: the range of step sizes, outside of which they are clamped.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    convolution: int
+    convolution_bias: bool = True
+    bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner_size(self) -> int:
+        """Compute the width of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Compute the channels of the convolution: the values of all heads, and what the groups
+        write and read by.
+        """
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    def state_shapes(self, hidden_size: int) -> tuple[tuple[int, ...], ...]:
+        """Compute the shapes of the states of a sequence: the convolution's inputs of the latest
+        tokens, and a matrix for each head.
+        """
+        matrices = self.heads, self.state_size, self.head_size
         return (self.convolution - 1, self.num_channels), matrices
 
 
@@ -280,6 +324,7 @@ class ModelConfig:
     latent_attention: LatentAttentionConfig | None = None
     short_conv: ShortConvConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+    mamba2: Mamba2Config | None = None
     tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
     unstored: tuple[str, ...] | None = None
     run_by: str | None = None
@@ -323,7 +368,11 @@ class ModelConfig:
         """Compute the shapes of the states that a layer keeps of each sequence; none for attention,
         which keeps keys and values of each token.
         """
-        mixers = {"short_conv": self.short_conv, "gated_delta": self.gated_delta}
+        mixers = {
+            "short_conv": self.short_conv,
+            "gated_delta": self.gated_delta,
+            "mamba2": self.mamba2,
+        }
         mixer = mixers.get(self.layers[layer].mixer)
         if mixer is None:
             return ()
@@ -453,6 +502,7 @@ _Part = (
     | LatentAttentionConfig
     | ShortConvConfig
     | GatedDeltaConfig
+    | Mamba2Config
 )
 
 

@@ -47,6 +47,13 @@ _TABLE = """
     gated_delta.log_rate     linear_attn.A_log                  -                -
     gated_delta.norm         linear_attn.norm                   -                -
     gated_delta.out          linear_attn.out_proj               -                -
+    mamba2.in                mamba.in_proj                      -                -
+    mamba2.filter            mamba.conv1d                       -                -
+    mamba2.step_bias         mamba.dt_bias                      -                -
+    mamba2.log_rate          mamba.A_log                        -                -
+    mamba2.skip              mamba.D                            -                -
+    mamba2.norm              mamba.norm                         -                -
+    mamba2.out               mamba.out_proj                     -                -
     mlp.norm                 post_attention_layernorm           ffn_norm         ffn_norm
     mlp.output_norm          mlp_output_layernorm               -                post_ffw_norm
     mlp.gate                 mlp.gate_proj                      feed_forward.w1  ffn_gate

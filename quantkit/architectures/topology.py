@@ -204,6 +204,16 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
             "gated_delta_heads": delta.value_heads,
             "gated_delta_size": delta.convolution,
         }
+    if config.mamba2 is not None:
+        mamba = config.mamba2
+        counts |= {
+            # The gate, the convolution's inputs, and a step size for each head.
+            "mamba2_in": mamba.inner_size + mamba.num_channels + mamba.heads,
+            "mamba2_channels": mamba.num_channels,
+            "mamba2_inner": mamba.inner_size,
+            "mamba2_heads": mamba.heads,
+            "mamba2_size": mamba.convolution,
+        }
     if config.latent_attention is not None:
         latent = config.latent_attention
         counts |= {
@@ -297,13 +307,13 @@ def collect_default_floats(config: ModelConfig) -> frozenset[str]:
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
     """Collect the linear modules that write or read a state carried from token to token: of linear
-    attention, in models of unknown architecture also of state spaces and short convolutions.
+    attention and state spaces, in models of unknown architecture also of short convolutions.
     """
     modules = set()
-    if config.gated_delta is not None:
+    if config.gated_delta is not None or config.mamba2 is not None:
         for parameter in parameters(config):
-            is_delta = parameter.role.startswith("gated_delta.")
-            if is_delta and parameter.linear is not None and parameter.linear.quantizable:
+            is_recurrent = parameter.role.startswith(("gated_delta.", "mamba2."))
+            if is_recurrent and parameter.linear is not None and parameter.linear.quantizable:
                 modules.add(parameter.module)
     for tensor in config.tensors or ():
         if tensor.role == "recurrent":
@@ -439,9 +449,23 @@ def _gated_delta(config: ModelConfig) -> Iterator[Item]:
     yield Linear("gated_delta.out", ("hidden", "gated_delta_value"), "gated_delta.out")
 
 
+def _mamba2(config: ModelConfig) -> Iterator[Item]:
+    mamba = config.mamba2
+    assert mamba is not None
+    yield Linear("mamba2.in", ("mamba2_in", "hidden"), "mamba2.in", bias=mamba.bias)
+    yield Vector("mamba2.filter", ("mamba2_channels", "one", "mamba2_size"))
+    if mamba.convolution_bias:
+        yield Vector("mamba2.filter", ("mamba2_channels",), leaf="bias")
+    for part in ("step_bias", "log_rate", "skip"):
+        yield Vector(f"mamba2.{part}", ("mamba2_heads",), leaf="")
+    yield Vector("mamba2.norm", ("mamba2_inner",))
+    yield Linear("mamba2.out", ("hidden", "mamba2_inner"), "mamba2.out", bias=mamba.bias)
+
+
 _MIXERS: dict[str, Callable[[ModelConfig], Iterator[Item]]] = {
     "attention": _attention,
     "gated_delta": _gated_delta,
+    "mamba2": _mamba2,
     "short_conv": _short_conv,
 }
 """The items of a layer's mixer, by `LayerConfig.mixer`."""

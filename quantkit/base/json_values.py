@@ -20,6 +20,10 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec"
 """The first bytes of what git checks out in place of a large file that it has not downloaded."""
 LINES_OF_ARRAY = "convert it to lines with jq -c '.[]'"
 """The hint for an array where a file needs JSON lines."""
+INFINITY = {"__float__": "Infinity"}
+"""How transformers writes infinity, which JSON does not have."""
+# Keys of configs whose published files contain Python's `Infinity`: bounds of the steps of Mamba-2.
+_MAY_BE_INFINITE = ("time_step_limit", "mamba_dt_limit")
 _SHOWN = 60
 # Control characters, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -70,9 +74,14 @@ def require_json(path: Path) -> None:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON object whose numbers are all finite: a model's config, parts of which are written
     again. Raises `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does
-    not have, and for numbers that are infinite as floats.
+    not have, and for numbers that are infinite as floats; in the bounds of Mamba's steps, infinity
+    becomes `INFINITY`.
     """
     settings = read_json(path)
+    for key in _MAY_BE_INFINITE:
+        bounds = settings.get(key)
+        if isinstance(bounds, list):
+            settings[key] = [dict(INFINITY) if bound == math.inf else bound for bound in bounds]
     for key, setting in settings.items():
         for value in collect_values(setting):
             if isinstance(value, float) and not math.isfinite(value):

@@ -185,7 +185,8 @@ def test_the_base_of_rotary_positions_is_the_familys_where_a_config_says_none(
     )
     raw.pop("rope_parameters")
     raw.pop("rope_theta", None)
-    theirs = transformers.AutoConfig.for_model(**raw)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ropes = theirs.rope_parameters
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"]
     ours = FAMILIES[kind].read(Settings(raw, "config.json"))

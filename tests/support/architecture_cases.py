@@ -110,6 +110,19 @@ _QWEN3_5 = {
 }
 
 
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+_GRANITE_HYBRID = {
+    **_MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 80,
+    "attention_multiplier": 0.3,
+}
+
+
 _GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 
 
@@ -289,6 +302,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
             "moe_intermediate_size": 48,
             "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "granitemoehybrid": ("granitemoehybrid", {**_GRANITE_HYBRID, "num_local_experts": 0}),
+    "granitemoehybrid-features": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 2,
+            "time_step_limit": [0.4, 0.9],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid-moe": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_HYBRID,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
         },
     ),
     "mixtral": ("mixtral", _MIXTRAL),

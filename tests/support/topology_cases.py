@@ -91,6 +91,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_proj_bias": True,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "granitemoehybrid-moe": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_conv_bias": False,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 40,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": (
         "qwen2_moe",

@@ -32,6 +32,7 @@ FAMILIES: LateTable[Family] = LateTable(
         "ministral3": f"{__name__}.llama:MINISTRAL3",
         "mixtral": f"{__name__}.llama:MIXTRAL",
         "granite": f"{__name__}.llama:GRANITE",
+        "granitemoehybrid": f"{__name__}.granite_hybrid:GRANITE_HYBRID",
         "smollm3": f"{__name__}.llama:SMOLLM3",
         "phi3": f"{__name__}.llama:PHI3",
         "glm": f"{__name__}.llama:GLM",

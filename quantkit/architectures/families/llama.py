@@ -148,7 +148,8 @@ def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
     return values
 
 
-def _declare_multipliers() -> list[Keys]:
+def declare_granite_multipliers() -> list[Keys]:
+    """Declare the multipliers of Granite."""
     declared = []
     for key, field in _MULTIPLIERS.items():
         # config.json states what logits are divided by, the decoder multiplies.
@@ -163,7 +164,7 @@ GRANITE = Family(
     (
         keys.ATTENTION_BIAS,
         keys.MLP_BIAS,
-        *_declare_multipliers(),
+        *declare_granite_multipliers(),
     ),
     options={"kv_heads_required": False},
     gguf=GgufArchitecture(

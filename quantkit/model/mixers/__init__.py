@@ -12,6 +12,7 @@ MIXERS: LateTable[type[Mixer]] = LateTable(
     {
         "attention": f"{__name__}.attention:Attention",
         "gated_delta": f"{__name__}.gated_delta:GatedDelta",
+        "mamba2": f"{__name__}.mamba2:Mamba2",
         "short_conv": f"{__name__}.short_conv:ShortConv",
     }
 )

@@ -69,6 +69,32 @@ _DELTA: dict[str, tuple[Any, ...]] = {
     "linear_value_head_dim": (8, 16),
     "linear_conv_kernel_dim": (_ABSENT, 1, 2, 4),
 }
+_STEP_LIMITS = (
+    _ABSENT,
+    _ABSENT,
+    [0.0, {"__float__": "Infinity"}],
+    [0.3, {"__float__": "Infinity"}],
+    [0.5, 0.9],
+)
+_MAMBA: dict[str, tuple[Any, ...]] = {
+    "head_dim": (_ABSENT, 16),
+    "mamba_n_heads": (2, 4),
+    "mamba_n_groups": (_ABSENT, 1, 2),
+    "mamba_d_head": (_ABSENT, "auto"),
+    "mamba_d_state": (1, 4, 8),
+    "mamba_d_conv": (_ABSENT, 1, 2, 4),
+    "mamba_expand": (_ABSENT, 1, 2),
+    "mamba_chunk_size": (_ABSENT, 4, 7),
+    "mamba_conv_bias": (_ABSENT, None, True, False),
+    "mamba_proj_bias": _FLAG,
+    "time_step_limit": _STEP_LIMITS,
+}
+_MULTIPLIERS: dict[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (_ABSENT, 12.0),
+    "residual_multiplier": (_ABSENT, 0.22),
+    "attention_multiplier": (_ABSENT, 0.3),
+    "logits_scaling": (_ABSENT, 7.3),
+}
 FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {**_BIASES, "head_dim": (_ABSENT, None, 16)},
     "mistral": {"sliding_window": _WINDOW, "head_dim": (_ABSENT, 16)},
@@ -107,12 +133,15 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "sliding_window_pattern": (_ABSENT, 2, 3)},
-    "granite": {
-        **_BIASES,
-        "embedding_multiplier": (_ABSENT, 12.0),
-        "residual_multiplier": (_ABSENT, 0.22),
-        "attention_multiplier": (_ABSENT, 0.3),
-        "logits_scaling": (_ABSENT, 7.3),
+    "granite": {**_BIASES, **_MULTIPLIERS},
+    "granitemoehybrid": {
+        **_MAMBA,
+        **_MULTIPLIERS,
+        "attention_bias": _FLAG,
+        "num_local_experts": (0, 0, 4, 6),
+        "num_experts_per_tok": (_ABSENT, 1, 2),
+        "shared_intermediate_size": (16, 40),
+        "position_embedding_type": (_ABSENT, None, "nope", "rope", "rope"),
     },
     "glm": _GLM,
     "glm4": _GLM,
@@ -201,6 +230,10 @@ def draw(seed: int, number: int) -> Trial:
     if family.startswith("qwen3_5") and rng.random() < 0.6:
         kinds = (_FULL, "linear_attention")
         raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
+    if family == "granitemoehybrid" and rng.random() < 0.8:
+        names = rng.choice(((_FULL, "linear_attention"), ("attention", "mamba")))
+        key = rng.choice(("layer_types", "layer_types", "layers_block_type"))
+        raw[key] = [rng.choice(names) for _ in range(raw["num_hidden_layers"])]
     head_dim = raw.get("head_dim")
     if not isinstance(head_dim, int):
         head_dim = raw["hidden_size"] // heads

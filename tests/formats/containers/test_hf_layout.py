@@ -18,6 +18,7 @@ from hf_layout import SCHEMES, quantized_on_disk, restacked, same, turn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
@@ -73,6 +74,22 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = (
                         part.t() if part.ndim == 2 else part
                     )
+        elif module.endswith(".shared_mlp.input_linear"):
+            mlp = _granite_mlp(config)
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[name.replace("shared_mlp.input_linear", f"{mlp}.{part}_proj")] = rows
+        elif module.endswith(".shared_mlp.output_linear"):
+            mlp = _granite_mlp(config)
+            found[name.replace("shared_mlp.output_linear", f"{mlp}.down_proj")] = tensor
+        elif module.endswith(".block_sparse_moe.input_linear"):
+            bank = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts")
+            for expert, matrix in enumerate(tensor):
+                for part, rows in zip(("gate", "up"), matrix.chunk(2), strict=True):
+                    found[f"{bank}.{expert}.{part}_proj.weight"] = rows
+        elif module.endswith(".block_sparse_moe.output_linear"):
+            bank = name.replace("block_sparse_moe.output_linear.weight", "mlp.experts")
+            for expert, matrix in enumerate(tensor):
+                found[f"{bank}.{expert}.down_proj.weight"] = matrix
         elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
             half = config.head_dim // 2  # of each head turns, in pairs side by side
             heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
@@ -83,6 +100,10 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
         else:
             found[_renamed(name, config.architecture)] = tensor
     return found
+
+
+def _granite_mlp(config: ModelConfig) -> str:
+    return "mlp" if config.experts is None else "mlp.shared_experts"
 
 
 _OUTPUT_NORMS = {
@@ -124,6 +145,7 @@ def _renamed(name: str, kind: str) -> str:
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
+        "granitemoehybrid": {"block_sparse_moe.router.layer": "mlp.gate"},
         "deepseek_v3": {"mlp.gate.e_score_correction_bias": "mlp.score_correction"},
         "olmo2": _OUTPUT_NORMS,
         "olmo3": _OUTPUT_NORMS,

@@ -1,0 +1,198 @@
+"""Granite 4 through the jobs: Mamba-2 keeps its floats unless a recipe names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lora
+import oracle
+import pytest
+import torch
+from architecture_cases import CASES
+from diagnoses import require_sound
+from error_parts import raises
+from safetensors.torch import load_file
+
+import quantkit
+from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.data.files import DEMO_MODEL, EXCERPT
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.model.load import load_model
+from quantkit.quality.verify import Verdict, verify
+from quantkit.runtime.engine import Engine
+from quantkit.tensors.recipe import Override, Recipe
+from quantkit.tensors.scheme import QuantScheme
+
+VOCABULARY = 2048  # of the demo's tokenizer
+KINDS = ("granitemoehybrid", "granitemoehybrid-moe")
+INT4, INT8 = QuantScheme.parse("int4-g32"), QuantScheme.parse("int8")
+UNCHECKED: dict[str, Any] = {"source_check": False, "accept_quality_loss": True, "method": "rtn"}
+
+
+def _save(case: str, folder: Path) -> Path:
+    kind, changes = CASES[case]
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 96,
+        "max_position_embeddings": 600,
+    }
+    oracle.save(oracle.make(kind, **{**changes, **sizes}), folder)
+    shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("granite-hybrid")
+    return {case: _save(case, base / case) for case in KINDS}
+
+
+@pytest.fixture(scope="module")
+def quantized(
+    sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, quantkit.QuantizeResult]:
+    base = tmp_path_factory.mktemp("granite-hybrid-int4")
+    options: dict[str, Any] = {"calibration": EXCERPT, "samples": 16, "length": 64}
+    return {
+        case: quantkit.quantize(
+            source, base / case, "int4-g32", source_check=False, accept_quality_loss=True, **options
+        )
+        for case, source in sources.items()
+    }
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_gptq_leaves_state_spaces_as_they_are(
+    case: str, sources: dict[str, Path], quantized: dict[str, quantkit.QuantizeResult]
+) -> None:
+    made = quantized[case]
+    assert made.manifest.get("run_by") is None
+    schemes = {name: one["scheme"] for name, one in made.manifest["modules"].items()}
+    assert schemes["model.layers.1.self_attn.q_proj"] == "int4-g32"
+    quantized_leaves = {name.rpartition(".")[2] for name, scheme in schemes.items() if scheme}
+    assert {"gate_proj", "up_proj", "down_proj"} < quantized_leaves
+    assert any("mamba.in_proj" in note for note in made.notes)
+    floats, stored = (
+        load_file(folder / "model.safetensors") for folder in (sources[case], made.path)
+    )
+    kept = [name for name in floats if ".mamba." in name]
+    assert len(kept) == 2 * 8
+    for name in kept:
+        assert torch.equal(floats[name], stored[name])
+    assert verify(sources[case], made.path).verdict is Verdict.WITHIN_BOUND
+    require_sound(made.path)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_greedy_tokens_are_those_of_transformers(
+    case: str, quantized: dict[str, quantkit.QuantizeResult], tmp_path: Path
+) -> None:
+    model = load_model(quantized[case].path, dtype=torch.float32, backend="reference", device="cpu")
+    model.config = replace(model.config, eos_token_ids=())
+    prompt = oracle.random_tokens(70, vocabulary=VOCABULARY)
+    found = list(quantkit.generate(model, prompt[0].tolist(), max_new_tokens=12))
+    # transformers reads no quantized experts of this family.
+    floats = quantkit.convert(
+        quantized[case].path, tmp_path / "floats", dequantize=True, source_check=False
+    )
+    assert found == oracle.greedy(oracle.load(floats.path), prompt, 12)
+
+
+def test_a_recipe_that_names_state_spaces_quantizes_them(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = Recipe(INT4, (Override("*.mamba.*", INT8),))
+    made = quantkit.quantize(sources["granitemoehybrid"], tmp_path / "made", recipe, **UNCHECKED)
+    schemes = {name: one["scheme"] for name, one in made.manifest["modules"].items()}
+    for leaf in ("in_proj", "out_proj"):
+        assert schemes[f"model.layers.0.mamba.{leaf}"] == "int8"
+    model = load_model(made.path, dtype=torch.float32, backend="reference", device="cpu")
+    model.config = replace(model.config, eos_token_ids=())
+    prompt = oracle.random_tokens(20, vocabulary=VOCABULARY)
+    found = list(quantkit.generate(model, prompt[0].tolist(), max_new_tokens=8))
+    assert found == oracle.greedy(oracle.load(made.path), prompt, 8)
+
+
+def test_few_bits_for_what_changes_a_state_are_refused(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = Recipe(INT4, (Override("*.mamba.in_proj", INT4),))
+    with raises(RequestError, "in_proj"):
+        quantkit.quantize(sources["granitemoehybrid"], tmp_path / "made", recipe, **UNCHECKED)
+
+
+def test_an_adapter_is_merged_into_a_state_space(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = sources["granitemoehybrid"]
+    modules = ["in_proj", "q_proj", "input_linear"]
+    adapter = lora.save_adapter(source, tmp_path / "adapter", target_modules=modules)
+    made = quantkit.convert(source, tmp_path / "made", lora=adapter, source_check=False)
+    tokens = oracle.random_tokens(30, vocabulary=VOCABULARY)
+    with torch.inference_mode():
+        found = load_model(made.path, dtype=torch.float32)(tokens)
+    assert (found - oracle.logits(lora.loaded(source, adapter), tokens)).abs().max() < 1e-4
+
+
+def test_states_are_a_convolution_and_a_matrix_of_each_head(sources: dict[str, Path]) -> None:
+    model = load_model(sources["granitemoehybrid"], device="cpu")
+    shapes = [[tuple(t.shape) for t in layer.tensors()] for layer in Engine(model, 9)._cache.layers]
+    # 8 heads of 32, and 2 groups with states of 12 rows; 3 earlier tokens.
+    states = [(1, 3, 8 * 32 + 2 * 2 * 12), (1, 8, 12, 32)]
+    assert shapes == [states, [(1, 2, 9, 16)] * 2, states]
+
+
+def test_what_gguf_does_not_have_is_refused_by_name(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    with raises(UnsupportedError, "granitemoehybrid"):
+        quantkit.convert(sources["granitemoehybrid"], tmp_path / "gguf", to="gguf")
+
+
+def test_a_config_is_written_as_it_is_read(sources: dict[str, Path]) -> None:
+    for folder in sources.values():
+        raw = json.loads((folder / "config.json").read_text())
+        for changes in ({}, {"time_step_limit": [0.1, 0.5]}, {"position_embedding_type": "rope"}):
+            config = config_from_hf({**raw, **changes}, "config.json")
+            assert config_from_hf(config_to_hf(config), "config.json") == config
+
+
+def test_infinite_limits_of_steps_are_read_however_they_are_spelled(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As older releases of transformers wrote them, which is not JSON."""
+    folder = oracle.copy(sources["granitemoehybrid"], tmp_path / "copy")
+    raw = json.loads((folder / "config.json").read_text())
+    for limit, expected in ((float("inf"), [0.0, float("inf")]), (0.5, [0.0, 0.5])):
+        (folder / "config.json").write_text(json.dumps({**raw, "time_step_limit": [0.0, limit]}))
+        made = quantkit.convert(folder, tmp_path / f"made-{limit}", source_check=False)
+        written = (made.path / "config.json").read_text()
+        assert "Infinity" not in json.dumps(json.loads(written)).replace('"Infinity"', "")
+        assert list(oracle.load(made.path).config.time_step_limit) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["linear_attention"]},
+        {"layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
+        {"mamba_n_heads": 7},
+        {"mamba_d_head": 5},
+        {"mamba_n_groups": 3},
+        {"mamba_d_state": None},
+        {"time_step_limit": None},
+        {"time_step_limit": [0.5, 0.1]},
+        {"time_step_limit": [0.1]},
+        {"num_local_experts": None},
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(
+    changes: dict[str, Any], sources: dict[str, Path]
+) -> None:
+    raw = json.loads((sources["granitemoehybrid"] / "config.json").read_text())
+    with pytest.raises(CheckpointError):
+        config_from_hf({**raw, **changes}, "config.json")
