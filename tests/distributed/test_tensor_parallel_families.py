@@ -53,6 +53,7 @@ CASES = {
     # The short convolutions are on each process: one sum less for each.
     "lfm2": Case("lfm2", 5),
     "qwen3-5": Case("qwen3-5-features", 5),
+    "bamba": Case("bamba-features", 5),
     "granitemoehybrid-moe": Case("granitemoehybrid-moe", 5),
     "lfm2-moe-int4": Case("lfm2-moe", 5, "int4-g32", {"moe_intermediate_size": 128}),
     "gpt-oss-int4": Case("gpt-oss", 7, "int4-g32", {"intermediate_size": 128}),

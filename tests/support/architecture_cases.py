@@ -115,6 +115,7 @@ _MAMBA = {
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
 }
+_BAMBA = {**_MAMBA, "attn_layer_indices": [1]}
 _GRANITE_HYBRID = {
     **_MAMBA,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -302,6 +303,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
             "moe_intermediate_size": 48,
             "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "bamba": ("bamba", _BAMBA),
+    "bamba-features": (
+        "bamba",
+        {
+            **_BAMBA,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_expand": 1,
+            "time_step_limit": [0.3, 1.2],
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.25,
+            },
+            "tie_word_embeddings": True,
         },
     ),
     "granitemoehybrid": ("granitemoehybrid", {**_GRANITE_HYBRID, "num_local_experts": 0}),

@@ -91,6 +91,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "bamba": (
+        "bamba",
+        {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8},
+    ),
+    "bamba-bias": (
+        "bamba",
+        {
+            "attn_layer_indices": [],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {

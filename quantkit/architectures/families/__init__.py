@@ -24,6 +24,7 @@ _OLD = "rope_scaling"
 
 FAMILIES: LateTable[Family] = LateTable(
     {
+        "bamba": f"{__name__}.bamba:BAMBA",
         "gemma": f"{__name__}.gemma:GEMMA",
         "gemma2": f"{__name__}.gemma:GEMMA2",
         "gemma3_text": f"{__name__}.gemma:GEMMA3",

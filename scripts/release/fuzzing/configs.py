@@ -19,8 +19,15 @@ _PARTIAL = (
     "phi3",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "bamba",
 )  # which may rotate a part of a head
-_DEFAULT_PART = {"glm": 0.5, "glm4": 0.5, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
+_DEFAULT_PART = {
+    "bamba": 0.5,
+    "glm": 0.5,
+    "glm4": 0.5,
+    "qwen3_5_text": 0.25,
+    "qwen3_5_moe_text": 0.25,
+}
 _TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _FLAG = (_ABSENT, True, False)
 _WINDOW = (_ABSENT, None, 5, 9)
@@ -133,6 +140,11 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "sliding_window_pattern": (_ABSENT, 2, 3)},
+    "bamba": {
+        **_MAMBA,
+        **_BIASES,
+        "attn_layer_indices": (_ABSENT, None, [], [0], [1, 3], [0, 2, 9]),
+    },
     "granite": {**_BIASES, **_MULTIPLIERS},
     "granitemoehybrid": {
         **_MAMBA,

@@ -145,6 +145,11 @@ def _renamed(name: str, kind: str) -> str:
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
+        "bamba": {
+            "final_layernorm": "norm",
+            "pre_ff_layernorm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+        },
         "granitemoehybrid": {"block_sparse_moe.router.layer": "mlp.gate"},
         "deepseek_v3": {"mlp.gate.e_score_correction_bias": "mlp.score_correction"},
         "olmo2": _OUTPUT_NORMS,

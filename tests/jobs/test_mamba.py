@@ -1,4 +1,4 @@
-"""Granite 4 through the jobs: Mamba-2 keeps its floats unless a recipe names it."""
+"""Granite 4 and Bamba through the jobs: Mamba-2 keeps its floats unless a recipe names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 VOCABULARY = 2048  # of the demo's tokenizer
-KINDS = ("granitemoehybrid", "granitemoehybrid-moe")
+KINDS = ("granitemoehybrid", "granitemoehybrid-moe", "bamba")
 INT4, INT8 = QuantScheme.parse("int4-g32"), QuantScheme.parse("int8")
 UNCHECKED: dict[str, Any] = {"source_check": False, "accept_quality_loss": True, "method": "rtn"}
 
@@ -49,7 +49,7 @@ def _save(case: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("granite-hybrid")
+    base = tmp_path_factory.mktemp("mamba")
     return {case: _save(case, base / case) for case in KINDS}
 
 
@@ -57,7 +57,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def quantized(
     sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, quantkit.QuantizeResult]:
-    base = tmp_path_factory.mktemp("granite-hybrid-int4")
+    base = tmp_path_factory.mktemp("mamba-int4")
     options: dict[str, Any] = {"calibration": EXCERPT, "samples": 16, "length": 64}
     return {
         case: quantkit.quantize(
@@ -156,7 +156,8 @@ def test_what_gguf_does_not_have_is_refused_by_name(
 def test_a_config_is_written_as_it_is_read(sources: dict[str, Path]) -> None:
     for folder in sources.values():
         raw = json.loads((folder / "config.json").read_text())
-        for changes in ({}, {"time_step_limit": [0.1, 0.5]}, {"position_embedding_type": "rope"}):
+        variants: list[dict[str, Any]] = [{}, {"time_step_limit": [0.1, 0.5]}]
+        for changes in (*variants, {"position_embedding_type": "rope"}):
             config = config_from_hf({**raw, **changes}, "config.json")
             assert config_from_hf(config_to_hf(config), "config.json") == config
 
@@ -173,6 +174,30 @@ def test_infinite_limits_of_steps_are_read_however_they_are_spelled(
         written = (made.path / "config.json").read_text()
         assert "Infinity" not in json.dumps(json.loads(written)).replace('"Infinity"', "")
         assert list(oracle.load(made.path).config.time_step_limit) == expected
+
+
+def test_the_rotated_part_of_bamba_is_read_where_transformers_reads_it(
+    sources: dict[str, Path],
+) -> None:
+    raw = json.loads((sources["bamba"] / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    for changes, expected in (
+        ({"partial_rotary_factor": 1.0, "rope_parameters": rope}, 8),
+        ({"rope_parameters": {**rope, "partial_rotary_factor": 0.25}}, 4),
+        ({"rope_parameters": {**rope, "partial_rotary_factor": 1.0}}, None),
+    ):
+        config = config_from_hf({**raw, **changes}, "config.json")
+        assert config.rope.rotary_dim == expected
+        assert config_from_hf(config_to_hf(config), "config.json") == config
+
+
+@pytest.mark.parametrize("numbers", ["1", [True], [-1], [0.5]])
+def test_layers_of_bamba_that_make_no_sense_are_refused(
+    numbers: Any, sources: dict[str, Path]
+) -> None:
+    raw = json.loads((sources["bamba"] / "config.json").read_text())
+    with pytest.raises(CheckpointError):
+        config_from_hf({**raw, "attn_layer_indices": numbers}, "config.json")
 
 
 @pytest.mark.parametrize(
