@@ -37,13 +37,16 @@ class LayerConfig:
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
         mixer: what moves information from token to token: ``attention``, or ``short_conv``,
-            ``gated_delta`` or ``mamba2``, which have no window and no rotary positions.
+            ``gated_delta`` or ``mamba2``, which have no window and no rotary positions; ``none`` in
+            a layer that is only a feed-forward.
+        feed_forward: whether the layer has a feed-forward after its mixer.
     """
 
     window: int | None = None
     rotary: bool = True
     experts: bool = False
     mixer: str = "attention"
+    feed_forward: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class ExpertsConfig:
         per_token: experts that a token is sent to: those with the highest router scores.
         shared_size: intermediate size of all shared experts, which get every token; 0 if there are
             none.
+        latent_size: width of the states that experts see, which a linear projects down, and another
+            one up after them; 0 for the hidden size. Shared experts and the router see the latter.
         shared_gate: whether the output of shared experts is multiplied by the sigmoid of a separate
             gate.
         normalized: whether the weights of the chosen experts are scaled to add up to 1.
@@ -72,6 +77,7 @@ class ExpertsConfig:
     size: int
     per_token: int
     shared_size: int = 0
+    latent_size: int = 0
     shared_gate: bool = False
     normalized: bool = True
     bias: bool = False
@@ -259,8 +265,9 @@ class ModelConfig:
         norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after``
             them, or ``both``.
         norm_offset: an offset of every norm's weight.
+        mlp_gate: whether feed-forwards have a gate.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's
-            with its limits.
+            with its limits; without a gate ``relu2``, the square of what is positive.
         activation_limit: the bound at which ``swiglu_oai`` clamps gate and up.
         activation_alpha: the factor of its gate before the sigmoid.
         attention_scale: the factor of attention scores; None is 1 over the root of head_dim.
@@ -307,6 +314,7 @@ class ModelConfig:
     clip_qkv: float | None = None
     norms: str = "before"
     norm_offset: float = 0.0
+    mlp_gate: bool = True
     activation: str = "silu"
     activation_limit: float | None = None
     activation_alpha: float = 1.702
@@ -362,7 +370,7 @@ class ModelConfig:
         """Return whether a layer keeps states of a sequence, which cannot go back to an earlier
         token, in place of keys and values of each token.
         """
-        return len(self.attention_layers) < self.num_layers
+        return any(layer.mixer not in ("attention", "none") for layer in self.layers)
 
     def state_shapes(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """Compute the shapes of the states that a layer keeps of each sequence; none for attention,

@@ -63,6 +63,8 @@ _TABLE = """
     router                   mlp.gate                           -                ffn_gate_inp
     router.score_correction  mlp.score_correction               -                -
     shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
+    expert.latent_in         mlp.latent_in_proj                 -                -
+    expert.latent_out        mlp.latent_out_proj                -                -
     expert.gate              mlp.experts.{expert}.gate_proj     -                ffn_gate_exps
     expert.up                mlp.experts.{expert}.up_proj       -                ffn_up_exps
     expert.gate_up           mlp.experts.{expert}.gate_up_proj  -                -

@@ -188,6 +188,8 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
             "experts": config.experts.count,
             "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
+            # The width of the states that experts see.
+            "expert_hidden": config.experts.latent_size or config.hidden_size,
         }
     if config.short_conv is not None:
         counts |= {
@@ -231,18 +233,23 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
     """List the items of a layer, in the order of the data flow."""
     before = config.norms in ("before", "both")
     after = config.norms in ("after", "both")
+    features = config.layers[layer]
+    mixer: list[Item] = []
     if config.latent_attention:
-        mixer = list(_latent_attention(config))
-    else:
-        mixer = list(_MIXERS[config.layers[layer].mixer](config))
+        mixer += _latent_attention(config)
+    elif features.mixer != "none":
+        mixer += _MIXERS[features.mixer](config)
     feed_forward: list[Item] = []
-    if config.layers[layer].experts:
+    if features.experts:
         feed_forward += _experts(config)
-    else:
-        feed_forward += _iter_gated_mlp("mlp", "intermediate", "mlp.in", config.mlp_bias)
+    elif features.feed_forward:
+        feed_forward += _iter_mlp(config, "mlp", ("intermediate", "hidden"), "mlp.in")
     items: list[Item] = []
     # The norms of the first branch have the same role for every mixer.
     for branch, inside in (("attention", mixer), ("mlp", feed_forward)):
+        # A layer may have only one of them.
+        if not inside:
+            continue
         if before:
             items.append(Vector(f"{branch}.norm", ("hidden",)))
         items += inside
@@ -357,10 +364,11 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
     """Count the layers of each kind with different linears, by the first layer of the kind."""
-    first_layers: dict[tuple[str, bool], int] = {}
+    first_layers: dict[tuple[str, bool, bool], int] = {}
     repeats: dict[int, int] = {}
     for index, layer in enumerate(config.layers):
-        first = first_layers.setdefault((layer.mixer, layer.experts), index)
+        kind = layer.mixer, layer.feed_forward, layer.experts
+        first = first_layers.setdefault(kind, index)
         repeats[first] = repeats.get(first, 0) + 1
     return repeats
 
@@ -501,25 +509,44 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
         yield Vector("router.score_correction", ("experts",), leaf="")
     if experts.shared_gate:
         yield Linear("shared_expert.router", ("one", "hidden"), "mlp.in", quantizable=False)
+    # Small, and of every token, so they stay floats like the router.
+    if experts.latent_size:
+        for part, dims in (
+            ("in", ("expert_hidden", "hidden")),
+            ("out", ("hidden", "expert_hidden")),
+        ):
+            site = f"expert.latent_{part}"
+            yield Linear(f"expert.latent_{part}", dims, site, quantizable=False)
+    dims = "expert_intermediate", "expert_hidden"
     yield ExpertBank(
-        experts.count,
-        tuple(_iter_gated_mlp("expert", "expert_intermediate", "expert.in", experts.bias)),
+        experts.count, tuple(_iter_mlp(config, "expert", dims, "expert.in", bias=experts.bias))
     )
     if experts.shared_size:
-        yield from _iter_gated_mlp("shared_expert", "shared_intermediate", "mlp.in", False)
+        dims = "shared_intermediate", "hidden"
+        yield from _iter_mlp(config, "shared_expert", dims, "mlp.in", bias=False)
 
 
-def _iter_gated_mlp(role: str, size: str, site: str, bias: bool) -> Iterator[Linear]:
-    """Yield a gated feed-forward."""
-    for part in ("gate", "up"):
-        yield Linear(
-            role=f"{role}.{part}",
-            dims=(size, "hidden"),
-            site=site,
-            fused=f"{role}.gate_up",
-            bias=bias,
-        )
-    yield Linear(f"{role}.down", ("hidden", size), f"{role}.out", bias=bias)
+def _iter_mlp(
+    config: ModelConfig, role: str, dims: tuple[str, str], site: str, bias: bool | None = None
+) -> Iterator[Linear]:
+    """Yield a feed-forward of an inner and an outer size; `bias` is by default that of dense
+    ones.
+    """
+    inner, outer = dims
+    if bias is None:
+        bias = config.mlp_bias
+    if config.mlp_gate:
+        for part in ("gate", "up"):
+            yield Linear(
+                role=f"{role}.{part}",
+                dims=(inner, outer),
+                site=site,
+                fused=f"{role}.gate_up",
+                bias=bias,
+            )
+    else:
+        yield Linear(f"{role}.up", (inner, outer), site, bias=bias)
+    yield Linear(f"{role}.down", (outer, inner), f"{role}.out", bias=bias)
 
 
 def _linears(config: ModelConfig, layer: int) -> Iterator[tuple[Linear, int | None]]:

@@ -116,7 +116,8 @@ class KVCache:
             states: list[Tensor] = []
             for state_shape in config.state_shapes(layer):
                 states.append(zeros((slots, *state_shape), torch.float32, device))
-            if states:
+            # A layer without a mixer has no states either.
+            if config.layers[layer].mixer != "attention":
                 self.layers.append(LayerStates(states))
             else:
                 keys = _zeros(shape, config.head_dim, dtype, device)

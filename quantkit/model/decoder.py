@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -235,43 +235,57 @@ def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer: two residual branches in sequence, a mixer and a feed-forward, with norms
-    before them, after them or both.
+    """One decoder layer: two residual branches in sequence, a mixer and a feed-forward, or one of
+    them, with norms before them, after them or both.
 
     A branch has two halves: `inner` computes the inputs of its last linear, or of its experts;
     `finish` applies that module and adds the output to the hidden states. Quantization needs the
     inputs in between.
     """
 
-    BRANCHES: ClassVar = ("mixer", "mlp")
-
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        features = config.layers[layer]
         before = config.norms in ("before", "both")
         after = config.norms in ("after", "both")
-        self.input_layernorm = rms_norm(config) if before else None
-        # Registered under its own name, which is part of the canonical names of its tensors.
-        self._mixer_name = MIXERS[config.layers[layer].mixer].NAME
-        self.add_module(self._mixer_name, make_mixer(config, layer))
-        self.attention_output_layernorm = rms_norm(config) if after else None
-        self.post_attention_layernorm = rms_norm(config) if before else None
-        self.mlp: MLP | Experts
-        if config.layers[layer].experts:
-            self.mlp = Experts(config)
-        else:
-            self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
-        self.mlp_output_layernorm = rms_norm(config) if after else None
+        self.branches: list[str] = []
+        self.input_layernorm = self.attention_output_layernorm = None
+        self._mixer_name = ""
+        if features.mixer != "none":
+            self.branches.append("mixer")
+            self.input_layernorm = rms_norm(config) if before else None
+            # Registered under its own name, which is part of the canonical names of its tensors.
+            self._mixer_name = MIXERS[features.mixer].NAME
+            self.add_module(self._mixer_name, make_mixer(config, layer))
+            self.attention_output_layernorm = rms_norm(config) if after else None
+        self.post_attention_layernorm = self.mlp_output_layernorm = None
+        self.mlp: MLP | Experts | None = None
+        if features.feed_forward:
+            self.branches.append("mlp")
+            self.post_attention_layernorm = rms_norm(config) if before else None
+            if features.experts:
+                self.mlp = Experts(config)
+            else:
+                self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
+            self.mlp_output_layernorm = rms_norm(config) if after else None
         self._multiplier = config.residual_multiplier
 
     @property
-    def mixer(self) -> Mixer:
-        mixer = getattr(self, self._mixer_name)
-        assert isinstance(mixer, Mixer)
+    def mixer(self) -> Mixer | None:
+        """Return the mixer; None if the layer is only a feed-forward."""
+        mixer = getattr(self, self._mixer_name, None)
+        assert mixer is None or isinstance(mixer, Mixer)
         return mixer
+
+    def module_of(self, branch: str) -> Mixer | MLP | Experts:
+        """Return the module of one of the block's branches."""
+        module = self.mixer if branch == "mixer" else self.mlp
+        assert module is not None
+        return module
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Run both branches on hidden states [B, T, D]."""
-        for branch in self.BRANCHES:
+        for branch in self.branches:
             x = self.finish(branch, x, self.inner(branch, x, step))
         return x
 
@@ -291,14 +305,14 @@ class Block(nn.Module):
         from hidden states [B, T, D].
         """
         states = self.apply_norm(branch, x)
-        if branch == "mixer":
-            return self.mixer.inner(states, step)
-        return self.mlp.inner(states)
+        module = self.module_of(branch)
+        if isinstance(module, Mixer):
+            return module.inner(states, step)
+        return module.inner(states)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
         """Add a branch's output to hidden states [B, T, D], given the result of `inner`."""
-        module = self.mixer if branch == "mixer" else self.mlp
-        return self.add(branch, x, module.output(inner))
+        return self.add(branch, x, self.module_of(branch).output(inner))
 
     def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
         """Add the output [B, T, D] of a branch's last linear, or of its experts, to hidden states

@@ -19,25 +19,42 @@ from quantkit.model.linear import QuantLinear
 
 
 class MLP(nn.Module):
-    """A gated feed-forward network (2002.05202)."""
+    """A feed-forward network, with a gate (2002.05202) or without."""
 
-    def __init__(self, config: ModelConfig, size: int, *, bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, size: int, *, bias: bool, outer_size: int | None = None
+    ) -> None:
+        """`outer_size` is that of inputs and outputs, by default the hidden size."""
         super().__init__()
         self.config = config
-        self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
+        outer_size = outer_size or config.hidden_size
+        self.gate_proj: nn.Module | None = None
+        if config.mlp_gate:
+            self.gate_proj = nn.Linear(outer_size, size, bias=bias)
+        self.up_proj = nn.Linear(outer_size, size, bias=bias)
         # Replaces gate and up if loading fuses them: one product of many rows is faster than two
         # of few rows.
         self.gate_up_proj: nn.Module | None = None
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
+        self.down_proj = nn.Linear(size, outer_size, bias=bias)
+
+    @property
+    def first_linears(self) -> tuple[str, ...]:
+        """Return the names of the linears that see its inputs."""
+        if self.config.mlp_gate:
+            return "gate_proj", "up_proj"
+        return ("up_proj",)
 
     def inner(self, x: Tensor) -> Tensor:
-        """Compute gated inner states [..., F] of normed hidden states [..., D]."""
+        """Compute inner states [..., F] of normed hidden states [..., D]."""
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
+        elif self.gate_proj is not None:
             gate = self.gate_proj(x)
             up = self.up_proj(x)
+        else:
+            assert self.config.activation == "relu2"
+            squared: Tensor = F.relu(self.up_proj(x)).square()
+            return squared
         config = self.config
         return apply_gate(
             gate, up, config.activation, config.activation_limit, config.activation_alpha
@@ -65,9 +82,15 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.config = experts = config.experts
         self.gate = nn.Linear(config.hidden_size, experts.count, bias=experts.router_bias)
+        outer_size = experts.latent_size or config.hidden_size
         self.experts = nn.ModuleList(
-            MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count)
+            MLP(config, experts.size, bias=experts.bias, outer_size=outer_size)
+            for _ in range(experts.count)
         )
+        self.latent_in_proj = self.latent_out_proj = None
+        if experts.latent_size:
+            self.latent_in_proj = nn.Linear(config.hidden_size, outer_size, bias=False)
+            self.latent_out_proj = nn.Linear(outer_size, config.hidden_size, bias=False)
         self.score_correction: nn.Parameter | None = None
         if experts.score_correction:
             self.score_correction = nn.Parameter(torch.empty(experts.count))
@@ -88,9 +111,15 @@ class Experts(nn.Module):
     def output(self, x: Tensor) -> Tensor:
         """Compute the branch's output [B, T, D] of normed hidden states [B, T, D]."""
         weights, chosen = self.route(x)
+        states = x
+        if self.latent_in_proj is not None:
+            states = _product(x, self.latent_in_proj)
         out = self.apply_chosen_experts(
-            x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
-        ).view(x.shape)
+            states.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
+        ).view(states.shape)
+        if self.latent_out_proj is not None:
+            # Of each process's part: the sum over processes comes after it.
+            out = _product(out, self.latent_out_proj)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             if self.shared_expert_gate is not None:

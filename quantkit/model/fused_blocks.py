@@ -50,7 +50,7 @@ def block_features(config: ModelConfig) -> frozenset[str]:
         inner.add("query_scaling_beta")
     if config.experts is not None:
         # The fields that change the choice or the weights of experts, but `normalized`.
-        for name in ("score_correction", "scores", "normalization_eps", "scaling"):
+        for name in ("score_correction", "scores", "normalization_eps", "scaling", "latent_size"):
             if getattr(config.experts, name) != getattr(ExpertsConfig, name):
                 inner.add(name)
     return config.features - _OUTSIDE | inner
@@ -128,9 +128,9 @@ def fuse_blocks(
 ) -> FusedBlocks | None:
     """Prepare a model's blocks for a kernel: that of its quantized linears' backend.
 
-    Returns None if a layer has a mixer that no kernel knows, or linears of another kind than
-    quantized ones and floats, their backend has no such kernel, or the kernel does not support the
-    model's features.
+    Returns None if a layer has a mixer that no kernel knows, no mixer or no feed-forward, or
+    linears of another kind than quantized ones and floats, their backend has no such kernel, or the
+    kernel does not support the model's features.
 
     Args:
         layers: configs of the layers to prepare, by their numbers; None is all layers of the
@@ -184,10 +184,10 @@ def fuse_blocks(
 def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...] | None:
     """List the linears of a block by their sites, in the order of the data flow. Those of a site
     share an input, and are one if they are fused. For a mixture of experts, the last two sites are
-    the shared experts', or are missing. None if no kernel knows the mixer.
+    the shared experts', or are missing. None if no kernel knows the block.
     """
-    mixer = _find_mixer_linears(block.mixer)
-    if mixer is None:
+    mixer = None if block.mixer is None else _find_mixer_linears(block.mixer)
+    if mixer is None or block.mlp is None:
         return None
     mlp: MLP | None
     if isinstance(block.mlp, MLP):
@@ -199,8 +199,11 @@ def _find_linears(block: Block) -> tuple[tuple[nn.Module, ...], ...] | None:
     gate_up: tuple[nn.Module, ...]
     if mlp.gate_up_proj is not None:
         gate_up = (mlp.gate_up_proj,)
-    else:
+    elif mlp.gate_proj is not None:
         gate_up = (mlp.gate_proj, mlp.up_proj)
+    else:
+        # Kernels multiply what the gate lets through.
+        return None
     return *mixer, gate_up, (mlp.down_proj,)
 
 

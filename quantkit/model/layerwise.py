@@ -178,13 +178,15 @@ def _run_block(block: Block, states: Tensor, step: Step) -> Tensor:
     """Run a block on hidden states [1, N, D]. The feed-forward, whose inner width is several times
     D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
-    mixer, feed_forward = block.BRANCHES
-    states = block.finish(mixer, states, block.inner(mixer, states, step))
-    pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
-    outputs: list[Tensor] = []
-    for piece in pieces:
-        outputs.append(block.finish(feed_forward, piece, block.inner(feed_forward, piece, step)))
-    return torch.cat(outputs, dim=1)
+    for branch in block.branches:
+        pieces: Sequence[Tensor] = [states]
+        if branch == "mlp":
+            pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
+        outputs: list[Tensor] = []
+        for piece in pieces:
+            outputs.append(block.finish(branch, piece, block.inner(branch, piece, step)))
+        states = torch.cat(outputs, dim=1)
+    return states
 
 
 @torch.inference_mode()

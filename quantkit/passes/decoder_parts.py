@@ -238,7 +238,7 @@ class _SampleDecoder(nn.Module):
 def _run_block(block: Block, states: list[Tensor], step: Step) -> Tensor:
     """Run a block on the hidden states [B, T, D] that it takes from a list."""
     x = states.pop()
-    for branch in block.BRANCHES:
+    for branch in block.branches:
         x = block.finish(branch, x, block.inner(branch, x, step))
     return x
 
@@ -285,7 +285,7 @@ class _VisitedExperts:
 
             # Experts without tokens are visited too, so that all batches stop at the same places.
             if visitor is not None:
-                for leaf in ("gate_proj", "up_proj"):
+                for leaf in mlp.first_linears:
                     visitor.visit_product(
                         self._experts,
                         f"experts.{expert}.{leaf}.{WEIGHT}",
@@ -314,7 +314,7 @@ class _VisitedExperts:
         # What the gate makes small counts less.
         if experts.shared_expert_gate is not None:
             shares = torch.sigmoid(experts.shared_expert_gate(x)).squeeze(-1)
-        for leaf in ("gate_proj", "up_proj"):
+        for leaf in mlp.first_linears:
             self._visit_shared(leaf, Brought(x, shares=shares))
         inner = mlp.inner(x)
         self._visit_shared("down_proj", Brought(inner, shares=shares))

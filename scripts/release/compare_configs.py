@@ -142,7 +142,7 @@ def _build(folder: Path) -> Any:
             )
         for name, buffer in model.named_buffers():
             # Zeros, which would hide a correction that is lost.
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 

@@ -38,6 +38,7 @@ FAMILIES = [
     "lfm2-moe",
     "qwen3-5-moe",
     "granitemoehybrid-moe",
+    "nemotron-h-moe",
 ]
 # Their experts are one tensor on disk, which transformers does not read quantized.
 STACKED = ("gpt-oss", "granitemoehybrid-moe")
@@ -77,7 +78,7 @@ def test_transformers_reads_what_is_written(case: str, tmp_path: Path) -> None:
 def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
     """A quantized model as its family saves floats."""
     result = open_checkpoint(quantized)
-    if result.config.architecture in ("lfm2_moe", "granitemoehybrid"):
+    if result.config.architecture in ("lfm2_moe", "granitemoehybrid", "nemotron_h"):
         # Most of its names on disk are not canonical.
         return quantkit.convert(
             quantized, folder / "floats", dequantize=True, source_check=False

@@ -54,6 +54,9 @@ CASES = {
     "lfm2": Case("lfm2", 5),
     "qwen3-5": Case("qwen3-5-features", 5),
     "bamba": Case("bamba-features", 5),
+    # A sum for each layer that is not Mamba-2, and that of the embedding.
+    "nemotron-h": Case("nemotron-h-features", 4),
+    "nemotron-h-moe": Case("nemotron-h-moe-latent", 4),
     "granitemoehybrid-moe": Case("granitemoehybrid-moe", 5),
     "lfm2-moe-int4": Case("lfm2-moe", 5, "int4-g32", {"moe_intermediate_size": 128}),
     "gpt-oss-int4": Case("gpt-oss", 7, "int4-g32", {"intermediate_size": 128}),

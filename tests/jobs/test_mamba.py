@@ -1,4 +1,6 @@
-"""Granite 4 and Bamba through the jobs: Mamba-2 keeps its floats unless a recipe names it."""
+"""Granite 4, Bamba and Nemotron H through the jobs: Mamba-2 keeps its floats unless a recipe names
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.topology import input_groups
 from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.formats.detect import open_checkpoint
 from quantkit.model.load import load_model
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.engine import Engine
@@ -28,7 +32,7 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 VOCABULARY = 2048  # of the demo's tokenizer
-KINDS = ("granitemoehybrid", "granitemoehybrid-moe", "bamba")
+KINDS = ("granitemoehybrid", "granitemoehybrid-moe", "bamba", "nemotron-h", "nemotron-h-moe-latent")
 INT4, INT8 = QuantScheme.parse("int4-g32"), QuantScheme.parse("int8")
 UNCHECKED: dict[str, Any] = {"source_check": False, "accept_quality_loss": True, "method": "rtn"}
 
@@ -40,6 +44,8 @@ def _save(case: str, folder: Path) -> Path:
         "hidden_size": 128,
         "intermediate_size": 64,
         "shared_intermediate_size": 96,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
         "max_position_embeddings": 600,
     }
     oracle.save(oracle.make(kind, **{**changes, **sizes}), folder)
@@ -74,15 +80,19 @@ def test_gptq_leaves_state_spaces_as_they_are(
     made = quantized[case]
     assert made.manifest.get("run_by") is None
     schemes = {name: one["scheme"] for name, one in made.manifest["modules"].items()}
-    assert schemes["model.layers.1.self_attn.q_proj"] == "int4-g32"
-    quantized_leaves = {name.rpartition(".")[2] for name, scheme in schemes.items() if scheme}
-    assert {"gate_proj", "up_proj", "down_proj"} < quantized_leaves
+    config = open_checkpoint(made.path).config
+    for layer in range(config.num_layers):
+        for group in input_groups(config, layer):
+            expected = None if group.site.startswith("mamba2") else "int4-g32"
+            for module in group.modules:
+                assert schemes[f"model.layers.{layer}.{module}"] == expected
     assert any("mamba.in_proj" in note for note in made.notes)
     floats, stored = (
         load_file(folder / "model.safetensors") for folder in (sources[case], made.path)
     )
-    kept = [name for name in floats if ".mamba." in name]
-    assert len(kept) == 2 * 8
+    layers = {name.rpartition(".")[0] for name in floats if name.endswith(".A_log")}
+    kept = [name for name in floats if name.startswith(tuple(f"{layer}." for layer in layers))]
+    assert len(kept) == len(layers) * 8
     for name in kept:
         assert torch.equal(floats[name], stored[name])
     assert verify(sources[case], made.path).verdict is Verdict.WITHIN_BOUND
@@ -127,9 +137,17 @@ def test_few_bits_for_what_changes_a_state_are_refused(
         quantkit.quantize(sources["granitemoehybrid"], tmp_path / "made", recipe, **UNCHECKED)
 
 
-def test_an_adapter_is_merged_into_a_state_space(sources: dict[str, Path], tmp_path: Path) -> None:
-    source = sources["granitemoehybrid"]
-    modules = ["in_proj", "q_proj", "input_linear"]
+@pytest.mark.parametrize(
+    ("case", "modules"),
+    [
+        ("granitemoehybrid", ["in_proj", "q_proj", "input_linear"]),
+        ("nemotron-h", ["in_proj", "q_proj", "up_proj"]),
+    ],
+)
+def test_an_adapter_is_merged_into_a_state_space(
+    case: str, modules: list[str], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    source = sources[case]
     adapter = lora.save_adapter(source, tmp_path / "adapter", target_modules=modules)
     made = quantkit.convert(source, tmp_path / "made", lora=adapter, source_check=False)
     tokens = oracle.random_tokens(30, vocabulary=VOCABULARY)
@@ -146,11 +164,20 @@ def test_states_are_a_convolution_and_a_matrix_of_each_head(sources: dict[str, P
     assert shapes == [states, [(1, 2, 9, 16)] * 2, states]
 
 
-def test_what_gguf_does_not_have_is_refused_by_name(
-    sources: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("case", KINDS)
+def test_formats_with_other_names_are_refused_by_name(
+    case: str,
+    sources: dict[str, Path],
+    quantized: dict[str, quantkit.QuantizeResult],
+    tmp_path: Path,
 ) -> None:
-    with raises(UnsupportedError, "granitemoehybrid"):
-        quantkit.convert(sources["granitemoehybrid"], tmp_path / "gguf", to="gguf")
+    name = CASES[case][0]
+    with raises(UnsupportedError, name):
+        quantkit.convert(sources[case], tmp_path / "gguf", to="gguf")
+    with raises(UnsupportedError, "mlx", name):
+        quantkit.quantize(sources[case], tmp_path / "mlx", "int4-g32", to="mlx", **UNCHECKED)
+    with raises(UnsupportedError, "mlx", name):
+        quantkit.convert(quantized[case].path, tmp_path / "mlx", to="mlx", source_check=False)
 
 
 def test_a_config_is_written_as_it_is_read(sources: dict[str, Path]) -> None:
@@ -189,6 +216,58 @@ def test_the_rotated_part_of_bamba_is_read_where_transformers_reads_it(
         config = config_from_hf({**raw, **changes}, "config.json")
         assert config.rope.rotary_dim == expected
         assert config_from_hf(config_to_hf(config), "config.json") == config
+
+
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def test_layers_of_nemotron_h_are_read_from_the_name_that_transformers_prefers() -> None:
+    kinds = {"M": "mamba2", "*": "attention", "-": "none", "E": "none"}
+    for changes, expected in (
+        ({}, "ME*-"),
+        ({"hybrid_override_pattern": "M*-M", "num_hidden_layers": 9}, "M*-M"),
+        ({"hybrid_override_pattern": "M*", "layers_block_type": ["mlp", "mamba"]}, "-M"),
+        ({"layers_block_type": ["mlp"], "layer_types": ["attention", "moe"]}, "*E"),
+    ):
+        config = config_from_hf({**NEMOTRON, **changes}, "config.json")
+        assert [layer.mixer for layer in config.layers] == [kinds[letter] for letter in expected]
+        assert [layer.experts for layer in config.layers] == [one == "E" for one in expected]
+        assert [layer.feed_forward for layer in config.layers] == [one in "-E" for one in expected]
+        assert config_from_hf(config_to_hf(config), "config.json") == config
+
+
+def test_older_names_of_nemotron_h_have_precedence_as_in_transformers() -> None:
+    changes = {"mamba_d_conv": 3, "conv_kernel": 2, "mamba_n_groups": 4, "mamba_dt_min": 0.5}
+    config = config_from_hf({**NEMOTRON, **changes}, "config.json")
+    assert config.mamba2 is not None
+    assert config.mamba2.convolution == 3
+    assert config.mamba2.groups == 4
+    # `time_step_limit` has no effect there, and no config has an upper limit.
+    assert config.mamba2.step_limits == (0.5, float("inf"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_group": 2, "topk_group": 1},
+        {"mlp_bias": True},
+        {"mlp_hidden_act": "silu"},
+        {"mamba_hidden_act": "gelu"},
+        {"layers_block_type": ["mamba", "conv"]},
+        {"hybrid_override_pattern": "MX"},
+        {"n_groups": 3},
+        {"time_step_min": -1.0},
+    ],
+)
+def test_what_nemotron_h_does_not_support_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with raises((CheckpointError, UnsupportedError)):
+        config_from_hf({**NEMOTRON, **changes}, "config.json")
 
 
 @pytest.mark.parametrize("numbers", ["1", [True], [-1], [0.5]])

@@ -51,7 +51,7 @@ def test_the_stages_of_a_branch_give_the_inputs_of_the_linears_at_its_sites(
         if isinstance(linear, nn.Linear)
     ]
     x, given = torch.randn(2, 5, model.config.hidden_size), {}
-    for branch in Block.BRANCHES:
+    for branch in block.branches:
         site = PREFIXES[branch]
         given[f"{site}.in"] = block.apply_norm(branch, x)
         given[f"{site}.out"] = block.inner(branch, x, step)
@@ -70,7 +70,7 @@ def test_the_halves_of_the_branches_make_the_block(model: Decoder) -> None:
     block, step = _block(model), _step(model)
     x = torch.randn(2, 5, model.config.hidden_size)
     whole, before = block(x, step), x.clone()
-    for branch in Block.BRANCHES:
+    for branch in block.branches:
         x = block.finish(branch, x, block.inner(branch, x, step))
     assert torch.equal(x, whole)
     assert not torch.equal(whole, before)

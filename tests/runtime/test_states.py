@@ -28,7 +28,15 @@ from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Scheduler
 
-FAMILIES = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "bamba")
+FAMILIES = (
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "bamba",
+    "nemotron_h",
+)
 # Of each family.
 CONFIGS, SEED = 300, 60
 CHUNK = 16

@@ -124,6 +124,24 @@ _GRANITE_HYBRID = {
 }
 
 
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+}
+_NEMOTRON_H_MOE = {
+    **_NEMOTRON_H,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+}
+
+
 _GPT_OSS = {**_MIXTRAL, "head_dim": 16, "sliding_window": 5}
 
 
@@ -323,6 +341,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "partial_rotary_factor": 0.25,
             },
             "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": ("nemotron_h", _NEMOTRON_H),
+    "nemotron-h-features": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+            "time_step_min": 0.6,
+            "layer_norm_epsilon": 1e-3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h-moe": ("nemotron_h", _NEMOTRON_H_MOE),
+    "nemotron-h-moe-latent": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H_MOE,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
         },
     ),
     "granitemoehybrid": ("granitemoehybrid", {**_GRANITE_HYBRID, "num_local_experts": 0}),

@@ -62,7 +62,7 @@ def make(kind: str, **changes: Any) -> Any:
                 else 0.3 * noise / parameter.shape[-1] ** 0.25
             )
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 

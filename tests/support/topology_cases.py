@@ -106,6 +106,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h-moe": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "use_conv_bias": False,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 24,
+        },
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {

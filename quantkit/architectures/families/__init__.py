@@ -34,6 +34,7 @@ FAMILIES: LateTable[Family] = LateTable(
         "mixtral": f"{__name__}.llama:MIXTRAL",
         "granite": f"{__name__}.llama:GRANITE",
         "granitemoehybrid": f"{__name__}.granite_hybrid:GRANITE_HYBRID",
+        "nemotron_h": f"{__name__}.nemotron_hybrid:NEMOTRON_H",
         "smollm3": f"{__name__}.llama:SMOLLM3",
         "phi3": f"{__name__}.llama:PHI3",
         "glm": f"{__name__}.llama:GLM",

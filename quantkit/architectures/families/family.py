@@ -113,6 +113,9 @@ class Family:
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
+        renamed: the beginning of names on disk that transformers replaces when it loads them, and
+            that of its modules.
+        names_for_mlx: whether mlx-lm has its tensors by the names that quantkit writes for it.
         runs: whether the decoder computes everything that its configs state.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
         gguf_mark: the key of config.json that only this one has among the families with the same
@@ -128,6 +131,8 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
     interleaved_rotary: bool = False
+    renamed: tuple[str, str] | None = None
+    names_for_mlx: bool = True
     runs: bool = True
     gguf: GgufArchitecture | None = None
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
@@ -158,6 +163,7 @@ def read_config(
     rotary: Sequence[bool] | None = None,
     sparse: Sequence[bool] | None = None,
     mixers: Sequence[str] | None = None,
+    feed_forwards: Sequence[bool] | None = None,
     activations: tuple[str, ...] = ("silu", "swish"),
     activation_key: str = "hidden_act",
     kv_heads_required: bool = True,
@@ -178,6 +184,7 @@ def read_config(
         rotary: whether each layer has rotary positions; by default all do.
         sparse: whether each layer has experts; by default all if the model has any.
         mixers: the mixer of each layer; by default all have attention.
+        feed_forwards: whether each layer has a feed-forward; by default all do.
         activations: the possible ones of the family's feed-forward.
         kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the
             number of heads.
@@ -212,9 +219,19 @@ def read_config(
         sparse = [features.get("experts") is not None] * count
     if mixers is None:
         mixers = ["attention"] * count
+    if feed_forwards is None:
+        feed_forwards = [True] * count
     layers = []
-    for window, is_rotary, is_sparse, mixer in zip(windows, rotary, sparse, mixers, strict=True):
-        layers.append(LayerConfig(window, is_rotary, is_sparse, mixer))
+    for layer in range(count):
+        layers.append(
+            LayerConfig(
+                window=windows[layer],
+                rotary=rotary[layer],
+                experts=sparse[layer],
+                mixer=mixers[layer],
+                feed_forward=feed_forwards[layer],
+            )
+        )
     # Null stands for the number of heads, but transformers replaces an absent key by the number of
     # KV heads of one published model.
     if "num_key_value_heads" not in settings.values and kv_heads_required:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors, parameters_as_written
-from quantkit.architectures.families import config_to_hf
+from quantkit.architectures.families import FAMILIES, config_to_hf
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.base.late import LateModule
 from quantkit.formats.checkpoint import Checkpoint
@@ -247,6 +247,13 @@ def _collect_disk_schemes(
     for opaque_tensor in config.tensors or ():
         if opaque_tensor.alias is not None:
             aliases[opaque_tensor.module] = opaque_tensor.alias
+    renamed: tuple[str, str] | None = None
+    if config.tensors is None:
+        renamed = FAMILIES[config.architecture].renamed
+    if renamed is not None:
+        for module in module_schemes:
+            if module.startswith(renamed[0]):
+                aliases[module] = renamed[1] + module.removeprefix(renamed[0])
     for module, scheme in list(module_schemes.items()):
         if module in aliases:
             module_schemes[aliases[module]] = scheme

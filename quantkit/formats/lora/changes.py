@@ -23,7 +23,7 @@ from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
 HEAD = CANONICAL["head"]
-_PREFIXES = frozenset({"model", "language_model", "transformer"})
+_PREFIXES = frozenset({"model", "language_model", "transformer", "backbone"})
 """Parts of names that differ between a folder and transformers' modules."""
 _MERGE_ALONE = "merge the adapters one after the other"
 

@@ -50,6 +50,7 @@ from quantkit.jobs.output.target import (
     choose_kv_cache,
     choose_shard_bytes,
     choose_target,
+    require_names,
 )
 from quantkit.jobs.output.writer import Work
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -287,6 +288,8 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         return
     if options.dequantize:
         return
+    if source.config.runnable and target.name != source.method:
+        require_names(source, target)
     first_format = str(next(iter([*quantized.values(), *integers.values()])))
     # In GGUF `dtype` is the type of the float tensors, next to which codes stay as they are.
     if target.codes is None or (options.dtype is not None and target.container is not GGUF):

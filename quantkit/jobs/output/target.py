@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit.architectures.families import FAMILIES
 from quantkit.base.arguments import as_integer, as_string, as_strings
 from quantkit.base.late import LateFunction
 from quantkit.base.messages import Message, Option
@@ -207,6 +208,30 @@ def require_holds_kv_cache(target: Target, dst: Path) -> None:
             path=dst,
             expected=able,
             hint=Message("leave ", Option("kv_cache"), " out"),
+        )
+
+
+def require_names(source: StoredCheckpoint, target: Target) -> None:
+    """Raise an `UnsupportedError` if a format's readers do not know a model by the names of its
+    tensors.
+    """
+    config = source.config
+    if target.method is None:
+        return
+    # mlx-lm gives experts and state spaces other names, and renames only unquantized weights.
+    model_type: object = config.architecture
+    if config.tensors is not None:
+        model_type = source.extra_config.get("model_type")
+    elif FAMILIES[config.architecture].names_for_mlx:
+        return
+    reason = target.method.explain_unread_model(model_type)
+    if reason is not None:
+        raise UnsupportedError(
+            f"{target.name} does not support this architecture: {reason.problem}",
+            path=source.path,
+            found=reason.found,
+            expected=reason.expected,
+            hint=Message("write another format: ", Option("to", value=NATIVE)),
         )
 
 

@@ -21,6 +21,7 @@ from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.registry import Target
 from quantkit.jobs.output.target import (
     NATIVE,
+    require_names,
 )
 from quantkit.jobs.quantize.scheme_map import SchemeMap
 from quantkit.tensors.dtypes import DType
@@ -40,7 +41,8 @@ def assign_schemes(
     """
     assert target.codes is not None
     if source.config.tensors is not None:
-        _require_read(source, target)
+        _require_decoder(source, target)
+    require_names(source, target)
     scheme_map = SchemeMap.of(recipe, source.config, target.codes.embeddings)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
@@ -105,10 +107,8 @@ def vllm_problems_of(
     return target.container.vllm_problems(source, schemes, target.method)
 
 
-def _require_read(source: Checkpoint, target: Target) -> None:
-    """Raise an `UnsupportedError` if no reader of a format loads a model for which there is no
-    decoder here.
-    """
+def _require_decoder(source: Checkpoint, target: Target) -> None:
+    """Raise an `UnsupportedError` if a format without names of its own needs a decoder here."""
     if target.method is None:
         if source.config.architecture in FAMILIES:
             raise UnsupportedError(
@@ -119,16 +119,6 @@ def _require_read(source: Checkpoint, target: Target) -> None:
             )
         # The names of its tensors in such a file are not known.
         target.container.parameters(source.config, ())
-        return
-    reason = target.method.explain_unread_model(source.extra_config.get("model_type"))
-    if reason is not None:
-        raise UnsupportedError(
-            f"{target.name} does not support this architecture: {reason.problem}",
-            path=source.path,
-            found=reason.found,
-            expected=reason.expected,
-            hint=Message("write another format: ", Option("to", value=NATIVE)),
-        )
 
 
 def _require_supported(

@@ -155,6 +155,35 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "shared_intermediate_size": (16, 40),
         "position_embedding_type": (_ABSENT, None, "nope", "rope", "rope"),
     },
+    "nemotron_h": {
+        "head_dim": (8, 16),
+        "attention_bias": _FLAG,
+        "layer_norm_epsilon": (_ABSENT, 1e-5, 1e-3),
+        "mlp_hidden_act": (_ABSENT, "relu2"),
+        "mamba_hidden_act": (_ABSENT, "silu", "swish"),
+        "mlp_bias": (_ABSENT, False, False, True),
+        "use_bias": _FLAG,
+        "use_conv_bias": _FLAG,
+        "mamba_num_heads": (2, 4),
+        "mamba_head_dim": (4, 8),
+        "n_groups": (1, 2),
+        "mamba_n_groups": (_ABSENT, _ABSENT, _ABSENT, 2),
+        "ssm_state_size": (1, 4, 8),
+        "conv_kernel": (_ABSENT, 1, 2, 4),
+        "mamba_d_conv": (_ABSENT, _ABSENT, _ABSENT, 3),
+        "chunk_size": (_ABSENT, 4, 7),
+        "time_step_min": (_ABSENT, _ABSENT, 0.4),
+        "time_step_limit": _STEP_LIMITS,
+        "n_routed_experts": (4, 6),
+        "num_experts_per_tok": (_ABSENT, 1, 2),
+        "moe_intermediate_size": (24,),
+        "moe_shared_expert_intermediate_size": (40,),
+        "moe_latent_size": (_ABSENT, None, 12),
+        "norm_topk_prob": _FLAG,
+        "routed_scaling_factor": (_ABSENT, 1.0, 2.5),
+        "residual_in_fp32": _FLAG,
+        "sliding_window": (_ABSENT, None, 5),
+    },
     "glm": _GLM,
     "glm4": _GLM,
     "gpt_oss": {
@@ -246,10 +275,13 @@ def draw(seed: int, number: int) -> Trial:
         names = rng.choice(((_FULL, "linear_attention"), ("attention", "mamba")))
         key = rng.choice(("layer_types", "layer_types", "layers_block_type"))
         raw[key] = [rng.choice(names) for _ in range(raw["num_hidden_layers"])]
+    if family == "nemotron_h":
+        raw |= _draw_branches(rng, raw["num_hidden_layers"])
     head_dim = raw.get("head_dim")
     if not isinstance(head_dim, int):
         head_dim = raw["hidden_size"] // heads
-    raw |= _rotary(rng, family, head_dim, raw["max_position_embeddings"])
+    if family != "nemotron_h":  # which has no rotary positions
+        raw |= _rotary(rng, family, head_dim, raw["max_position_embeddings"])
     return Trial(number, family, {key: value for key, value in raw.items() if value is not _ABSENT})
 
 
@@ -269,6 +301,20 @@ def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
             "rope_theta": raw.get("rope_theta", 1e4),
         }
     return raw
+
+
+def _draw_branches(rng: random.Random, count: int) -> dict[str, Any]:
+    """The only branch of each layer of Nemotron H, in one of its spellings."""
+    letters = "".join(rng.choice("MMM*-E") for _ in range(count + rng.choice((0, 0, 2))))
+    # quantkit refuses biases of experts.
+    found: dict[str, Any] = {"mlp_bias": False} if "E" in letters else {}
+    if rng.random() < 0.4:
+        return {**found, "hybrid_override_pattern": letters}
+    older = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    newer = {**older, "M": "linear_attention", "*": _FULL}
+    names = rng.choice((older, newer))
+    key = rng.choice(("layers_block_type", "layers_block_type", "layer_types"))
+    return {**found, key: [names[letter] for letter in letters]}
 
 
 def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dict[str, Any]:

@@ -74,6 +74,8 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = (
                         part.t() if part.ndim == 2 else part
                     )
+        elif config.architecture == "nemotron_h":
+            found[_nemotron_name(name, config)] = tensor
         elif module.endswith(".shared_mlp.input_linear"):
             mlp = _granite_mlp(config)
             for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
@@ -104,6 +106,27 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
 
 def _granite_mlp(config: ModelConfig) -> str:
     return "mlp" if config.experts is None else "mlp.shared_experts"
+
+
+def _nemotron_name(name: str, config: ModelConfig) -> str:
+    """The canonical name of a tensor of Nemotron H, each of whose layers has one branch."""
+    changes = {
+        "backbone.embeddings": "model.embed_tokens",
+        "backbone.norm_f": "model.norm",
+        "backbone.": "model.",
+        "gate.e_score_correction_bias": "score_correction",
+        "fc1_latent_proj": "latent_in_proj",
+        "fc2_latent_proj": "latent_out_proj",
+    }
+    for old, new in changes.items():
+        name = name.replace(old, new)
+    if ".layers." not in name:
+        return name
+    layer = config.layers[int(name.split(".")[2])]
+    norm = "post_attention_layernorm" if layer.feed_forward else "input_layernorm"
+    branch = {"attention": "self_attn", "mamba2": "mamba", "none": "mlp"}[layer.mixer]
+    head, _, tail = name.partition(".mixer.")
+    return f"{head}.{branch}.{tail}" if tail else name.replace(".norm.", f".{norm}.")
 
 
 _OUTPUT_NORMS = {
