@@ -243,8 +243,8 @@ def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def hybrid(tiny_model: Callable[[str], Path]) -> Path:
-    """A tiny Qwen3-Next, with linear attention and experts, for which there is no decoder here."""
-    return tiny_model("qwen3_next")
+    """A tiny Jamba, with state spaces and experts, for which there is no decoder here."""
+    return tiny_model("jamba")
 
 
 @pytest.fixture(scope="session")
@@ -252,5 +252,5 @@ def hybrid_int4(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in int4, calibrated and measured by transformers."""
     import quantkit
 
-    dst = tmp_path_factory.mktemp("hybrid") / "qwen3-next-int4"
+    dst = tmp_path_factory.mktemp("hybrid") / "jamba-int4"
     return quantkit.quantize(hybrid, dst, "int4-g32", samples=32, source_check=False).path

@@ -116,6 +116,9 @@ class GatedDeltaConfig:
             share one of the former.
         key_dim, value_dim: their sizes.
         convolution: the tokens that the convolution of queries, keys and values sees.
+        joined: whether one linear has the queries, keys, values and gates of each key head in turn,
+            and another what each takes up and forgets, as in Qwen3-Next; else the first has all
+            queries, all keys and all values, and the others are linears of their own.
     """
 
     key_heads: int
@@ -123,6 +126,7 @@ class GatedDeltaConfig:
     key_dim: int
     value_dim: int
     convolution: int
+    joined: bool = False
 
     @property
     def num_channels(self) -> int:

@@ -39,6 +39,8 @@ _TABLE = """
     short_conv.filter        conv.conv                          -                -
     short_conv.out           conv.out_proj                      -                -
     gated_delta.qkv          linear_attn.in_proj_qkv            -                -
+    gated_delta.qkvz         linear_attn.in_proj_qkvz           -                -
+    gated_delta.write_decay  linear_attn.in_proj_ba             -                -
     gated_delta.gate         linear_attn.in_proj_z              -                -
     gated_delta.write        linear_attn.in_proj_b              -                -
     gated_delta.decay        linear_attn.in_proj_a              -                -

@@ -201,6 +201,8 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
         delta = config.gated_delta
         counts |= {
             "gated_delta_qkv": delta.num_channels,
+            "gated_delta_qkvz": delta.num_channels + delta.value_heads * delta.value_dim,
+            "gated_delta_two_heads": 2 * delta.value_heads,
             "gated_delta_value": delta.value_heads * delta.value_dim,
             "gated_delta_value_dim": delta.value_dim,
             "gated_delta_heads": delta.value_heads,
@@ -444,12 +446,18 @@ def _short_conv(config: ModelConfig) -> Iterator[Item]:
 
 def _gated_delta(config: ModelConfig) -> Iterator[Item]:
     site = "gated_delta.in"
-    yield Linear("gated_delta.qkv", ("gated_delta_qkv", "hidden"), site)
-    yield Linear("gated_delta.gate", ("gated_delta_value", "hidden"), site)
-    # Numbers for each head, which decide what a state keeps and what it takes up.
-    for part in ("write", "decay"):
-        role = f"gated_delta.{part}"
-        yield Linear(role, ("gated_delta_heads", "hidden"), site, quantizable=False)
+    assert config.gated_delta is not None
+    # The last ones are numbers for each head, which decide what a state keeps and what it takes up.
+    if config.gated_delta.joined:
+        yield Linear("gated_delta.qkvz", ("gated_delta_qkvz", "hidden"), site)
+        role = "gated_delta.write_decay"
+        yield Linear(role, ("gated_delta_two_heads", "hidden"), site, quantizable=False)
+    else:
+        yield Linear("gated_delta.qkv", ("gated_delta_qkv", "hidden"), site)
+        yield Linear("gated_delta.gate", ("gated_delta_value", "hidden"), site)
+        for part in ("write", "decay"):
+            role = f"gated_delta.{part}"
+            yield Linear(role, ("gated_delta_heads", "hidden"), site, quantizable=False)
     yield Vector("gated_delta.filter", ("gated_delta_qkv", "one", "gated_delta_size"))
     yield Vector("gated_delta.decay_bias", ("gated_delta_heads",), leaf="")
     yield Vector("gated_delta.log_rate", ("gated_delta_heads",), leaf="")

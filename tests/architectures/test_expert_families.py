@@ -37,6 +37,7 @@ FAMILIES = [
     "gpt-oss",
     "lfm2-moe",
     "qwen3-5-moe",
+    "qwen3-next",
     "granitemoehybrid-moe",
     "nemotron-h-moe",
 ]
@@ -88,7 +89,7 @@ def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
         name: one.dequantize() if isinstance(one, QuantTensor) else one
         for name, one in values.items()
     }
-    if result.config.architecture in ("qwen2_moe", "qwen3_5_moe_text"):
+    if result.config.architecture in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         floats = {
             name.replace("shared_experts", "shared_expert"): one for name, one in floats.items()
         }

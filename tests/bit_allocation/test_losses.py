@@ -220,8 +220,10 @@ def test_without_gradients_they_are_relative_to_the_outputs(
         assert 0 < unit_losses[SCHEMES[1]] < unit_losses[SCHEMES[0]]
 
 
-def test_linears_that_runtimes_fuse_and_all_experts_are_units(hybrid: Path) -> None:
-    model = _open_by_tensors(hybrid)
+def test_linears_that_runtimes_fuse_and_all_experts_are_units(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    model = _open_by_tensors(tiny_model("qwen3_next"))
     names = {(unit.layer, unit.name) for unit in model.units}
     assert names == {
         *((layer, name) for layer in (0, 1) for name in ("experts", "shared gate up")),

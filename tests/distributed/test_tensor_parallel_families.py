@@ -58,6 +58,7 @@ CASES = {
     "nemotron-h": Case("nemotron-h-features", 4),
     "nemotron-h-moe": Case("nemotron-h-moe-latent", 4),
     "granitemoehybrid-moe": Case("granitemoehybrid-moe", 5),
+    "qwen3-next": Case("qwen3-next-features", 5),
     "lfm2-moe-int4": Case("lfm2-moe", 5, "int4-g32", {"moe_intermediate_size": 128}),
     "gpt-oss-int4": Case("gpt-oss", 7, "int4-g32", {"intermediate_size": 128}),
 }

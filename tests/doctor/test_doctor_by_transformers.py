@@ -47,11 +47,11 @@ def test_stacked_experts_that_were_quantized_are_all_there(
 def test_a_tensor_that_the_class_needs_is_missed(hybrid: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(hybrid, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
+    del tensors["model.final_layernorm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (found,) = quantkit.diagnose(folder).findings
     assert found.rule.name == "refused"
-    assert "model.norm.weight" in found.message
+    assert "model.final_layernorm.weight" in found.message
 
 
 def test_what_it_predicts_is_measured(hybrid: Path) -> None:

@@ -35,6 +35,12 @@ def _quantize(source: Path, dst: Path, **options: Any) -> quantkit.QuantizeResul
 
 
 @pytest.fixture(scope="module")
+def hybrid(tiny_model: Callable[[str], Path]) -> Path:
+    """A model with shared experts, which `via` lets transformers run."""
+    return tiny_model("qwen3_next")
+
+
+@pytest.fixture(scope="module")
 def fitted(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> quantkit.QuantizeResult:
     return _quantize(hybrid, tmp_path_factory.mktemp("fit") / "bits", target_bits=BITS)
 

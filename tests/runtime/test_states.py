@@ -36,6 +36,7 @@ FAMILIES = (
     "granitemoehybrid",
     "bamba",
     "nemotron_h",
+    "qwen3_next",
 )
 # Of each family.
 CONFIGS, SEED = 300, 60

@@ -158,6 +158,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 40,
         },
     ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0],
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": (
         "qwen2_moe",

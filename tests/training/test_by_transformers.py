@@ -42,8 +42,8 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def models(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A float model with experts and linear attention, and the same rounded."""
-    source = tiny_model("qwen3_next")
+    """A float model with experts and state spaces, and the same rounded."""
+    source = tiny_model("jamba")
     out = tmp_path_factory.mktemp("models") / "int4"
     quantkit.quantize(
         source,
@@ -135,7 +135,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
     assert engine.loss(numbers) == pytest.approx(expected_loss, rel=1e-4)
     names = model.names_trained
     assert set(gradients) == {*names.weights, *names.norms}
-    assert "model.norm.weight" in names.norms
+    assert "model.final_layernorm.weight" in names.norms
     experts = 0
     for name, gradient in gradients.items():
         owner, _, leaf = name.removesuffix(".weight").rpartition(".")
@@ -154,7 +154,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             reference = expected[name]
         scale = reference.abs().max().item()
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-3 * scale)
-    assert experts == 3 * 4 * 2
+    # In one of two layers.
+    assert experts == 3 * 4
 
 
 def test_steps_lower_the_loss_on_their_samples(models: tuple[Path, Path], tmp_path: Path) -> None:

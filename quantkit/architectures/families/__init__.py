@@ -50,6 +50,7 @@ FAMILIES: LateTable[Family] = LateTable(
         "qwen2_moe": f"{__name__}.qwen:QWEN2_MOE",
         "qwen3": f"{__name__}.qwen:QWEN3",
         "qwen3_moe": f"{__name__}.qwen:QWEN3_MOE",
+        "qwen3_next": f"{__name__}.qwen_hybrid:QWEN3_NEXT",
         "qwen3_5_text": f"{__name__}.qwen_hybrid:QWEN3_5",
         "qwen3_5_moe_text": f"{__name__}.qwen_hybrid:QWEN3_5_MOE",
     }

@@ -115,6 +115,8 @@ class Family:
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
         renamed: the beginning of names on disk that transformers replaces when it loads them, and
             that of its modules.
+        prediction: what names of layers for multi-token prediction begin with, which transformers
+            leaves out when it loads the model.
         names_for_mlx: whether mlx-lm has its tensors by the names that quantkit writes for it.
         runs: whether the decoder computes everything that its configs state.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
@@ -132,6 +134,7 @@ class Family:
     stacked: tuple[StackedExperts, ...] = ()
     interleaved_rotary: bool = False
     renamed: tuple[str, str] | None = None
+    prediction: str | None = None
     names_for_mlx: bool = True
     runs: bool = True
     gguf: GgufArchitecture | None = None

@@ -97,6 +97,7 @@ def experts(
     size_key: str | None = None,
     shared_key: str | None = None,
     norm_key: str | None = None,
+    normalized: bool = False,
     **features: Any,
 ) -> Keys:
     """Declare the keys of a mixture of experts.
@@ -106,6 +107,7 @@ def experts(
         size_key: of the width of an expert; None for ``intermediate_size``.
         shared_key: of the width of all shared experts, if there are any.
         norm_key: of `ExpertsConfig.normalized`, if it is not always true.
+        normalized: transformers' default, if that key is absent.
         features: further fields of `ExpertsConfig`.
     """
 
@@ -125,16 +127,15 @@ def experts(
         shared_size = 0
         if shared_key:
             shared_size = settings.integer(shared_key, 1, Limits.width)
-        normalized = True
+        is_normalized = True
         if norm_key:
-            # transformers' default, if the key is absent.
-            normalized = settings.flag(norm_key, False)
+            is_normalized = settings.flag(norm_key, normalized)
         experts_config = ExpertsConfig(
             count=counts[0],
             size=size,
             per_token=per_token,
             shared_size=shared_size,
-            normalized=normalized,
+            normalized=is_normalized,
             **features,
         )
         return {"experts": experts_config}

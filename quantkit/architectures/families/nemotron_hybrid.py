@@ -257,6 +257,7 @@ NEMOTRON_H = Family(
     },
     prepare=_prepare,
     renamed=("backbone.", "model."),
+    prediction="mtp.",
     names_for_mlx=False,
     names={
         "embedding": "backbone.embeddings",

@@ -1,4 +1,5 @@
-"""Qwen3.5, text, dense and with experts: gated delta rules between layers with gated attention.
+"""Qwen3-Next, and Qwen3.5, text, dense and with experts: gated delta rules between layers with
+gated attention.
 
 Its description is the code of transformers.
 """
@@ -138,4 +139,35 @@ QWEN3_5_MOE = replace(
     ),
     prepare=_prepare_moe,
     names=QWEN2_MOE.names,
+)
+
+
+def _read_joined_mixers(settings: Settings) -> dict[str, Any]:
+    """Do as `_read_mixers`, for delta rules whose projections are joined key head by key head."""
+    read = _read_mixers(settings)
+    return {**read, "gated_delta": replace(read["gated_delta"], joined=True)}
+
+
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    model_type="qwen3_next",
+    class_name="Qwen3NextForCausalLM",
+    keys=(
+        keys.ATTENTION_BIAS,
+        Keys(_read_joined_mixers, _write_mixers),
+        keys.PARTIAL_ROTARY,
+        keys.experts(
+            size_key="moe_intermediate_size",
+            shared_key="shared_expert_intermediate_size",
+            norm_key="norm_topk_prob",
+            normalized=True,
+            shared_gate=True,
+        ),
+        keys.SPARSE_LAYERS,
+    ),
+    # Unlike Qwen3.5, it reads no images.
+    prepare=lambda settings: settings,
+    names=QWEN2_MOE.names,
+    prediction="mtp.",
+    names_for_mlx=False,
 )

@@ -19,12 +19,17 @@ from quantkit.architectures.disk import (
     disk_name,
     match_stored_tensors,
 )
-from quantkit.architectures.families import config_from_hf, config_to_hf, list_ignored_rope_settings
+from quantkit.architectures.families import (
+    FAMILIES,
+    config_from_hf,
+    config_to_hf,
+    list_ignored_rope_settings,
+)
 from quantkit.architectures.names import is_embedding
 from quantkit.architectures.topology import parameters
 from quantkit.base.json_values import Settings, format_value, read_settings
 from quantkit.base.late import LateModule
-from quantkit.base.messages import Message
+from quantkit.base.messages import Message, Option
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
@@ -141,6 +146,7 @@ class HFCheckpoint:
             self.extra_config = extra_config
             if self._text is None:
                 self._read_headers(kind)
+                self._leave_out_prediction(is_run=text_part)
                 self._take_head_for_embedding()
                 self._take_kv_cache(raw)
             if raw.get("dtype") is None and raw.get("torch_dtype") is None:
@@ -556,6 +562,33 @@ class HFCheckpoint:
         self._files = headers.files
         self._settings = [*headers.settings, *self._settings]
         self.notes += headers.notes
+
+    def _leave_out_prediction(self, *, is_run: bool) -> None:
+        """Leave out layers for multi-token prediction of a model that is only run, as transformers
+        does. Raises `UnsupportedError` for them otherwise: the decoder does not have them.
+        """
+        prefix = FAMILIES[self.config.architecture].prediction
+        if prefix is None:
+            return
+        names = [name for name in self._stored if name.startswith(prefix)]
+        if not names:
+            return
+        if not is_run:
+            raise UnsupportedError(
+                "has layers for multi-token prediction, which the decoder does not",
+                path=self.path,
+                found=f"'{names[0]}' and {len(names) - 1} more",
+                hint=Message(
+                    "to copy them, add ",
+                    Option("tensors_only", value=True),
+                    " or ",
+                    Option("via", value="transformers"),
+                ),
+            )
+        for name in names:
+            del self._stored[name]
+            del self._files[name]
+        self.notes.append(f"{self.path}: layers for multi-token prediction are not used")
 
     def _take_head_for_embedding(self) -> None:
         """Read a tied model's embedding from its head if only the head is stored, as transformers

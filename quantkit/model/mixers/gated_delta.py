@@ -41,10 +41,14 @@ class GatedDelta(Mixer):
         self.delta = delta
         size = config.hidden_size
         values = delta.value_heads * delta.value_dim
-        self.in_proj_qkv = nn.Linear(size, delta.num_channels, bias=False)
-        self.in_proj_z = nn.Linear(size, values, bias=False)
-        self.in_proj_b = nn.Linear(size, delta.value_heads, bias=False)
-        self.in_proj_a = nn.Linear(size, delta.value_heads, bias=False)
+        if delta.joined:
+            self.in_proj_qkvz = nn.Linear(size, delta.num_channels + values, bias=False)
+            self.in_proj_ba = nn.Linear(size, 2 * delta.value_heads, bias=False)
+        else:
+            self.in_proj_qkv = nn.Linear(size, delta.num_channels, bias=False)
+            self.in_proj_z = nn.Linear(size, values, bias=False)
+            self.in_proj_b = nn.Linear(size, delta.value_heads, bias=False)
+            self.in_proj_a = nn.Linear(size, delta.value_heads, bias=False)
         # Contains the weight [channels, 1, K], by which `convolve` multiplies.
         channels = delta.num_channels
         self.conv1d = nn.Conv1d(channels, channels, delta.convolution, groups=channels, bias=False)
@@ -58,11 +62,11 @@ class GatedDelta(Mixer):
         """Compute the normed and gated values that queries read, [B, T, H * Dv], for normed hidden
         states [B, T, D].
         """
-        gate: Tensor = self.in_proj_z(x)
-        write_shares = self.in_proj_b(x).float().sigmoid()
-        rates = F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        channels, gate, raw_shares, raw_rates = self._project(x)
+        write_shares = raw_shares.float().sigmoid()
+        rates = F.softplus(raw_rates.float() + self.dt_bias.float())
         log_decay = -self.A_log.float().exp() * rates
-        inputs = self.in_proj_qkv(x), write_shares, log_decay
+        inputs = channels, write_shares, log_decay
         read = step.scan(self.layer, self._write_and_read, inputs)
         heads = torch.unflatten(read, -1, (-1, self.delta.value_dim))
         normed = self.norm(heads).flatten(-2)
@@ -73,6 +77,24 @@ class GatedDelta(Mixer):
         """Project gated values to the branch's output, [B, T, D]."""
         out: Tensor = self.out_proj(mixed)
         return out
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Project normed hidden states [B, T, D] to the convolution's channels, gates
+        [B, T, H * Dv], and two numbers for each head, [B, T, H] each, of which writing and decay
+        are made.
+        """
+        delta = self.delta
+        if not delta.joined:
+            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        # Key head by key head; each has the values of several value heads.
+        shared = delta.value_heads // delta.key_heads
+        values = shared * delta.value_dim
+        by_head = torch.unflatten(self.in_proj_qkvz(x), -1, (delta.key_heads, -1))
+        parts = torch.split(by_head, [delta.key_dim, delta.key_dim, values, values], dim=-1)
+        queries, keys, head_values, gates = (part.flatten(-2) for part in parts)
+        numbers = torch.unflatten(self.in_proj_ba(x), -1, (delta.key_heads, 2, shared))
+        shares, rates = (part.flatten(-2) for part in numbers.unbind(-2))
+        return torch.cat((queries, keys, head_values), dim=-1), gates, shares, rates
 
     def _write_and_read(
         self, inputs: tuple[Tensor, ...], states: States | None

@@ -20,8 +20,10 @@ _PARTIAL = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "bamba",
+    "qwen3_next",
 )  # which may rotate a part of a head
 _DEFAULT_PART = {
+    "qwen3_next": 0.25,
     "bamba": 0.5,
     "glm": 0.5,
     "glm4": 0.5,
@@ -201,6 +203,12 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_intermediate_size": (24,),
         "shared_expert_intermediate_size": (40,),
     },
+    "qwen3_next": {
+        **_DELTA,
+        **_MIXTURE,
+        **_SPARSE,
+        "shared_expert_intermediate_size": (40,),
+    },
     "lfm2": {
         **_CONVOLUTION,
         "full_attn_idxs": (_ABSENT, None, [], [0], [1, 3]),
@@ -268,7 +276,7 @@ def draw(seed: int, number: int) -> Trial:
     # Files of the mixture always list their layers.
     if family == "lfm2_moe" or (family == "lfm2" and rng.random() < 0.7):
         raw["layer_types"] = [rng.choice((_FULL, "conv")) for _ in range(raw["num_hidden_layers"])]
-    if family.startswith("qwen3_5") and rng.random() < 0.6:
+    if family.startswith(("qwen3_5", "qwen3_next")) and rng.random() < 0.6:
         kinds = (_FULL, "linear_attention")
         raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
     if family == "granitemoehybrid" and rng.random() < 0.8:

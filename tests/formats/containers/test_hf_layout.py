@@ -160,6 +160,7 @@ def _renamed(name: str, kind: str) -> str:
         },
         "gpt_oss": {"mlp.router": "mlp.gate"},
         "qwen2_moe": {"mlp.shared_expert.": "mlp.shared_experts."},
+        "qwen3_next": {"mlp.shared_expert.": "mlp.shared_experts."},
         "qwen3_5_moe_text": {"mlp.shared_expert.": "mlp.shared_experts."},
         "glm4": {
             "post_self_attn_layernorm": "attention_output_layernorm",
