@@ -133,7 +133,7 @@ class GatedDeltaWeights:
 
     Attributes:
         inputs: linears of the convolution's inputs, of the gates, and of the heads' shares and
-            rates, in this order.
+            rates, in this order; or two, see `GatedDeltaConfig.joined`.
         convolution: [K, C], the weight of the latest token last.
         rate_bias: [H], added to rates.
         decay: [H], the logarithm of decay for a rate whose softplus is 1; negative.
@@ -153,6 +153,37 @@ class GatedDeltaWeights:
 
 
 @dataclass(frozen=True)
+class Mamba2Weights:
+    """The weights of Mamba-2; all tensors are float32.
+
+    Attributes:
+        inputs: the linear of gates, the convolution's inputs and the heads' steps.
+        convolution, convolution_bias: [K, C], the weight of the latest token last; [C] or None.
+        step_bias, skip: [H], added to steps; factors of values that are read besides the state.
+        decay: [H], the logarithm of decay for a step of 1; negative.
+        step_limits: [2], which steps are clamped to.
+        norm: [H * P], of each group's heads.
+        out: the last linear.
+        heads, groups: their numbers.
+    """
+
+    inputs: PreparedLinear
+    convolution: Tensor
+    convolution_bias: Tensor | None
+    step_bias: Tensor
+    decay: Tensor
+    skip: Tensor
+    step_limits: Tensor
+    norm: Tensor
+    out: PreparedLinear
+    heads: int
+    groups: int
+
+
+MixerWeights = AttentionWeights | ShortConvWeights | GatedDeltaWeights | Mamba2Weights
+
+
+@dataclass(frozen=True)
 class BlockWeights:
     """The weights of a decoder block; None for those that it lacks. Norms are float32, with their
     offset.
@@ -166,7 +197,7 @@ class BlockWeights:
     """
 
     input_norm: Tensor | None
-    mixer: AttentionWeights | ShortConvWeights | GatedDeltaWeights
+    mixer: MixerWeights
     mixer_output_norm: Tensor | None
     mlp_norm: Tensor | None
     gate_up: tuple[PreparedLinear, ...]

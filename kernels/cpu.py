@@ -60,6 +60,7 @@ BLOCK_FEATURES = frozenset(
         "mixer",
         "short_conv",
         "gated_delta",
+        "mamba2",
         "norms",
         "residual_multiplier",
         "activation",
@@ -284,9 +285,7 @@ def _list_cached(
     return listed
 
 
-def _list_mixer(
-    mixer: backend.AttentionWeights | backend.ShortConvWeights | backend.GatedDeltaWeights,
-) -> tuple[str, list[Tensor | None]]:
+def _list_mixer(mixer: backend.MixerWeights) -> tuple[str, list[Tensor | None]]:
     """Return a mixer's name, and its tensors without the norms around it, as the kernels take
     them.
     """
@@ -307,7 +306,20 @@ def _list_mixer(
             mixer.norm,
             *_extract_weight(mixer.out),
         ]
-        return "gated_delta", tensors
+        return ("joined_delta" if len(mixer.inputs) == 2 else "gated_delta"), tensors
+    if isinstance(mixer, backend.Mamba2Weights):
+        tensors = [
+            *_extract_weight(mixer.inputs),
+            mixer.convolution,
+            mixer.convolution_bias,
+            mixer.step_bias,
+            mixer.decay,
+            mixer.skip,
+            mixer.step_limits,
+            mixer.norm,
+            *_extract_weight(mixer.out),
+        ]
+        return "mamba2", tensors
     tensors = [
         *_list_parts(mixer.qkv, 3),
         mixer.q_norm,
@@ -327,6 +339,8 @@ def _operands(weights: backend.BlockWeights, settings: backend.BlockSettings) ->
     heads = settings.num_heads, settings.num_kv_heads
     if isinstance(mixer, backend.GatedDeltaWeights):
         heads = mixer.value_heads, mixer.key_heads
+    elif isinstance(mixer, backend.Mamba2Weights):
+        heads = mixer.heads, mixer.groups
     inside = [*_list_parts(weights.gate_up, 2), *_extract_weight(weights.down)]
     # Zero experts per token stand for none; the second setting is then ignored.
     routing = (0, True)

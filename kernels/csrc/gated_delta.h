@@ -28,6 +28,7 @@ struct DeltaHalf {
   const float* norm;                // [Dv], of what is read of each head
   Linear out;
   int64_t key_heads, heads, key_size, value_size;  // H of values, Dk, Dv
+  bool joined;  // whether the outputs of `in` have to be arranged, see `arrange_joined`
 
   int64_t keys_width() const { return key_heads * key_size; }
   int64_t values_width() const { return heads * value_size; }
@@ -97,18 +98,13 @@ inline void delta_columns(const DeltaTokens& of, int64_t column, float* state) {
   }
 }
 
-constexpr int64_t kDeltaColumns = 4 * kLanes;  // that one piece of work has
-
-// The columns from `first` on, up to kDeltaColumns of them.
+// The columns from `first` on, up to kStateColumns of them.
 inline void delta_piece(const DeltaTokens& of, int64_t first, float* state) {
-  const int64_t stop = std::min(first + kDeltaColumns, of.value_size);
-  if (stop - first == kDeltaColumns) return delta_columns<4>(of, first, state);
+  const int64_t stop = std::min(first + kStateColumns, of.value_size);
+  if (stop - first == kStateColumns) return delta_columns<4>(of, first, state);
   for (; first + kLanes <= stop; first += kLanes) delta_columns<1>(of, first, state);
   for (; first < stop; ++first) delta_column(of, first, state);
 }
-
-// ln(1 + e^x).
-inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // Scale a vector to a length.
 inline void scale_to(float length, float* x, int64_t size) {
@@ -117,28 +113,28 @@ inline void scale_to(float length, float* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) x[i] *= factor;
 }
 
-// Queries, keys and values [rows, C] of the outputs of `half.in`, and shares and decays [rows, H].
-inline void prepare_delta(const DeltaHalf& half, const std::vector<Sequence>& sequences, const float* projected,
-                          int64_t rows, const float* states, int threads, float* convolved, float* shares,
-                          float* decays) {
-  const int64_t width = half.in.rows(), channels = half.convolution.channels, heads = half.heads;
-  const int64_t state_size = half.convolution.earlier() * channels, size = half.key_size;
-  const float query_length = 1 / std::sqrt(static_cast<float>(size));
-  each_token(sequences, rows, threads, [&](const Sequence& sequence, int64_t token, int64_t row) {
-    const float* state = sequence.fresh ? nullptr : states + sequence.place * state_size;
-    float* out = convolved + row * channels;
-    convolve_token(half.convolution, projected + sequence.rows.first * width, width, token, state, out);
-    for (int64_t c = 0; c < channels; ++c) out[c] = out[c] / (1 + exponential(-out[c]));
-    for (int64_t h = 0; h < half.key_heads; ++h) {
-      scale_to(query_length, out + h * size, size);
-      scale_to(1, out + half.keys_width() + h * size, size);
-    }
-    const float *share = projected + row * width + channels + half.values_width(), *rate = share + heads;
-    for (int64_t h = 0; h < heads; ++h) {
-      shares[row * heads + h] = 1 / (1 + std::exp(-share[h]));
-      decays[row * heads + h] = std::exp(half.decay[h] * softplus(rate[h] + half.rate_bias[h]));
-    }
-  });
+// Arrange a row of the outputs of Qwen3-Next's linears as `half.in` says: they have queries, keys, values and gates of
+// each head of keys in turn, and then shares and rates of each.
+inline void arrange_joined(const DeltaHalf& half, float* row, float* scratch) {
+  const int64_t shared = half.heads / half.key_heads, key = half.key_size, value = shared * half.value_size;
+  const int64_t width = half.in.rows(), values = half.values_width();
+  std::memcpy(scratch, row, width * sizeof(float));
+  float *queries = row, *keys = row + half.keys_width(), *of_values = keys + half.keys_width();
+  float *gates = of_values + values, *shares = gates + values, *rates = shares + half.heads;
+  const float *from = scratch, *rest = scratch + half.convolution.channels + values;
+  const auto take = [](const float*& source, int64_t count, float*& to) {
+    std::memcpy(to, source, count * sizeof(float));
+    source += count;
+    to += count;
+  };
+  for (int64_t h = 0; h < half.key_heads; ++h) {
+    take(from, key, queries);
+    take(from, key, keys);
+    take(from, value, of_values);
+    take(from, value, gates);
+    take(rest, shared, shares);
+    take(rest, shared, rates);
+  }
 }
 
 // The half, x [rows, D] in place. Of each slot, `tails` [slots, K - 1, C] are the convolution's inputs of the latest
@@ -147,50 +143,46 @@ inline void run_gated_delta(const DeltaHalf& half, float* x, const Rows& at, flo
                             bool prefill, int threads) {
   const int64_t rows = at.batch * at.tokens, hidden = half.in.columns(), width = half.in.rows(), heads = half.heads;
   const int64_t channels = half.convolution.channels, size = half.value_size, values = half.values_width();
-  const int64_t matrix = half.key_size * size;
   const std::vector<Sequence> sequences = sequences_of(at, matrices != nullptr, prefill);
-  const int64_t count = static_cast<int64_t>(sequences.size());
   const Scratch projected(rows * width), read(rows * values);
   {
     const Scratch scratch(half.branch.input_norm ? rows * hidden : 0);
     const float* normed = branch_input(half.branch, x, rows, hidden, threads, scratch.get());
     project(half.in, normed, FloatType::f32, rows, threads, projected.get());
   }
+  if (half.joined)
+    each_row(rows, threads, [&](int64_t row) {
+      const Scratch scratch(width);
+      arrange_joined(half, projected.get() + row * width, scratch.get());
+    });
   {
     const Scratch convolved(rows * channels), shares(rows * heads), decays(rows * heads);
-    prepare_delta(half, sequences, projected.get(), rows, tails, threads, convolved.get(), shares.get(), decays.get());
-    const Scratch own(matrices ? 0 : count * heads * matrix);
-    float* states = matrices ? matrices : own.get();
-    const int64_t pieces = (size + kDeltaColumns - 1) / kDeltaColumns;
-    Pool::instance().parallel_for(count * heads * pieces, 1, threads, [&](int64_t piece) {
-      const Sequence& sequence = sequences[piece / (heads * pieces)];
-      const int64_t head = piece / pieces % heads, first = piece % pieces * kDeltaColumns;
-      float* state = states + (sequence.place * heads + head) * matrix;
-      const int64_t columns = std::min(kDeltaColumns, size - first);
-      if (sequence.fresh)
-        for (int64_t i = 0; i < half.key_size; ++i)
-          std::memset(state + i * size + first, 0, columns * sizeof(float));
-      const int64_t row = sequence.rows.first, key_head = head / (heads / half.key_heads);
-      const float* queries = convolved.get() + row * channels + key_head * half.key_size;
-      const DeltaTokens tokens{queries,
-                               queries + half.keys_width(),
-                               convolved.get() + row * channels + 2 * half.keys_width() + head * size,
-                               shares.get() + row * heads + head,
-                               decays.get() + row * heads + head,
-                               sequence.rows.count,
-                               channels,
-                               heads,
-                               half.key_size,
-                               size,
-                               read.get() + row * values + head * size,
-                               values};
-      delta_piece(tokens, first, state);
+    convolve_rows(half.convolution, sequences, projected.get(), width, rows, tails, threads, convolved.get());
+    const float query_length = 1 / std::sqrt(static_cast<float>(half.key_size));
+    each_row(rows, threads, [&](int64_t row) {
+      float* queries = convolved.get() + row * channels;
+      for (int64_t h = 0; h < half.key_heads; ++h) {
+        scale_to(query_length, queries + h * half.key_size, half.key_size);
+        scale_to(1, queries + half.keys_width() + h * half.key_size, half.key_size);
+      }
+      const float *share = projected.get() + row * width + channels + values, *rate = share + heads;
+      for (int64_t h = 0; h < heads; ++h) {
+        shares[row * heads + h] = 1 / (1 + std::exp(-share[h]));
+        decays[row * heads + h] = std::exp(half.decay[h] * softplus(rate[h] + half.rate_bias[h]));
+      }
     });
+    const auto run_columns = [&](const Sequence& sequence, int64_t head, int64_t first, float* state) {
+      const int64_t row = sequence.rows.first, key_head = head / (heads / half.key_heads);
+      const float* tokens = convolved.get() + row * channels;
+      const float* queries = tokens + key_head * half.key_size;
+      delta_piece({queries, queries + half.keys_width(), tokens + 2 * half.keys_width() + head * size,
+                   shares.get() + row * heads + head, decays.get() + row * heads + head, sequence.rows.count, channels,
+                   heads, half.key_size, size, read.get() + row * values + head * size, values},
+                  first, state);
+    };
+    each_state(sequences, heads, half.key_size, size, matrices, threads, run_columns);
   }
-  if (tails)
-    for (const Sequence& sequence : sequences)
-      keep_latest(half.convolution, projected.get() + sequence.rows.first * width, width, sequence.rows.count,
-                  sequence.fresh, tails + sequence.place * half.convolution.earlier() * channels);
+  keep_tails(half.convolution, sequences, projected.get(), width, tails);
   each_row(rows, threads, [&](int64_t row) {
     const float* gate = projected.get() + row * width + channels;
     float* out = read.get() + row * values;

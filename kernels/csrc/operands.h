@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "feed_forward.h"
 #include "gated_delta.h"
+#include "mamba2.h"
 #include "matmul.h"
 #include "short_conv.h"
 #include "tensor.h"
@@ -244,7 +245,7 @@ inline ShortConvHalf checked_short_conv(const Tensors& tensors, double eps, doub
           checked_convolution(tensors[At::convolution], tensors[At::convolution_bias], hidden), out};
 }
 
-// Tensors of a gated delta rule, in this order.
+// Tensors of a gated delta rule, in this order; of joined linears, the weights of gates and rates are missing.
 struct DeltaTensors {
   enum {
     input_norm, qkv, qkv_bias, gates, gates_bias, shares, shares_bias, rates, rates_bias, convolution, rate_bias, decay,
@@ -252,7 +253,7 @@ struct DeltaTensors {
   };
 };
 
-inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, int64_t heads, double eps,
+inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, int64_t heads, bool joined, double eps,
                                      double multiplier) {
   using At = DeltaTensors;
   require(tensors.count == At::count, "delta rule: ", int64_t{At::count}, " tensors");
@@ -276,7 +277,45 @@ inline DeltaHalf checked_gated_delta(const Tensors& tensors, int64_t key_heads, 
           key_heads,
           heads,
           key_size,
-          value_size};
+          value_size,
+          joined};
+}
+
+// Tensors of Mamba-2, in this order; the limits of steps are the lowest and the highest.
+struct Mamba2Tensors {
+  enum {
+    input_norm, in, in_bias, convolution, convolution_bias, step_bias, decay, skip, step_limits, norm, out, out_bias,
+    output_norm, count
+  };
+};
+
+inline Mamba2Half checked_mamba2(const Tensors& tensors, int64_t heads, int64_t groups, double eps, double multiplier) {
+  using At = Mamba2Tensors;
+  require(tensors.count == At::count, "Mamba-2: ", int64_t{At::count}, " tensors");
+  const Projection in = listed_projection(tensors, At::in, 1, "inputs of Mamba-2");
+  const Linear out = listed_linear(tensors, At::out, "out");
+  for (int64_t at : {At::convolution, At::step_bias, At::decay, At::skip, At::step_limits, At::norm})
+    require(tensors[at], "Mamba-2: no weight");
+  const int64_t hidden = in.columns(), inner = out.at.columns, channels = tensors[At::convolution]->size(-1);
+  require(heads > 0 && groups > 0 && heads % groups == 0 && inner % heads == 0 && channels > inner &&
+              (channels - inner) % (2 * groups) == 0,
+          "heads do not divide");
+  require(in.rows() == inner + channels + heads && out.at.rows == hidden, "weights that do not go together");
+  const float* limits = floats(*tensors[At::step_limits], 2, "limits of steps");
+  return {checked_branch(tensors[At::input_norm], tensors[At::output_norm], hidden, eps, multiplier),
+          in,
+          checked_convolution(tensors[At::convolution], tensors[At::convolution_bias], channels),
+          floats(*tensors[At::step_bias], heads, "step bias"),
+          floats(*tensors[At::decay], heads, "decay"),
+          floats(*tensors[At::skip], heads, "skip"),
+          limits[0],
+          limits[1],
+          floats(*tensors[At::norm], inner, "norm"),
+          out,
+          heads,
+          groups,
+          inner / heads,
+          (channels - inner) / (2 * groups)};
 }
 
 inline Gating checked_gating(std::string_view activation, std::optional<double> limit) {

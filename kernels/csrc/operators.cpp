@@ -7,6 +7,7 @@
 #include <optional>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -67,7 +68,7 @@ Layout layout_of(const Weight& weight, int64_t rows, int64_t bits, int64_t table
 
 // A layer's two halves.
 struct Block {
-  std::variant<AttentionHalf, ShortConvHalf, DeltaHalf> mixer;
+  std::variant<AttentionHalf, ShortConvHalf, DeltaHalf, Mamba2Half> mixer;
   int64_t hidden;
   std::optional<FeedForward> dense;
   std::optional<Experts> experts;
@@ -104,13 +105,26 @@ void run_mixer(const ShortConvHalf& half, const Tensor& x, const BlockStep& of) 
   run_short_conv(half, x.as<float>(), step.rows, states, of.prefill, of.threads);
 }
 
+// The tails of convolutions and the matrices of a step, null without a cache.
+std::pair<float*, float*> checked_matrices(const BlockStep& of, const Convolution& convolution, int64_t size) {
+  const int64_t slots = of.cached[0] ? of.cached[0]->size(0) : 0;
+  float* tails = checked_states(of.cached[0], convolution.earlier() * convolution.channels, slots, of.prefill);
+  float* matrices = checked_states(of.cached[2], size, slots, of.prefill);
+  require((of.cached[0] != nullptr) == (of.cached[2] != nullptr), "both states, or none");
+  return {tails, matrices};
+}
+
 void run_mixer(const DeltaHalf& half, const Tensor& x, const BlockStep& of) {
   const CheckedStep step = checked_rows_of(x, of);
-  const int64_t slots = of.cached[0] ? of.cached[0]->size(0) : 0;
-  float* tails = checked_states(of.cached[0], half.convolution.earlier() * half.convolution.channels, slots, of.prefill);
-  float* matrices = checked_states(of.cached[2], half.heads * half.key_size * half.value_size, slots, of.prefill);
-  require((tails != nullptr) == (matrices != nullptr), "both states, or none");
+  const auto [tails, matrices] =
+      checked_matrices(of, half.convolution, half.heads * half.key_size * half.value_size);
   run_gated_delta(half, x.as<float>(), step.rows, tails, matrices, of.prefill, of.threads);
+}
+
+void run_mixer(const Mamba2Half& half, const Tensor& x, const BlockStep& of) {
+  const CheckedStep step = checked_rows_of(x, of);
+  const auto [tails, matrices] = checked_matrices(of, half.convolution, half.inner() * half.state_size);
+  run_mamba2(half, x.as<float>(), step.rows, tails, matrices, of.prefill, of.threads);
 }
 
 }  // namespace quantkit
@@ -282,9 +296,9 @@ QUANTKIT_EXPORT std::vector<Block>* quantkit_new_blocks() { return new std::vect
 
 QUANTKIT_EXPORT void quantkit_free_blocks(std::vector<Block>* blocks) { delete blocks; }
 
-// Append a block to others. Its tensors must exist for as long as it does. `mixer` is "attention", "short_conv" or
-// "gated_delta", and `mixing` the list of its tensors. The heads are those of queries and of keys and values; of a delta
-// rule those of values and of keys.
+// Append a block to others. Its tensors must exist for as long as it does. `mixer` is "attention", "short_conv",
+// "gated_delta", "joined_delta" or "mamba2", and `mixing` the list of its tensors. The heads are those of queries and of
+// keys and values; of a delta rule those of values and of keys, of Mamba-2 heads and groups.
 QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const char* mixer, const Tensor* mixing,
                                                int64_t mixing_count, const Tensor* feed_forward,
                                                int64_t feed_forward_count, int64_t heads, int64_t kv_heads,
@@ -303,9 +317,11 @@ QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const
                                       gated, eps, multiplier);
     } else if (kind == "short_conv") {
       block.mixer = checked_short_conv(first, eps, multiplier);
+    } else if (kind == "mamba2") {
+      block.mixer = checked_mamba2(first, heads, kv_heads, eps, multiplier);
     } else {
-      require(kind == "gated_delta", "no such mixer: ", kind);
-      block.mixer = checked_gated_delta(first, kv_heads, heads, eps, multiplier);
+      require(kind == "gated_delta" || kind == "joined_delta", "no such mixer: ", kind);
+      block.mixer = checked_gated_delta(first, kv_heads, heads, kind == "joined_delta", eps, multiplier);
     }
     const Gating gating = checked_gating(activation, given(limit));
     if (per_token)

@@ -43,10 +43,7 @@ inline void run_short_conv(const ShortConvHalf& half, float* x, const Rows& at, 
     const float* gate = projected.get() + row * width + hidden;
     for (int64_t c = 0; c < hidden; ++c) out[c] *= gate[c];
   });
-  if (states)
-    for (const Sequence& sequence : sequences)
-      keep_latest(half.convolution, inputs.get() + sequence.rows.first * hidden, hidden, sequence.rows.count,
-                  sequence.fresh, states + sequence.place * state_size);
+  keep_tails(half.convolution, sequences, inputs.get(), hidden, states);
   add_product(half.branch, half.out, mixed.get(), rows, threads, x);
 }
 

@@ -17,6 +17,8 @@ from quantkit.kernels.backend import (
     BlockStep,
     BlockWeights,
     GatedDeltaWeights,
+    Mamba2Weights,
+    MixerWeights,
     PreparedLinear,
     RoutedExperts,
     RunBlocks,
@@ -28,6 +30,7 @@ from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
 from quantkit.model.mixers.attention import Attention
 from quantkit.model.mixers.gated_delta import GatedDelta
+from quantkit.model.mixers.mamba2 import Mamba2
 from quantkit.model.mixers.mixer import Mixer
 from quantkit.model.mixers.short_conv import ShortConv
 from quantkit.model.norms import RMSNorm
@@ -213,9 +216,11 @@ def _find_mixer_linears(mixer: Mixer) -> tuple[tuple[nn.Module, ...], tuple[nn.M
         if mixer.qkv_proj is not None:
             return (mixer.qkv_proj,), (mixer.o_proj,)
         return (mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)
-    if isinstance(mixer, ShortConv):
+    if isinstance(mixer, (ShortConv, Mamba2)):
         return (mixer.in_proj,), (mixer.out_proj,)
     if isinstance(mixer, GatedDelta):
+        if mixer.delta.joined:
+            return (mixer.in_proj_qkvz, mixer.in_proj_ba), (mixer.out_proj,)
         inputs = mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a
         return inputs, (mixer.out_proj,)
     return None
@@ -251,8 +256,8 @@ def _collect_weights(block: Block, sites: Sequence[Sequence[nn.Module]]) -> Bloc
 
 
 def _collect_mixer_weights(
-    mixer: Mixer, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
-) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights:
+    mixer: Mixer | None, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
+) -> MixerWeights:
     """Collect what a kernel needs of a mixer in addition to its linears."""
     if isinstance(mixer, ShortConv):
         (fused,) = inputs
@@ -268,6 +273,21 @@ def _collect_mixer_weights(
             out=out,
             key_heads=mixer.delta.key_heads,
             value_heads=mixer.delta.value_heads,
+        )
+    if isinstance(mixer, Mamba2):
+        (fused,) = inputs
+        return Mamba2Weights(
+            inputs=fused,
+            convolution=_to_convolution(mixer.conv1d),
+            convolution_bias=_floats(mixer.conv1d.bias),
+            step_bias=mixer.dt_bias.detach().float(),
+            decay=-mixer.A_log.detach().float().exp(),
+            skip=mixer.D.detach().float(),
+            step_limits=torch.tensor(mixer.mamba.step_limits, dtype=torch.float32),
+            norm=mixer.norm.weight.detach().float(),
+            out=out,
+            heads=mixer.mamba.heads,
+            groups=mixer.mamba.groups,
         )
     assert isinstance(mixer, Attention)
     return AttentionWeights(

@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit.architectures.config import (
     GatedDeltaConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
     ShortConvConfig,
 )
@@ -45,6 +46,7 @@ PARTIAL_ROPE = replace(PLAIN_ROPE, rotary_dim=4)
 # More columns than a piece of work has, more than the vectors of the rest have, and some that fill
 # no vector.
 DELTA = GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=20, value_dim=84, convolution=4)
+MAMBA = Mamba2Config(heads=4, head_size=84, groups=2, state_size=12, convolution=3)
 FEATURES: dict[str, dict[str, Any]] = {
     "norms after": {"norms": "after"},
     "norms both": {"norms": "both"},
@@ -74,6 +76,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "delta rule": {
         "layers": (LayerConfig(), LayerConfig(mixer="gated_delta"), LayerConfig()),
         "gated_delta": DELTA,
+    },
+    "joined delta rule": {
+        "layers": (LayerConfig(), LayerConfig(mixer="gated_delta"), LayerConfig()),
+        "gated_delta": replace(DELTA, joined=True),
+    },
+    "state space": {
+        "layers": (LayerConfig(), LayerConfig(mixer="mamba2"), LayerConfig(mixer="mamba2")),
+        "mamba2": MAMBA,
+    },
+    "state space, biases, limits": {
+        "layers": (LayerConfig(), LayerConfig(mixer="mamba2"), LayerConfig()),
+        "mamba2": replace(MAMBA, convolution_bias=False, bias=True, step_limits=(0.2, 0.8)),
+        "residual_multiplier": 0.5,
     },
     "as in Qwen3.5": {
         "attention_gate": True,
@@ -188,7 +203,9 @@ def test_blocks_in_one_call_give_the_modules_logits(name: str) -> None:
     assert (without - expected).abs().max() > 0.1 * expected.std()  # the feature shows
 
 
-@pytest.mark.parametrize("name", ["all", "short convolution, biases", "as in Qwen3.5"])
+@pytest.mark.parametrize(
+    "name", ["all", "short convolution, biases", "as in Qwen3.5", "state space"]
+)
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
 def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype, name: str) -> None:
     model, texts = _model(**FEATURES[name]), oracle.random_tokens(30, batch=3)
