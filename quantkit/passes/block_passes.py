@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.base.memory import malloc_trim
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import UnsupportedError
 from quantkit.passes.activation_store import ActivationStore
@@ -208,7 +207,6 @@ class BlockPasses:
             part = self._recorders[0].calls[-1].part
             with self._passage.load_when_entered([part]), open_block(part):
                 self._repeat_last_calls(part)
-            malloc_trim()
         progress("layers", total, total, "layers")
         gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():

@@ -57,29 +57,18 @@ class DecoderParts:
         self.device = device
         config = source.config
         with meta_init():
-            backbone = Backbone(config)
+            backbone = self._make_backbone(config)
         self.model = _SampleDecoder(backbone, config, length, device)
         self.loaded: set[str] = set()
         # The part of each module that is not simply in its block's part.
         self._part_of_module: dict[str, str] = {}
         self._blocks: list[str] = []
         for layer, block in enumerate(backbone.layers):
-            prefix = BLOCK_PREFIX.format(layer)
-            self._blocks.append(prefix.removesuffix("."))
-            # By what names the parts of the block.
-            first_modules: dict[str, str] = {}
-            for group in input_groups(config, layer):
-                first = first_modules.setdefault(_find_parent(group), prefix + group.modules[0])
-                for module in group.modules:
-                    self._part_of_module[prefix + module] = first
+            self._blocks.append(BLOCK_PREFIX.format(layer).removesuffix("."))
             assert isinstance(block, Block)
             # An attribute of the instance hides the method of its class.
             vars(block)["forward"] = partial(_run_block, block)
-            if isinstance(block.mlp, Experts):
-                visited = _VisitedExperts(block.mlp)
-                block.mlp.bank = visited  # type: ignore[assignment]
-                if block.mlp.shared_experts is not None:
-                    vars(block.mlp.shared_experts)["forward"] = visited.run_shared
+            self._divide_block(layer, block)
         self._parameters: dict[str, list[str]] = defaultdict(list)
         self._meta_parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
@@ -87,6 +76,25 @@ class DecoderParts:
             assert part is not None
             self._parameters[part].append(name)
             self._meta_parameters[name] = parameter
+
+    def _make_backbone(self, config: ModelConfig) -> Backbone:
+        """Make the decoder without its head, on the meta device."""
+        return Backbone(config)
+
+    def _divide_block(self, layer: int, block: Block) -> None:
+        """Make the linears of a block parts of their own, and let its experts be visited."""
+        prefix = BLOCK_PREFIX.format(layer)
+        # By what names the parts of the block.
+        first_modules: dict[str, str] = {}
+        for group in input_groups(self._source.config, layer):
+            first = first_modules.setdefault(_find_parent(group), prefix + group.modules[0])
+            for module in group.modules:
+                self._part_of_module[prefix + module] = first
+        if isinstance(block.mlp, Experts):
+            visited = _VisitedExperts(block.mlp)
+            block.mlp.bank = visited  # type: ignore[assignment]
+            if block.mlp.shared_experts is not None:
+                vars(block.mlp.shared_experts)["forward"] = visited.run_shared
 
     @property
     def parts(self) -> list[str]:
@@ -148,8 +156,7 @@ class DecoderParts:
         """Set what sees the inputs of all of the model's experts."""
         for block in self.model.model.layers:
             assert isinstance(block, Block)
-            if isinstance(block.mlp, Experts):
-                assert isinstance(block.mlp.bank, _VisitedExperts)
+            if isinstance(block.mlp, Experts) and isinstance(block.mlp.bank, _VisitedExperts):
                 block.mlp.bank.visitor = visitor
 
     @contextmanager

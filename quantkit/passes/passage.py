@@ -218,13 +218,17 @@ class _Collector(Observer):
 class Passage(Generic[Model]):
     """Batches of tokens [B, T] that pass through a model."""
 
-    def __init__(self, partwise: Model, path: Path) -> None:
+    def __init__(self, partwise: Model, path: Path, *, returns_memory: bool = True) -> None:
         """
         Args:
             path: of the model, for errors.
+            returns_memory: whether the memory of each part is returned to the system when it is
+                freed. Where passes follow each other quickly, the next one would have to take it
+                again.
         """
         self.partwise = partwise
         self.path = path
+        self._returns_memory = returns_memory
         # How many modules of each part are running, over all batches.
         self._open: Counter[str] = Counter()
         # Of the batches that are on their way.
@@ -539,7 +543,7 @@ class Passage(Generic[Model]):
             self.partwise.unload(part)
         self._open.clear()
         self._lockstep = None
-        malloc_trim()
+        self._return_memory()
 
     def _copy(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.partwise.device, copy=True)
@@ -564,8 +568,12 @@ class Passage(Generic[Model]):
             observer.leave_part(unused_part)
             self.partwise.unload(unused_part)
             storages.leave_part(unused_part)
-        # Freed memory is returned before the next weights are read.
-        malloc_trim()
+        # Before the next weights are read.
+        self._return_memory()
+
+    def _return_memory(self) -> None:
+        if self._returns_memory:
+            malloc_trim()
 
     @contextmanager
     def _hook_modules(

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.passes.site import WEIGHT, Site, gather_weights
+from quantkit.passes.site import WEIGHT, Site
+from quantkit.training.blockwise import Place
 from quantkit.training.trained import TrainedNames, has_trained_scales
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import find_sites
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model has a tensor.
-
-    Attributes:
-        block: the part that it is in; None for one outside of blocks.
-        parameters: the names of the parameters that have it, or rows of it.
-        linear: the linear on disk whose weight it is; None for a norm, which is one parameter.
-        sites: the products with the weight.
-    """
-
-    block: str | None
-    parameters: tuple[str, ...]
-    linear: str | None = None
-    sites: tuple[Site, ...] = ()
-
-    def select(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """Select the gradient by the tensor from those by parameters; None if not all have one."""
-        if not gradients.keys() >= set(self.parameters):
-            return None
-        if self.linear is None:
-            return gradients[self.parameters[0]].contiguous()
-        gathered = gather_weights(self.sites, [self.linear], gradients.__getitem__)
-        return gathered[self.linear]
 
 
 def find_trained_names(quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:

@@ -9,7 +9,7 @@ between two processes or of a KV head that several of them have, stay the same e
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
@@ -17,7 +17,7 @@ from quantkit.distributed.mesh import Mesh
 from quantkit.formats.checkpoint import Checkpoint, resolve_stored_name
 from quantkit.model.decoder import Block
 from quantkit.model.mixers.attention import Attention
-from quantkit.model.tensor_parallel import ParallelLinear, TensorParallel
+from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.trained import factor_places, factor_shape
@@ -111,12 +111,3 @@ class SharedBlock(Block):
         if branch == "mixer" and not isinstance(self.mixer, Attention):
             return normed
         return self.enter(normed)
-
-
-def get_local_parameter(block: Block, name: str) -> nn.Parameter:
-    """Find a parameter of a block that may be connected with those of other processes."""
-    module, _, leaf = name.rpartition(".")
-    owner = block.get_submodule(module)
-    if isinstance(owner, ParallelLinear):
-        return owner.shard.get_parameter(leaf)
-    return owner.get_parameter(leaf)

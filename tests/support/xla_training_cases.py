@@ -26,7 +26,8 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.training.blockwise import Blockwise, float_states
+from quantkit.training.blockwise import float_states
+from quantkit.training.decoder import make_decoder_engine
 from quantkit.training.optimizer import Schedule, adam, corrections
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames
 from quantkit.training.training import Samples, Training
@@ -91,7 +92,7 @@ def trained(case: Path, scratch: Path, meshes: dict[str, DeviceMesh]) -> dict[st
         schedule = Schedule(EPOCHS * samples.steps)
         if mesh is None:
             samples.compute_targets(float_states(floats, BATCH), silent)
-            made: Any = Blockwise(own, floats, samples, schedule, torch.device("cpu"))
+            made: Any = make_decoder_engine(own, floats, samples, schedule, torch.device("cpu"))
         else:
             samples.compute_targets(engine.make_hidden_function(floats, mesh, BATCH), silent)
             made = engine.OnDevices(own, int4, floats, samples, schedule, mesh)

@@ -27,7 +27,8 @@ from quantkit.model.layerwise import Batch
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.quality.verify import Verdict
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.training.by_transformers import TransformersEngine
+from quantkit.training.blockwise import Blockwise
+from quantkit.training.by_transformers import make_transformers_engine
 from quantkit.training.optimizer import Optimizer, Schedule
 from quantkit.training.places import find_trained_names
 from quantkit.training.trained import TrainedCheckpoint
@@ -76,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def make_engine(
     models: tuple[Path, Path], tokens: Tensor, folder: Path, *, codes: bool = False
-) -> tuple[TrainedCheckpoint, TransformersEngine]:
+) -> tuple[TrainedCheckpoint, Blockwise]:
     reference, quantized = (open_to_run(path, via="transformers") for path in models)
     names = find_trained_names(quantized, norms=True, codes=codes)
     offsets = ActivationStore(folder / "offsets", 10**9)
@@ -89,7 +90,7 @@ def make_engine(
         ),
         lambda *report: None,
     )
-    return model, TransformersEngine(model, reference, samples, Schedule(8))
+    return model, make_transformers_engine(model, reference, samples, Schedule(8))
 
 
 def by_autograd(

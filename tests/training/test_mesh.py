@@ -53,7 +53,8 @@ from quantkit.distributed.mesh import Mesh
 from quantkit.formats.detect import open_checkpoint
 from quantkit.base.progress import silent
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames
-from quantkit.training.blockwise import Blockwise, float_states
+from quantkit.training.blockwise import float_states
+from quantkit.training.decoder import make_decoder_engine
 from quantkit.training.optimizer import Schedule
 from quantkit.training.training import Samples, Training
 folder, out, shape = Path(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3].split("x")))
@@ -65,7 +66,7 @@ with join_processes("cpu") as group:
         tokens = torch.randint(3, 60, (12, 7), generator=torch.Generator().manual_seed(0))
         samples = Samples(tokens, ActivationStore(out / f"targets-{group.rank}", 1 << 30), 4)
         samples.compute_targets(float_states(floats, 4, mesh), silent)
-        engine = Blockwise(model, floats, samples, Schedule(4 * samples.steps), torch.device("cpu"), mesh)
+        engine = make_decoder_engine(model, floats, samples, Schedule(4 * samples.steps), torch.device("cpu"), mesh)
         training = Training(model, samples, engine, epochs=4, seed=0)
         state = training.run(evaluated=lambda state: None, stepped=lambda state: None)
         curve = [[one.held_back, one.training] for one in state.curve]

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.distributed.mesh import ALONE
+from quantkit.base.progress import silent
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
-from quantkit.training.passes import Passes
-from quantkit.training.shares import Shares
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.training.blockwise import Blockwise
+from quantkit.training.decoder import make_decoder_engine
+from quantkit.training.optimizer import Optimizer, Schedule
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames, factor_gradient, with_factors
+from quantkit.training.training import Samples
 
 CPU = torch.device("cpu")
 NAMES = (
@@ -68,49 +71,74 @@ def by_transformers(
     }
 
 
-def passes_of(models: tuple[Path, Path], tokens: Tensor) -> tuple[Passes, Tensor]:
+def make_engine(
+    models: tuple[Path, Path],
+    tokens: Tensor,
+    store: ActivationStore,
+    names: TrainedNames,
+    changed: dict[str, QuantTensor] | None = None,
+) -> Blockwise:
+    """The engine of a model, of which some weights may be replaced."""
     reference, quantized = map(open_checkpoint, models)
-    (targets,) = layerwise_hidden(reference, [Batch.from_start(tokens)])
-    return Passes(quantized, reference, tokens.shape[1], CPU, Shares(quantized, ALONE)), targets
+    model = Changed(quantized, names, store, changed or {})
+    samples = Samples(tokens, ActivationStore(), len(tokens))
+    samples.compute_targets(
+        lambda tokens, progress: layerwise_hidden(reference, [Batch.from_start(tokens)])[0], silent
+    )
+    return make_decoder_engine(model, reference, samples, Schedule(8), CPU)
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The gradients that reach the optimizer, which changes nothing."""
+    found: dict[str, Tensor] = {}
+
+    def record(optimizer: Optimizer, step: int, name: str, gradient: Tensor | None) -> None:
+        assert name not in found
+        assert gradient is not None
+        found[name] = gradient
+
+    monkeypatch.setattr(Optimizer, "update", record)
+    return found
 
 
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_whole_model(
-    models: tuple[Path, Path], tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Path, Path],
+    tokens: Tensor,
+    gradients: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if the samples of a step go through a block, and through the head, in parts."""
-    monkeypatch.setattr("quantkit.training.passes.TOKENS_THROUGH_THE_HEAD", 40)
-    monkeypatch.setattr("quantkit.training.passes.batch_samples", lambda config, length: 2)
+    monkeypatch.setattr("quantkit.training.decoder.TOKENS_THROUGH_THE_HEAD", 40)
+    monkeypatch.setattr("quantkit.training.blockwise.batch_samples", lambda config, length: 2)
     loss, expected = by_transformers(models, tokens, tmp_path)
-    passes, targets = passes_of(models, tokens)
-    layers = [
-        [name for name in NAMES if name.startswith(f"model.layers.{layer}.")] for layer in range(4)
-    ]
-    found: dict[str, Tensor] = {}
-    mean = passes.gradients(
-        tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__, tokens.numel()
-    )
-    assert mean == pytest.approx(loss, rel=1e-4)
-    assert passes.loss(tokens, targets) == pytest.approx(tokens.numel() * loss, rel=1e-4)
-    assert found.keys() == expected.keys() == set(NAMES)
+    names = TrainedNames(NAMES[:3], NAMES[3:], codes=False)
+    engine = make_engine(models, tokens, ActivationStore(), names)
+    numbers = torch.arange(len(tokens))
+    assert engine.step(0, numbers) == pytest.approx(loss, rel=1e-4)
+    assert engine.loss(numbers) == pytest.approx(loss, rel=1e-4)
+    assert gradients.keys() == expected.keys() == set(NAMES)
     for name in NAMES:
-        assert torch.allclose(
-            found[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item()
-        )
+        scale = expected[name].abs().max().item()
+        assert torch.allclose(gradients[name], expected[name], rtol=1e-3, atol=1e-3 * scale)
 
 
 @pytest.mark.parametrize(
     "place", [(5, 2), (0, 5, 2), (1, 5, 2)], ids=["scale", "scale with minima", "minimum"]
 )
 def test_gradients_by_factors_are_those_of_the_loss(
-    models: tuple[Path, Path], tokens: Tensor, place: tuple[int, ...]
+    models: tuple[Path, Path],
+    tokens: Tensor,
+    place: tuple[int, ...],
+    gradients: dict[str, Tensor],
 ) -> None:
     """The change of the loss if one factor is a little larger."""
     name = "model.layers.1.mlp.down_proj.weight"
-    passes, targets = passes_of(models, tokens)
-    names: list[list[str]] = [[], [name], [], [], []]
-    found: dict[str, Tensor] = {}
-    passes.gradients(tokens, targets, names, found.__setitem__, tokens.numel())
+    numbers = torch.arange(len(tokens))
+    names = TrainedNames((name,), (), codes=False)
+    make_engine(models, tokens, ActivationStore(), names).step(0, numbers)
     quantized = open_checkpoint(models[1])
     value = quantized.load(name)
     assert isinstance(value, QuantTensor)
@@ -125,25 +153,30 @@ def test_gradients_by_factors_are_those_of_the_loss(
             scheme=minima,
             minimum=value.scale * value.zero,
         )
-    gradient = factor_gradient(value, value, found[name])[place].item()
+    gradient = factor_gradient(value, value, gradients[name])[place].item()
     losses, change = [], 0.05
     for sign in (1, -1):
         factors = torch.zeros((2,) * (len(place) - 2) + value.scale.shape)
         factors[place] = sign * change
-        model = Changed(quantized, name, with_factors(value, factors))
-        reference = open_checkpoint(models[0])
-        passes = Passes(model, reference, tokens.shape[1], CPU, Shares(model, ALONE))
-        losses.append(passes.loss(tokens, targets) / tokens.numel())
+        nothing = TrainedNames((), (), codes=False)
+        changed = {name: with_factors(value, factors)}
+        engine = make_engine(models, tokens, ActivationStore(), nothing, changed)
+        losses.append(engine.loss(numbers))
     assert (losses[0] - losses[1]) / (2 * change) == pytest.approx(gradient, rel=0.05)
 
 
 class Changed(TrainedCheckpoint):
-    """A model with one other weight."""
+    """A model of which some weights are replaced."""
 
-    def __init__(self, source: Checkpoint, name: str, value: QuantTensor) -> None:
-        store = ActivationStore(Path("unused"), 0)
-        super().__init__(source, TrainedNames((), (), codes=False), store, 0)
-        self._name, self._value = name, value
+    def __init__(
+        self,
+        source: Checkpoint,
+        names: TrainedNames,
+        store: ActivationStore,
+        changed: dict[str, QuantTensor],
+    ) -> None:
+        super().__init__(source, names, store, 0)
+        self._changed = changed
 
-    def load(self, name: str, part: object = None) -> Tensor | QuantTensor:
-        return self._value if name == self._name else super().load(name)
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        return self._changed.get(name) or super().load(name, part)

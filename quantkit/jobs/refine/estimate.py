@@ -27,8 +27,8 @@ from quantkit.jobs.refine.plan import Refinement
 from quantkit.quality.bounds import count_gate_tokens
 from quantkit.quality.source_check import SOURCE_CHECK
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.training.blockwise import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.optimizer import FACTOR_BYTES
-from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.state import STATES
 from quantkit.training.trained import OFFSET_BYTES
 from quantkit.training.training import TARGETS, TRAINING, held_back

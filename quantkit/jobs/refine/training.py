@@ -24,7 +24,8 @@ from quantkit.jobs.output.machine import machine
 from quantkit.jobs.refine.estimate import estimate_refinement
 from quantkit.jobs.refine.plan import Refinement
 from quantkit.passes.activation_store import ActivationStore
-from quantkit.training.blockwise import Blockwise, float_states
+from quantkit.training.blockwise import float_states
+from quantkit.training.decoder import make_decoder_engine
 from quantkit.training.optimizer import Schedule
 from quantkit.training.state import SavedTraining
 from quantkit.training.trained import TrainedCheckpoint
@@ -122,15 +123,15 @@ def _engine(
     """Run the float model on the samples for the targets, and build the engine that trains."""
     schedule = Schedule(planned.options.num_epochs * samples.steps)
     if not planned.reference.config.runnable:
-        # Imports greenlet, which is optional.
-        from quantkit.training.by_transformers import TransformersEngine
+        # Imports transformers, which is optional.
+        from quantkit.training.by_transformers import make_transformers_engine
 
         samples.compute_targets(float_states(planned.reference, samples.batch), progress)
-        return TransformersEngine(model, planned.reference, samples, schedule)
+        return make_transformers_engine(model, planned.reference, samples, schedule)
     if planned.options.backend is None:
         samples.compute_targets(float_states(planned.reference, samples.batch, mesh), progress)
         device = mesh.world.device or planned.settings.device
-        return Blockwise(model, planned.reference, samples, schedule, device, mesh)
+        return make_decoder_engine(model, planned.reference, samples, schedule, device, mesh)
     # Importing torchax changes torch.
     from quantkit.xla.training import engine as xla
 
