@@ -44,9 +44,9 @@ from quantkit.calibration.output_gradients import GradientPass, list_linears, se
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Inputs, Observer, Passage
 from quantkit.passes.site import Brought, gather_weights
-from quantkit.passes.spill import Spill
 from quantkit.tensors.products import add_square_, exact_float32, fill_lower_
 from quantkit.tensors.scheme import QuantScheme
 
@@ -193,7 +193,7 @@ def _estimate_errors(
     batches = torch.split(
         samples[group.share(len(samples))], batch_samples(source.config, samples.shape[1])
     )
-    arrivals = estimation.passage.iterate_inputs(groups, batches, Spill(), estimation)
+    arrivals = estimation.passage.iterate_inputs(groups, batches, ActivationStore(), estimation)
     estimated = 0
     with exact_float32(), torch.no_grad(), closing(arrivals):
         for place in arrivals:

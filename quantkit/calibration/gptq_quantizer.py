@@ -33,7 +33,6 @@ from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Passage
-from quantkit.passes.spill import Spill
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import compute_dtype, exact_float32
@@ -102,8 +101,7 @@ class GptqQuantizer(RtnQuantizer):
         unsolved = set(self._remaining_uses)
         self._recorder = CacheRecorder()
         lacks_scales = any(self._list_lacking_scales(block) for block in blocks)
-        # Several processes may share one disk.
-        store = ActivationStore(written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes)
+        store = self._make_store(written)
         recording: AbstractContextManager[None] = nullcontext()
         if lacks_scales:
             recording = self.recording_cache(self._recorder)
@@ -177,17 +175,17 @@ class GptqQuantizer(RtnQuantizer):
                 lacking.append(spec)
         return lacking
 
-    def _make_spill(self, store: ActivationStore, other_bytes: int = 0) -> Spill:
-        """Make what keeps the tensors of stopped batches.
-
-        Args:
-            other_bytes: of memory that is in use meanwhile.
-        """
-        # All processes may share one GPU.
+    def _make_store(self, written: Written) -> ActivationStore:
         gpu_bytes = gpu_activation_bytes(
             self.source.config, self.calibration.tokens.shape, self.device
         )
-        return Spill(store, gpu_bytes // self.group.size, other_bytes)
+        return ActivationStore(
+            # Several processes may share one disk.
+            written.folder / f"{SCRATCH}-{self.group.rank}",
+            self.memory_bytes,
+            # And one GPU.
+            gpu_bytes // self.group.size,
+        )
 
     def _make_solver(
         self, blocks: Sequence[TensorBlock], unsolved: set[str], store: ActivationStore
@@ -331,9 +329,8 @@ class GptqQuantizer(RtnQuantizer):
             return
         # An earlier run may have solved some of them.
         passed = sum(self._count_calibrated(group) for group in repeated)
-        spill = self._make_spill(store)
-        solved = streams.solve_groups(groups, spill, to_end=to_end)
-        with closing(spill), closing(solved):
+        solved = streams.solve_groups(groups, store, to_end=to_end)
+        with closing(solved):
             for count, results in solved:
                 passed += count
                 self._report(passed, resumed, total)
@@ -360,7 +357,7 @@ class GptqQuantizer(RtnQuantizer):
             unsolved_groups,
             batches,
             solver,
-            make_spill=lambda sum_bytes: self._make_spill(store, sum_bytes),
+            store=store,
             # The other half is for the samples.
             memory_bytes=self.memory_bytes // 2,
         )

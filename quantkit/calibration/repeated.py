@@ -7,7 +7,7 @@ quantized model has the solution from its first use on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,12 +17,13 @@ from quantkit.base.memory import malloc_trim
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import ROWS_AT_ONCE, HessianAccumulator
 from quantkit.calibration.sample_streams import Batches
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.passage import Inputs, Observer, Passage
 from quantkit.passes.site import gather_weights
-from quantkit.passes.spill import Spill
 
 _FLOAT32_BYTES = 4
+_SUMS = "sums over inputs"
 
 
 def solve_repeated(
@@ -31,7 +32,7 @@ def solve_repeated(
     batches: Batches,
     solver: GroupSolver,
     *,
-    make_spill: Callable[[int], Spill],
+    store: ActivationStore,
     memory_bytes: int,
 ) -> Generator[tuple[Inputs, dict[str, Result]]]:
     """Solve groups of linears that a forward pass uses several times, on the inputs of all their
@@ -40,7 +41,7 @@ def solve_repeated(
     Args:
         passage: the float model.
         batches: of which each goes through the model once for every portion of the groups.
-        make_spill: makes what keeps the tensors of stopped batches, given the bytes of the sums.
+        store: keeps the tensors of stopped batches.
         memory_bytes: of the sums over inputs at a time, at least those of one group.
 
     Yields:
@@ -61,12 +62,13 @@ def solve_repeated(
         for group in portion:
             sums[group] = HessianAccumulator(_count_inputs(passage, group), 0, device)
         observer = _Summation(sums, is_ghost=batches.is_ghost)
-        places = passage.iterate_inputs(
-            portion, tokens, make_spill(sum_bytes), observer, to_end=True
-        )
+        # Batches and sums share the memory.
+        store.reserve(_SUMS, sum_bytes)
+        places = passage.iterate_inputs(portion, tokens, store, observer, to_end=True)
         with closing(places):
             for _ in places:
                 pass
+        store.reserve(_SUMS, 0)
         for group in portion:
             linears = _load_linears(passage, group, solver)
             # Consumed, so that their memory is free for the solver.

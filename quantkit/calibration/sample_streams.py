@@ -36,11 +36,11 @@ from quantkit.base.memory import malloc_trim
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.cache_recorder import CacheRecorder
 from quantkit.passes.partwise_model import PartwiseModel, set_parameter
 from quantkit.passes.passage import Inputs, Observer, Passage, Routed
 from quantkit.passes.site import Brought, Site, gather_weights
-from quantkit.passes.spill import Spill
 from quantkit.tensors.products import bfloat16_linear, times
 from quantkit.tensors.qtensor import QuantTensor
 
@@ -167,7 +167,7 @@ class SampleStreams(Observer):
         self._linears: dict[str, nn.Linear] = {}
 
     def solve_groups(
-        self, groups: Sequence[Inputs], spill: Spill, *, to_end: bool = False
+        self, groups: Sequence[Inputs], store: ActivationStore, *, to_end: bool = False
     ) -> Generator[tuple[int, dict[str, Result]]]:
         """Pass all batches through the model, and solve group after group.
 
@@ -187,7 +187,7 @@ class SampleStreams(Observer):
             return
         self._linears = self._find_linears(groups)
         arrived = self._passage.iterate_inputs(
-            solved_groups, self._batches.tokens, spill, self, to_end=to_end
+            solved_groups, self._batches.tokens, store, self, to_end=to_end
         )
         try:
             with (

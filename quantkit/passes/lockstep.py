@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import UnsupportedError
-from quantkit.passes.spill import Spill
+from quantkit.passes.activation_store import ActivationStore
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Lockstep:
         self,
         forwards: Iterable[Callable[[], object]],
         find_shared: Callable[[], Collection[int]],
-        spill: Spill,
+        store: ActivationStore,
         silence: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
@@ -85,13 +85,13 @@ class Lockstep:
             forwards: functions that run the model on each batch.
             find_shared: returns the ids of the storages that belong to no batch, such as those of
                 the model's parameters.
-            spill: keeps the tensors of stopped batches.
+            store: keeps the tensors of stopped batches.
             silence: makes a context in which the model's code runs.
         """
         self._batches = [_Batch(forward) for forward in forwards]
         self._trackers = [_Tracker() for _ in self._batches]
         self._find_shared = find_shared
-        self._spill = spill
+        self._store = store
         self._silence = silence
         self.repeats = False
         # By batch: the stop that it has reached before the others; None if it has ended.
@@ -138,7 +138,7 @@ class Lockstep:
         self.repeats = False
         for index in range(len(self._batches)):
             on_resume(index)
-            self._spill.restore(index)
+            self._store.resume_batch(index)
             if index in self._ahead:
                 batch_stop = self._ahead.pop(index)
             else:
@@ -160,7 +160,7 @@ class Lockstep:
                 if runs_ahead(index, key):
                     self._ahead[index] = self._run_batch(index, repeats=False)
                 tracker = self._trackers[index]
-                self._spill.keep(
+                self._store.hold_batch(
                     index,
                     tracker.storages(),
                     tracker.take_written_storages(),
@@ -192,7 +192,7 @@ class Lockstep:
                 batch.throw()
         self._batches = []
         self._ahead.clear()
-        self._spill.close()
+        self._store.release_batches()
 
 
 class NotLoaded(RuntimeError):

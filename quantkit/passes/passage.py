@@ -28,11 +28,11 @@ from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
 from quantkit.errors import QuantkitError, UnsupportedError
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.lockstep import Lockstep, NotLoaded, stop
 from quantkit.passes.model_storages import ModelStorages
 from quantkit.passes.partwise_model import PartwiseModel
 from quantkit.passes.site import WEIGHT, Brought, Site
-from quantkit.passes.spill import Spill
 
 Model = TypeVar("Model", bound=PartwiseModel, covariant=True)
 
@@ -261,7 +261,7 @@ class Passage(Generic[Model]):
             groups.append((inputs, inputs._version, [site]))
 
         with self._hook_modules(sites, record_site):
-            for _ in self._run_rounds([tokens], Spill()):
+            for _ in self._run_rounds([tokens], ActivationStore()):
                 pass
         unreached = tuple(site for site in sites if counts[site] == 0)
         # Each use of an expert has other tokens.
@@ -273,7 +273,7 @@ class Passage(Generic[Model]):
         self,
         groups: Iterable[Inputs],
         batches: Sequence[Tensor],
-        spill: Spill,
+        store: ActivationStore,
         observer: Observer,
         *,
         to_end: bool = False,
@@ -303,7 +303,7 @@ class Passage(Generic[Model]):
         def stop_after_body(module: nn.Module, args: Any, output: Any) -> None:
             stop(HIDDEN)
 
-        rounds = self._run_rounds(batches, spill, observer)
+        rounds = self._run_rounds(batches, store, observer)
         with (
             self._hook_modules(list(places), stop_at_site, stop_at_experts, stops_at_sites=True),
             _removing(self.partwise.body.register_forward_hook(stop_after_body)),
@@ -361,7 +361,7 @@ class Passage(Generic[Model]):
         try:
             with (
                 self._hook_modules(sites, on_product),
-                closing(self._run_rounds(batches, Spill(), collector)) as rounds,
+                closing(self._run_rounds(batches, ActivationStore(), collector)) as rounds,
             ):
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
@@ -457,7 +457,7 @@ class Passage(Generic[Model]):
         Args:
             context: makes a context in which the model's code runs.
         """
-        rounds = self._run_rounds(batches, Spill(), observer, context)
+        rounds = self._run_rounds(batches, ActivationStore(), observer, context)
         with self._hook_modules((), _ignore_product), closing(rounds):
             yield from rounds
 
@@ -474,7 +474,7 @@ class Passage(Generic[Model]):
     def _run_rounds(
         self,
         batches: Sequence[Tensor],
-        spill: Spill,
+        store: ActivationStore,
         observer: Observer | None = None,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Generator[Hashable]:
@@ -514,7 +514,7 @@ class Passage(Generic[Model]):
 
         experts_loaded: set[str] = set()
         try:
-            self._lockstep = Lockstep(forwards, storages.collect, spill, enter_contexts)
+            self._lockstep = Lockstep(forwards, storages.collect, store, enter_contexts)
             rounds = self._lockstep.iterate_rounds(arrive, observer.resume, observer.runs_ahead)
             with closing(rounds):
                 for place in rounds:

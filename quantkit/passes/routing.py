@@ -12,7 +12,7 @@ def list_expert_rows(chosen: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """List the tokens of each expert, and which of a token's choices the expert is.
 
     All results are views of two tensors: a stopped batch keeps them, and a tensor for each expert
-    would be a file for each in `Spill`.
+    would be a file for each in `ActivationStore`.
 
     Args:
         chosen: the numbers [N, K] of the experts chosen for each token; one outside of 0 to

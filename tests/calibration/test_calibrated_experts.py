@@ -32,9 +32,9 @@ from quantkit.model.column_kernels import select_column_kernels
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
 from quantkit.model.mixers.mixer import Step
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Passage
-from quantkit.passes.spill import Spill
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches
 from quantkit.solver.rounding import round_to_nearest
@@ -308,12 +308,12 @@ def test_stopped_samples_hold_what_was_reckoned(
     ):
         source = open_checkpoint(path)
         tokens = oracle.random_tokens(512, batch=64, vocabulary=2048)
-        spill = Spill()
+        store = ActivationStore()
         schemes = dict.fromkeys(modules, QuantScheme.parse("int8"))
-        solve_streams(source, tokens, schemes, effort=effort, spill=spill)
+        solve_streams(source, tokens, schemes, effort=effort, store=store)
         streams = replace(effort, gradient_tokens=0)
         reckoned, *_ = activation_bytes(source.config, tokens.shape, streams, 10**9)
-        assert spill.peak_bytes == pytest.approx(reckoned, rel=0.1), path
+        assert store.peak_bytes == pytest.approx(reckoned, rel=0.1), path
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.output.writer import Writer
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Passage
-from quantkit.passes.spill import Spill
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import find_sites
@@ -69,7 +69,7 @@ def test_the_hessian_is_that_of_all_uses_however_many_are_summed_at_a_time(
                 groups,
                 batches,
                 GroupSolver(dict.fromkeys(linears, INT8), torch.float32, SINGLE),
-                make_spill=lambda _: Spill(),
+                store=ActivationStore(),
                 memory_bytes=memory_bytes,
             )
         )

@@ -17,8 +17,8 @@ from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Passage
-from quantkit.passes.spill import Spill
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import find_sites
@@ -62,7 +62,7 @@ def test_later_layers_get_the_quantized_weights_that_they_share(
     )
     hessians = record_hessians(monkeypatch)
     results: dict[str, Result] = {}
-    for _, solved in streams.solve_groups(groups, Spill()):
+    for _, solved in streams.solve_groups(groups, ActivationStore()):
         results |= solved
     assert list(results) == [SHARED, LAST]
 

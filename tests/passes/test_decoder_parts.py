@@ -10,9 +10,9 @@ from saved_experts import save_experts
 from solved_streams import CPU
 
 from quantkit.formats.detect import open_checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Inputs, Observer, Part, Passage, Routed
-from quantkit.passes.spill import Spill
 
 LENGTH = 16
 
@@ -48,7 +48,7 @@ def test_batches_stop_only_at_the_inputs_of_experts_and_few_experts_are_in_memor
             yield place
 
     monkeypatch.setattr(passage, "_run_rounds", watch_rounds)
-    for place in passage.iterate_inputs(groups, tokens, Spill(), Recorder()):
+    for place in passage.iterate_inputs(groups, tokens, ActivationStore(), Recorder()):
         if isinstance(place, Inputs) and place.sites[0].expert is not None:
             assert list_loaded_experts() == [partwise.part_of(place.sites[0].owner)]
     expert_parts = [part for part in partwise.parts if ".experts." in part]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from quantkit.errors import DestinationError, NoSpaceError, UnsupportedError
 from quantkit.passes import activation_store as store_module
-from quantkit.passes.activation_store import ActivationStore
+from quantkit.passes.activation_store import ActivationStore, _Saved
 from quantkit.passes.lockstep import Lockstep, stop
 from quantkit.passes.model_storages import ModelStorages
-from quantkit.passes.spill import Spill, _Saved
 
 _BYTES = 4000  # of what each batch holds below
 DTYPES = (
@@ -36,8 +35,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def _keep(spill: Spill, batch: int, *tensors: Tensor) -> None:
-    spill.keep(
+def _hold(store: ActivationStore, batch: int, *tensors: Tensor) -> None:
+    store.hold_batch(
         batch, {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}, (), set
     )
 
@@ -49,7 +48,6 @@ def test_what_was_in_files_returns_byte_for_byte(
     monkeypatch.setattr(store_module, "_PIECE", piece)
     folder = tmp_path / "spill"
     store = ActivationStore(folder)
-    spill = Spill(store)
     base = torch.randn(7, 5)
     view, viewed = base[2:5].t(), base[2:5].t().clone()
     batches = [
@@ -59,23 +57,22 @@ def test_what_was_in_files_returns_byte_for_byte(
     batches[0] += [base, view]
     expected = [[_bytes(tensor).clone() for tensor in tensors] for tensors in batches]
     for index, tensors in enumerate(batches):
-        _keep(spill, index, *tensors)
+        _hold(store, index, *tensors)
         assert not any(map(len, map(_bytes, tensors)))
     total = sum(len(one) for own in expected for one in own) - base.nbytes  # which a view shares
-    assert sum(path.stat().st_size for path in folder.iterdir()) == spill.spilled_bytes == total
+    assert sum(path.stat().st_size for path in folder.iterdir()) == store.spilled_bytes == total
     for index in (1, 0):
-        spill.restore(index)
+        store.resume_batch(index)
         assert all(map(torch.equal, map(_bytes, batches[index]), expected[index]))
     assert torch.equal(view, viewed)
     files = sorted(folder.iterdir())
-    _keep(spill, 0, *batches[0])  # nothing has changed
+    _hold(store, 0, *batches[0])  # nothing has changed
     assert sorted(folder.iterdir()) == files
     assert store.written_bytes == total
-    spill.restore(0)
+    store.resume_batch(0)
     del tensors, batches
-    _keep(spill, 0, base)
+    _hold(store, 0, base)
     assert len(list(folder.iterdir())) == 1
-    spill.close()
     store.close()
     assert not list(tmp_path.iterdir())
 
@@ -84,7 +81,7 @@ def test_copies_of_batches_that_did_not_run_are_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ActivationStore(tmp_path / "spill")
-    spill, checked = Spill(store), list[_Saved]()
+    checked = list[_Saved]()
     is_gone: Any = vars(_Saved)["is_gone"]
 
     def watch(saved: _Saved) -> bool:
@@ -94,37 +91,36 @@ def test_copies_of_batches_that_did_not_run_are_not_looked_at(
     monkeypatch.setattr(_Saved, "is_gone", property(watch))
     batches = [[torch.ones(10) for _ in range(3)] for _ in range(8)]
     for index, tensors in enumerate(batches):
-        _keep(spill, index, *tensors)
+        _hold(store, index, *tensors)
     checked.clear()
-    spill.restore(5)
-    _keep(spill, 5, *batches[5])
+    store.resume_batch(5)
+    _hold(store, 5, *batches[5])
     assert len(checked) == 3
-    spill.close()
+    store.release_batches()
 
 
 def test_what_a_batch_writes_to_a_tensor_of_another_one_is_written_again(tmp_path: Path) -> None:
     store = ActivationStore(tmp_path / "spill")
-    spill, shared = Spill(store), torch.ones(10)
-    _keep(spill, 0, shared)
-    spill.restore(0)
+    shared = torch.ones(10)
+    _hold(store, 0, shared)
+    store.resume_batch(0)
     shared.add_(1)
     storage = shared.untyped_storage()
     # The second batch has the same tensor, and wrote to it; the first did not run meanwhile.
-    spill.keep(1, {storage._cdata: storage}, {storage._cdata}, set)
-    spill.restore(1)
-    _keep(spill, 0, shared)
-    spill.restore(0)
+    store.hold_batch(1, {storage._cdata: storage}, {storage._cdata}, set)
+    store.resume_batch(1)
+    _hold(store, 0, shared)
+    store.resume_batch(0)
     assert shared.eq(2).all()
-    spill.close()
+    store.release_batches()
 
 
 def test_a_folder_that_is_there_is_not_written_to_and_not_removed(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("kept")
     store = ActivationStore(tmp_path)
-    spill, held = Spill(store), torch.ones(9)
+    held = torch.ones(9)
     with raises(DestinationError, path=tmp_path):
-        _keep(spill, 0, held)
-    spill.close()
+        _hold(store, 0, held)
     store.close()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     assert held.eq(1).all()
@@ -139,11 +135,10 @@ def test_a_full_disk_is_reported_however_little_is_left_to_write(
         store_module, "open", lambda _, mode: real("/dev/full", mode), raising=False
     )
     store = ActivationStore(tmp_path / "spill")
-    spill, held = Spill(store), torch.ones(count)
+    held = torch.ones(count)
     with raises(NoSpaceError, options=["activation_memory", "resume"]):
-        _keep(spill, 0, held)
+        _hold(store, 0, held)
     assert held.eq(1).all()
-    spill.close()
     store.close()
     assert not list(tmp_path.iterdir())
 
@@ -178,7 +173,6 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
     model, batches, made = _Model(), [torch.randn(1000) for _ in range(5)], dict[int, Tensor]()
     found = list[Tensor]()
     store = ActivationStore(tmp_path / "spill", budget)
-    spill = Spill(store)
     forwards = [
         lambda index=index, one=one: found.append(
             model(one, lambda value: made.update({index: value}))
@@ -192,7 +186,7 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
         )
 
     for _ in Lockstep(
-        forwards, ModelStorages(model, lambda name: None, ()).collect, spill
+        forwards, ModelStorages(model, lambda name: None, ()).collect, store
     ).iterate_rounds(lambda index, key, value: None, before):
         assert (
             sum(len(_bytes(value)) for value in made.values()) == min(budget // _BYTES, 5) * _BYTES
@@ -201,15 +195,15 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(
         torch.equal(one, model(inputs, stops=False))
         for one, inputs in zip(found, batches, strict=True)
     )
-    assert spill.peak_bytes <= budget
-    assert (spill.spilled_bytes == 0) == (budget > 5 * _BYTES)
+    assert store.peak_bytes <= budget
+    assert (store.spilled_bytes == 0) == (budget > 5 * _BYTES)
     store.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
     store = ActivationStore(tmp_path / "spill")
-    spill, found = Spill(store), list[float]()
+    found = list[float]()
 
     def forward() -> None:
         states, kept = torch.zeros(1000), torch.ones(1000)
@@ -224,7 +218,7 @@ def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
             del dropped
         found.append(float(total.sum()))
 
-    list(Lockstep([forward, forward], set, spill).iterate_rounds(lambda *_: None))
+    list(Lockstep([forward, forward], set, store).iterate_rounds(lambda *_: None))
     assert found == [1300.0] * 2
     each, changed = 4000, 3 * 2 * 4000
     assert store.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
@@ -246,7 +240,9 @@ def _walk(*keys: str, log: list[Any], index: int = 0) -> Callable[[], None]:
 
 def test_all_batches_arrive_before_the_first_goes_on() -> None:
     log, expected = list[Any](), list[Any]()
-    lockstep = Lockstep([_walk(*"ab", log=log, index=index) for index in range(3)], set, Spill())
+    lockstep = Lockstep(
+        [_walk(*"ab", log=log, index=index) for index in range(3)], set, ActivationStore()
+    )
     for place in lockstep.iterate_rounds(
         lambda *arrived: log.append(arrived), lambda index: log.append((index, "before"))
     ):
@@ -267,7 +263,7 @@ def test_batches_that_take_other_ways_are_refused_and_end(other: str, places: st
     log = list[Any]()
     forwards = [_walk(*way, log=log, index=index) for index, way in enumerate(("ab", other, "ab"))]
     with raises(UnsupportedError, found=places) as caught:
-        list(Lockstep(forwards, set, Spill()).iterate_rounds(lambda *_: None))
+        list(Lockstep(forwards, set, ActivationStore()).iterate_rounds(lambda *_: None))
     assert caught.value.exit_code == 4
     assert {index for index, what, *_ in log if what == "ends"} == {0, 1, 2}
 
@@ -277,11 +273,11 @@ def test_batches_end_where_they_are_when_one_fails_or_nobody_goes_on(
     failing: bool, tmp_path: Path
 ) -> None:
     store = ActivationStore(tmp_path / "spill")
-    log, spill = list[Any](), Spill(store)
+    log = list[Any]()
     forwards = [_walk("a", "error" if failing else "b", log=log, index=index) for index in range(3)]
-    rounds = Lockstep(forwards, set, spill).iterate_rounds(lambda *_: None)
+    rounds = Lockstep(forwards, set, store).iterate_rounds(lambda *_: None)
     assert next(rounds) == "a"
-    _keep(spill, 7, torch.ones(3))
+    _hold(store, 7, torch.ones(3))
     if failing:
         with pytest.raises(ValueError, match="error"):
             next(rounds)
@@ -303,8 +299,7 @@ def test_batches_that_need_not_wait_run_ahead() -> None:
 
         return run
 
-    spill = Spill()
-    rounds = Lockstep([forward(0), forward(1)], set, spill).iterate_rounds(
+    rounds = Lockstep([forward(0), forward(1)], set, ActivationStore()).iterate_rounds(
         lambda index, place, value: events.append(("showed", index, float(value[0]))),
         runs_ahead=lambda index, place: index == 1 and place < 2,
     )

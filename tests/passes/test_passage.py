@@ -20,7 +20,6 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.passage import Inputs, Observer, Passage, Routed, Survey
 from quantkit.passes.site import Site
-from quantkit.passes.spill import Spill
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import find_sites
 
@@ -79,7 +78,9 @@ def test_states_and_logits_are_those_of_transformers(kind: str, tiny_model: Tiny
     _require_unloaded(passage)
 
 
-def _seen(passage: Passage, survey: Survey, spill: Spill) -> dict[tuple[int, Any], Tensor]:
+def _seen(
+    passage: Passage, survey: Survey, store: ActivationStore
+) -> dict[tuple[int, Any], Tensor]:
     """What batches bring to groups, and to experts."""
     found: dict[tuple[int, Any], Tensor] = {}
 
@@ -93,7 +94,7 @@ def _seen(passage: Passage, survey: Survey, spill: Spill) -> dict[tuple[int, Any
             elif isinstance(place, Routed):
                 found[index, place] = torch.tensor(value)
 
-    places = passage.iterate_inputs(survey.groups, TOKENS, spill, Seeing())
+    places = passage.iterate_inputs(survey.groups, TOKENS, store, Seeing())
     assert tuple(place for place in places if isinstance(place, Inputs)) == survey.groups
     _require_unloaded(passage)
     return found
@@ -119,9 +120,9 @@ def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
     kind: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     passage, _, survey = _surveyed(tiny_model(kind))
-    spill = Spill(ActivationStore(tmp_path / "spill"))
-    found, spilled = _seen(passage, survey, Spill()), _seen(passage, survey, spill)
-    assert spill.spilled_bytes > 0
+    store = ActivationStore(tmp_path / "spill")
+    found, spilled = _seen(passage, survey, ActivationStore()), _seen(passage, survey, store)
+    assert store.spilled_bytes > 0
     assert found.keys() == spilled.keys()
     assert all(torch.equal(found[key], spilled[key]) for key in found)
     met = _met(oracle.load(tiny_model(kind)))
@@ -136,7 +137,7 @@ def test_linears_get_what_they_get_in_transformers_also_if_all_is_spilled(
 def test_experts_get_the_tokens_that_they_get_in_transformers(tiny_model: Tiny) -> None:
     passage, _, survey = _surveyed(tiny_model("mixtral"))
     found, model = (
-        _seen(passage, survey, Spill()),
+        _seen(passage, survey, ActivationStore()),
         oracle.load(tiny_model("mixtral")).requires_grad_(False),
     )
     met = _met(model)
@@ -243,7 +244,7 @@ def test_gradients_warnings_and_logs_are_as_before(tiny_model: Tiny) -> None:
     before = state()
     passage.compute_hidden_states(TOKENS)
     assert state() == before
-    rounds = passage.iterate_inputs(survey.groups, TOKENS, Spill(), Observer())
+    rounds = passage.iterate_inputs(survey.groups, TOKENS, ActivationStore(), Observer())
     assert next(iter(rounds)) == survey.groups[0]
     assert state() == before
 
@@ -259,7 +260,7 @@ def test_inputs_are_shown_again_on_request(tiny_model: Tiny) -> None:
 
     first, last = survey.groups[0], survey.groups[-1]
     requests = [first, last, last]
-    for place in passage.iterate_inputs(survey.groups, TOKENS, Spill(), Seeing()):
+    for place in passage.iterate_inputs(survey.groups, TOKENS, ActivationStore(), Seeing()):
         if place in requests:
             assert isinstance(place, Inputs)
             requests.remove(place)

@@ -14,9 +14,9 @@ from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.sample_streams import Batches, SampleStreams
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Passage
-from quantkit.passes.spill import Spill
 from quantkit.tensors.scheme import QuantScheme
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def solve_streams(
     schemes: dict[str, QuantScheme],
     *,
     effort: Effort = EFFORTS["default"],
-    spill: Spill | None = None,
+    store: ActivationStore | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Result]:
     """Solve the linears that have a scheme, for tokens [N, T]; return the results by module."""
@@ -43,7 +43,7 @@ def solve_streams(
         compute_dtype=compute_dtype,
     )
     results: dict[str, Result] = {}
-    for _, solved in streams.solve_groups(parts.list_groups(), spill or Spill()):
+    for _, solved in streams.solve_groups(parts.list_groups(), store or ActivationStore()):
         results |= solved
     return results
 
