@@ -27,6 +27,7 @@ from quantkit.base.foreign_errors import describe_foreign_error
 from quantkit.base.memory import malloc_trim
 from quantkit.base.messages import Message, Option
 from quantkit.base.progress import Progress, silent
+from quantkit.distributed.group import lost_as_error
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.passes.activation_store import ActivationStore
 from quantkit.passes.lockstep import Lockstep, NotLoaded, stop
@@ -139,7 +140,9 @@ def convert_model_errors(path: Path, describe_location: Callable[[], str] = str)
     that `describe_location` adds to the message.
     """
     try:
-        yield
+        # Other processes may share the model.
+        with lost_as_error():
+            yield
     except QuantkitError:
         raise
     except NotLoaded as error:
