@@ -11,7 +11,7 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Backbone, Block, final_logits
 from quantkit.model.head_product import differentiate_logits, multiply_by_head
 from quantkit.model.load import BLOCK_PREFIX, float_parameter
-from quantkit.model.norms import rms_norm
+from quantkit.model.norms import RMSNorm, rms_norm
 from quantkit.model.tensor_parallel import ParallelLinear
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Passage
@@ -162,7 +162,7 @@ class DecoderHead:
             head_gradients,
         )
 
-    def _load_norm(self) -> nn.Module:
+    def _load_norm(self) -> RMSNorm:
         norm = rms_norm(self._config)
         norm.weight = float_parameter(self._checkpoint, FINAL_NORM, self._device, torch.float32)
         return norm

@@ -115,6 +115,29 @@ def test_what_a_batch_writes_to_a_tensor_of_another_one_is_written_again(tmp_pat
     store.release_batches()
 
 
+def test_batches_tensors_and_reserved_memory_share_one_budget(tmp_path: Path) -> None:
+    store = ActivationStore(tmp_path / "spill", 10_000)
+    held, other = torch.ones(1000), torch.ones(1000)
+    store.reserve("sums", 1000)
+    store.put("first", torch.ones(1000))
+    _hold(store, 0, held)
+    assert store.spilled_bytes == 0
+    # Neither a tensor nor a batch has room now.
+    store.put("second", torch.ones(1000))
+    assert store.file_bytes == 4000
+    _hold(store, 1, other)
+    assert store.file_bytes == 8000
+    assert len(_bytes(held)) == held.nbytes
+    assert not len(_bytes(other))
+    store.resume_batch(0)
+    assert store.has_room(4000)
+    store.resume_batch(1)
+    assert other.eq(1).all()
+    store.reserve("sums", 6000)
+    assert not store.has_room(4000)
+    store.close()
+
+
 def test_a_folder_that_is_there_is_not_written_to_and_not_removed(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("kept")
     store = ActivationStore(tmp_path)

@@ -15,10 +15,17 @@ import torch
 from error_parts import raises
 from torch import Tensor, nn
 
-from quantkit.errors import UnsupportedError
+from quantkit.errors import GroupError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.passes.activation_store import ActivationStore
-from quantkit.passes.passage import Inputs, Observer, Passage, Routed, Survey
+from quantkit.passes.passage import (
+    Inputs,
+    Observer,
+    Passage,
+    Routed,
+    Survey,
+    convert_model_errors,
+)
 from quantkit.passes.site import Site
 from quantkit.via_transformers.lazy_model import LazyModel
 from quantkit.via_transformers.sites import find_sites
@@ -271,3 +278,10 @@ def test_inputs_are_shown_again_on_request(tiny_model: Tiny) -> None:
     assert [place for _, place, _ in arrived[-3 * count :]] == [last] * 3 * count
     for index in range(count):
         assert torch.equal(arrived[index][2], arrived[count + index][2])
+
+
+def test_a_lost_process_is_no_error_of_the_models_code(tmp_path: Path) -> None:
+    with raises(GroupError), convert_model_errors(tmp_path):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer")
+    with raises(UnsupportedError, path=tmp_path), convert_model_errors(tmp_path):
+        raise RuntimeError("shape '[2, 3]' is invalid for input of size 5")
