@@ -300,3 +300,38 @@ def test_configs_that_make_no_sense_are_refused(
     raw = json.loads((sources["granitemoehybrid"] / "config.json").read_text())
     with pytest.raises(CheckpointError):
         config_from_hf({**raw, **changes}, "config.json")
+
+
+def test_the_published_sizes_of_nemotron_h_are_those_of_its_layers() -> None:
+    """The 4B model, by the keys of its first release."""
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    raw = {
+        **NEMOTRON,
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": 52,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 112,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "mlp_hidden_act": "relu2",
+        "rope_theta": 10000,
+        "torch_dtype": "bfloat16",
+    }
+    config = config_from_hf(raw, "config.json")
+    assert config.attention_layers == [place for place, one in enumerate(pattern) if one == "*"]
+    states = ((3, 112 * 64 + 2 * 8 * 128), (112, 128, 64))
+    for layer, letter in enumerate(pattern):
+        assert config.state_shapes(layer) == (states if letter == "M" else ())
+        assert config.layers[layer].feed_forward == (letter == "-")
+    modules = {
+        group.modules for layer in range(config.num_layers) for group in input_groups(config, layer)
+    }
+    assert ("mlp.up_proj",) in modules
+    assert not any("mlp.gate_proj" in names for names in modules)
