@@ -67,6 +67,7 @@ class ExpertsConfig:
         bias: whether an expert's linears have biases.
         router_bias: whether the router has one.
         score_correction: whether a separate bias corrects the choice of experts (2408.15664).
+        float32_router: whether the router's logits are computed in float32.
         scores: what becomes of the router's logits: ``softmax`` over the experts, or ``sigmoid`` of
             each.
         normalization_eps: added to the sum by which weights are divided.
@@ -83,6 +84,7 @@ class ExpertsConfig:
     bias: bool = False
     router_bias: bool = False
     score_correction: bool = False
+    float32_router: bool = False
     scores: str = "softmax"
     normalization_eps: float = 0.0
     scaling: float = 1.0
@@ -269,6 +271,7 @@ class ModelConfig:
         norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after``
             them, or ``both``.
         norm_offset: an offset of every norm's weight.
+        norm_rounds_last: whether norms multiply by their weight in float32, as with an offset.
         mlp_gate: whether feed-forwards have a gate.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's
             with its limits; without a gate ``relu2``, the square of what is positive.
@@ -318,6 +321,7 @@ class ModelConfig:
     clip_qkv: float | None = None
     norms: str = "before"
     norm_offset: float = 0.0
+    norm_rounds_last: bool = False
     mlp_gate: bool = True
     activation: str = "silu"
     activation_limit: float | None = None

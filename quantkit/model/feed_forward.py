@@ -158,6 +158,8 @@ class Experts(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute the router's logits of tokens [..., D], float32 [..., E]."""
+        if self.config.float32_router:
+            x = x.float()
         return _product(x, self.gate).float()
 
     def apply_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

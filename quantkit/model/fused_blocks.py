@@ -37,6 +37,17 @@ from quantkit.model.norms import RMSNorm
 from quantkit.model.rope import Angles
 from quantkit.tensors.cached_rows import CachedRows
 
+_CHOICES = (
+    "score_correction",
+    "float32_router",
+    "scores",
+    "normalization_eps",
+    "scaling",
+    "latent_size",
+)
+"""The fields of a mixture that change the choice, the weights or the inputs of experts, except
+`normalized`, which kernels support.
+"""
 _OUTSIDE = frozenset(
     {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
 )
@@ -52,8 +63,7 @@ def block_features(config: ModelConfig) -> frozenset[str]:
     if config.rope.query_scaling_beta is not None:
         inner.add("query_scaling_beta")
     if config.experts is not None:
-        # The fields that change the choice or the weights of experts, but `normalized`.
-        for name in ("score_correction", "scores", "normalization_eps", "scaling", "latent_size"):
+        for name in _CHOICES:
             if getattr(config.experts, name) != getattr(ExpertsConfig, name):
                 inner.add(name)
     return config.features - _OUTSIDE | inner

@@ -25,6 +25,7 @@ from quantkit.architectures.topology import input_groups
 from quantkit.data.files import DEMO_MODEL, EXCERPT
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.engine import Engine
@@ -300,6 +301,26 @@ def test_configs_that_make_no_sense_are_refused(
     raw = json.loads((sources["granitemoehybrid"] / "config.json").read_text())
     with pytest.raises(CheckpointError):
         config_from_hf({**raw, **changes}, "config.json")
+
+
+def test_bfloat16_is_rounded_where_transformers_rounds_it(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Norms and routers of Nemotron H compute in float32."""
+    folder = quantkit.convert(
+        sources["nemotron-h-moe-latent"], tmp_path / "bf16", dtype="bf16", source_check=False
+    ).path
+    ours = load_model(folder, backend="reference", device="cpu")
+    theirs = oracle.load(folder, torch.bfloat16).model
+    x = torch.randn(1, 50, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(ours.model.norm(x), theirs.norm_f(x))
+        experts = ours.model.layers[1].mlp
+        assert isinstance(experts, Experts)
+        logits, _, numbers = theirs.layers[1].mixer.gate(x)
+        torch.testing.assert_close(experts.logits(x)[0], logits, rtol=1e-5, atol=1e-5)
+        found = experts.route(x)
+        assert torch.equal(found[1][0].sort(-1)[0], numbers.sort(-1)[0])
 
 
 def test_the_published_sizes_of_nemotron_h_are_those_of_its_layers() -> None:

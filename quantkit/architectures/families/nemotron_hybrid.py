@@ -188,6 +188,7 @@ def _read_experts(settings: Settings) -> dict[str, Any]:
         latent_size=latent,
         normalized=settings.flag("norm_topk_prob", True),
         score_correction=True,
+        float32_router=True,
         scores="sigmoid",
         normalization_eps=_NORMALIZATION_EPS,
         scaling=scaling,
@@ -252,6 +253,7 @@ NEMOTRON_H = Family(
         "activation_key": "mlp_hidden_act",
         "activation": "relu2",
         "mlp_gate": False,
+        "norm_rounds_last": True,
         # Of transformers, if the key is absent.
         "head_dim": 128,
     },
