@@ -188,8 +188,7 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
             "experts": config.experts.count,
             "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
-            # The width of the states that experts see.
-            "expert_hidden": config.experts.latent_size or config.hidden_size,
+            "expert_hidden": config.experts.latent_size,
         }
     if config.short_conv is not None:
         counts |= {
@@ -525,7 +524,8 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
         ):
             site = f"expert.latent_{part}"
             yield Linear(f"expert.latent_{part}", dims, site, quantizable=False)
-    dims = "expert_intermediate", "expert_hidden"
+    outer = "expert_hidden" if experts.latent_size else "hidden"
+    dims = "expert_intermediate", outer
     yield ExpertBank(
         experts.count, tuple(_iter_mlp(config, "expert", dims, "expert.in", bias=experts.bias))
     )

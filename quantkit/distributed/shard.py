@@ -124,7 +124,7 @@ def split_model(
     widths: dict[str, tuple[int, int]] = {}
     for name, split_width in compute_sizes(config).items():
         if name in _WIDTHS and name in split:
-            downs = [p for p in model_parameters if p.dims == ("hidden", name)]
+            downs = [p for p in model_parameters if p.dims[1:] == (name,)]
             widths[name] = _inner_range(name, split_width, downs, schemes, rank, size)
     rows = -(-config.vocab_size // size)
     last = min((rank + 1) * rows, config.vocab_size)
