@@ -215,6 +215,11 @@ class ModelConfig:
         norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after``
             them, or ``both``.
         norm_offset: an offset of every norm's weight.
+        centered_norms: whether a norm subtracts the mean of the hidden states first (1607.06450);
+            norms of queries and keys never do.
+        parallel_branches: whether the feed-forward has the input of attention, after the same
+            norm, instead of what attention has added to it.
+        qk_norm_after_rotary: whether norms of queries and keys come after their rotation.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's
             with its limits.
         activation_limit: the bound at which ``swiglu_oai`` clamps gate and up.
@@ -263,6 +268,9 @@ class ModelConfig:
     clip_qkv: float | None = None
     norms: str = "before"
     norm_offset: float = 0.0
+    centered_norms: bool = False
+    parallel_branches: bool = False
+    qk_norm_after_rotary: bool = False
     activation: str = "silu"
     activation_limit: float | None = None
     activation_alpha: float = 1.702

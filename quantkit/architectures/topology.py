@@ -233,7 +233,8 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
     items: list[Item] = []
     # The norms of the first branch have the same role for every mixer.
     for branch, inside in (("attention", mixer), ("mlp", feed_forward)):
-        if before:
+        # Parallel branches share the first norm.
+        if before and not (branch == "mlp" and config.parallel_branches):
             items.append(Vector(f"{branch}.norm", ("hidden",)))
         items += inside
         if after:

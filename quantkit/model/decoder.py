@@ -30,7 +30,7 @@ from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.mixers import MIXERS, make_mixer
 from quantkit.model.mixers.mixer import Mixer, Step, make_cached_scan
-from quantkit.model.norms import rms_norm
+from quantkit.model.norms import hidden_norm
 from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations
 
 
@@ -215,7 +215,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = rms_norm(config)
+        self.norm = hidden_norm(config)
         self._multiplier = config.embedding_multiplier
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer: two residual branches in sequence, a mixer and a feed-forward, with norms
-    before them, after them or both.
+    """One decoder layer: two residual branches, a mixer and a feed-forward, in sequence or both on
+    the same states, with norms before them, after them or both.
 
     A branch has two halves: `inner` computes the inputs of its last linear, or of its experts;
     `finish` applies that module and adds the output to the hidden states. Quantization needs the
@@ -249,18 +249,21 @@ class Block(nn.Module):
         super().__init__()
         before = config.norms in ("before", "both")
         after = config.norms in ("after", "both")
-        self.input_layernorm = rms_norm(config) if before else None
+        self.input_layernorm = hidden_norm(config) if before else None
         # Registered under its own name, which is part of the canonical names of its tensors.
         self._mixer_name = MIXERS[config.layers[layer].mixer].NAME
         self.add_module(self._mixer_name, make_mixer(config, layer))
-        self.attention_output_layernorm = rms_norm(config) if after else None
-        self.post_attention_layernorm = rms_norm(config) if before else None
+        self.attention_output_layernorm = hidden_norm(config) if after else None
+        # Parallel branches share the first norm.
+        self.is_parallel = config.parallel_branches
+        has_second = before and not self.is_parallel
+        self.post_attention_layernorm = hidden_norm(config) if has_second else None
         self.mlp: MLP | Experts
         if config.layers[layer].experts:
             self.mlp = Experts(config)
         else:
             self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
-        self.mlp_output_layernorm = rms_norm(config) if after else None
+        self.mlp_output_layernorm = hidden_norm(config) if after else None
         self._multiplier = config.residual_multiplier
 
     @property
@@ -271,13 +274,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Run both branches on hidden states [B, T, D]."""
-        for branch in self.BRANCHES:
-            x = self.finish(branch, x, self.inner(branch, x, step))
-        return x
+        mixer, feed_forward = self.BRANCHES
+        mixed = self.finish(mixer, x, self.inner(mixer, x, step))
+        source = self.choose_feed_forward_input(x, mixed)
+        return self.finish(feed_forward, mixed, self.inner(feed_forward, source, step))
+
+    def choose_feed_forward_input(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Choose the hidden states that the feed-forward reads: those before the mixer's branch,
+        `x`, or those after it, `mixed`. Its output is always added to the latter.
+        """
+        return x if self.is_parallel else mixed
 
     def apply_norm(self, branch: str, x: Tensor) -> Tensor:
         """Compute the inputs [B, T, D] of a branch's first linears from hidden states [B, T, D]."""
-        if branch == "mixer":
+        if branch == "mixer" or self.is_parallel:
             norm = self.input_layernorm
         else:
             norm = self.post_attention_layernorm

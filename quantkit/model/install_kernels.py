@@ -40,6 +40,7 @@ from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.model.mixers.attention import Attention
 from quantkit.model.mixers.mixer import Step
+from quantkit.model.norms import CenteredNorm
 from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
@@ -143,10 +144,15 @@ def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
     weight = norm.weight.detach().float()
     if norm.offset:
         weight = weight + norm.offset
+
+    def normalize(states: Tensor) -> Tensor:
+        return kernels.rms_norm(states, weight, norm.eps)
+
     return replace(
         model.ops,
         rotations=compute_angles,
-        final_norm=lambda states: kernels.rms_norm(states, weight, norm.eps),
+        # Kernels subtract no mean.
+        final_norm=None if isinstance(norm, CenteredNorm) else normalize,
         find_likeliest=kernels.find_likeliest,
     )
 
@@ -217,7 +223,6 @@ def _same_linear(
 def _same_step(model: Decoder, kernels: StepKernels) -> bool:
     """Compare rotations, norms and drawing with torch's, for one row and for many."""
     ops = _install_step(model, kernels)
-    assert ops.final_norm is not None
     # Far apart, and beyond the original context.
     positions = torch.arange(_MANY_TOKENS) * (1 + (model.config.rope.original_context or 0))
     states = _draw_normal(model, _MANY_TOKENS, model.config.hidden_size)
@@ -231,7 +236,9 @@ def _same_step(model: Decoder, kernels: StepKernels) -> bool:
             if not is_within(own, torchs, torch.full_like(torchs, _FLOAT_ERROR)):
                 return False
         normed = model.model.norm(states[:count])
-        if not _is_close(ops.final_norm(states[:count]), normed, _FLOAT_ERROR):
+        if ops.final_norm is not None and not _is_close(
+            ops.final_norm(states[:count]), normed, _FLOAT_ERROR
+        ):
             return False
         tokens, checked_tokens = kernels.find_likeliest(logits[:count])
         likeliest = logits[:count].argmax(-1)

@@ -24,7 +24,7 @@ from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.mixers.attention import Attention
 from quantkit.model.mixers.mixer import Recurrence, Step, scan_from_start
-from quantkit.model.norms import rms_norm
+from quantkit.model.norms import hidden_norm
 from quantkit.model.rope import Rotary
 from quantkit.model.rounded_inputs import round_inputs
 from quantkit.model.tensor_parallel import TensorParallel
@@ -163,7 +163,7 @@ def layerwise_hidden(
                     block.mixer.as_cached = maxima[layer]
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _run_block(block, states[index], pack.step)
-    norm = rms_norm(config)
+    norm = hidden_norm(config)
     norm.weight = _float32(checkpoint, "model.norm.weight")
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
@@ -179,11 +179,15 @@ def _run_block(block: Block, states: Tensor, step: Step) -> Tensor:
     D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
     mixer, feed_forward = block.BRANCHES
-    states = block.finish(mixer, states, block.inner(mixer, states, step))
-    pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
+    mixed = block.finish(mixer, states, block.inner(mixer, states, step))
+    sources = block.choose_feed_forward_input(states, mixed)
     outputs: list[Tensor] = []
-    for piece in pieces:
-        outputs.append(block.finish(feed_forward, piece, block.inner(feed_forward, piece, step)))
+    for piece, source in zip(
+        torch.split(mixed, TOKENS_THROUGH_A_BLOCK, dim=1),
+        torch.split(sources, TOKENS_THROUGH_A_BLOCK, dim=1),
+        strict=True,
+    ):
+        outputs.append(block.finish(feed_forward, piece, block.inner(feed_forward, source, step)))
     return torch.cat(outputs, dim=1)
 
 

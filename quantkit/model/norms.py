@@ -1,4 +1,4 @@
-"""Root-mean-square norms."""
+"""Norms of hidden states, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype).mul_(self.weight)
 
 
+class CenteredNorm(RMSNorm):
+    """Layer norm without a bias (1607.06450), computed in float32: an RMS norm of the difference to
+    the mean.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        centered = wide - wide.mean(-1, keepdim=True)
+        normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
+        # In float32, as Cohere's models do.
+        return (normed * (self.weight.float() + self.offset)).to(x.dtype)
+
+
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """Make a norm of a model, over its hidden states, or over a given number of elements."""
+    """Make an RMS norm of a model, over its hidden states, or over a given number of elements."""
     return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)
+
+
+def hidden_norm(config: ModelConfig) -> RMSNorm:
+    """Make a norm of a model's hidden states, centered if the model's are."""
+    if config.centered_norms:
+        return CenteredNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+    return rms_norm(config)

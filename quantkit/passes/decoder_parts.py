@@ -238,9 +238,11 @@ class _SampleDecoder(nn.Module):
 def _run_block(block: Block, states: list[Tensor], step: Step) -> Tensor:
     """Run a block on the hidden states [B, T, D] that it takes from a list."""
     x = states.pop()
-    for branch in block.BRANCHES:
-        x = block.finish(branch, x, block.inner(branch, x, step))
-    return x
+    mixer, feed_forward = block.BRANCHES
+    mixed = block.finish(mixer, x, block.inner(mixer, x, step))
+    # Frees the block's input, unless the feed-forward needs it.
+    x = block.choose_feed_forward_input(x, mixed)
+    return block.finish(feed_forward, mixed, block.inner(feed_forward, x, step))
 
 
 class _Recording(nn.Module):

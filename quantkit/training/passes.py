@@ -18,7 +18,7 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, final_logits, scale_embeddings
 from quantkit.model.head_product import differentiate_logits, multiply_by_head
 from quantkit.model.load import BLOCK_PREFIX, fill_parameters, float_parameter, meta_init
-from quantkit.model.norms import RMSNorm, rms_norm
+from quantkit.model.norms import RMSNorm, hidden_norm
 from quantkit.model.samples import make_sample_step
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
@@ -170,7 +170,7 @@ class Passes:
         return block.eval()
 
     def _norm(self) -> RMSNorm:
-        norm = rms_norm(self._config)
+        norm = hidden_norm(self._config)
         norm.weight = float_parameter(self._model, "model.norm.weight", self._device, torch.float32)
         return norm
 

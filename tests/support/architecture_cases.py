@@ -77,6 +77,12 @@ _LONGROPE = {
 _GEMMA = {"head_dim": 16, "pad_token_id": 0}
 
 
+_COHERE = {"pad_token_id": 0, "sliding_window": 7, "logit_scale": 1.5}
+
+
+_HUNYUAN = {"head_dim": 16, "pad_token_id": 0}
+
+
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 
 
@@ -218,6 +224,51 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "cohere2": ("cohere2", {**_COHERE, "num_hidden_layers": 4}),
+    "cohere2-features": (
+        "cohere2",
+        {
+            **_COHERE,
+            "attention_bias": True,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "logit_scale": 0.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 7, "num_hidden_layers": 4, "head_dim": 16}),
+    "exaone4-full": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": dict(ROPES["llama3"]),
+        },
+    ),
+    "exaone4-features": (
+        "exaone4",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": dict(ROPES["llama3"]),
+        },
+    ),
+    "hunyuan-dense": ("hunyuan_v1_dense", _HUNYUAN),
+    "hunyuan-dense-features": (
+        "hunyuan_v1_dense",
+        {
+            **_HUNYUAN,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 30.0,
+                "factor": 1.0,
+                "rope_theta": 500.0,
             },
         },
     ),

@@ -91,6 +91,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "cohere2": ("cohere2", {"attention_bias": True, "pad_token_id": 0}),
+    "exaone4": ("exaone4", {"tie_word_embeddings": True}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"head_dim": 8, "pad_token_id": 0}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": (
         "qwen2_moe",

@@ -36,6 +36,7 @@ class Attention(Mixer):
         self.widths = [projected, kv, kv]
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_heads = config.qk_norm == "head"
+        self.norms_rotated = config.qk_norm_after_rotary
         self.q_norm = self.k_norm = None
         # Replaces both norms if processes share the width, because the mean square is then a sum
         # over processes.
@@ -79,7 +80,7 @@ class Attention(Mixer):
         if self.clip is not None:
             parts = tuple(part.clamp(-self.clip, self.clip) for part in parts)
         queries, keys, values = (part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
-        if self.norms_heads:
+        if self.norms_heads and not self.norms_rotated:
             queries, keys, values = self._apply_qk_norm(queries, keys, values)
         queries = queries.transpose(1, 2)
         keys = keys.transpose(1, 2)
@@ -88,6 +89,8 @@ class Attention(Mixer):
             turn = step.angles.of(self.config)
             queries = rotate(queries, *turn)
             keys = rotate(keys, *turn)
+        if self.norms_rotated:
+            queries, keys, values = self._apply_qk_norm(queries, keys, values)
         if step.angles.query_scale is not None:
             scale = step.angles.query_scale.unsqueeze(-1)
             if scale.dim() == 3:

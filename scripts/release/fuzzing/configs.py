@@ -123,6 +123,20 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window": (_ABSENT, 5),
         "attention_bias": _FLAG,
     },
+    "exaone4": {
+        "head_dim": (8, 16),
+        "sliding_window": (_ABSENT, None, 5, 9),
+        "sliding_window_pattern": (_ABSENT, 2, 3),
+    },
+    "cohere2": {
+        "attention_bias": _FLAG,
+        "head_dim": (_ABSENT, 16),
+        "layer_norm_eps": (_ABSENT, 1e-5, 1e-3),
+        "logit_scale": (_ABSENT, 0.25, 3.0),
+        "sliding_window": (_ABSENT, 5, 9),
+        "sliding_window_pattern": (_ABSENT, 2, 3),
+    },
+    "hunyuan_v1_dense": {"attention_bias": _FLAG, "head_dim": (8, 16)},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {
         **_DELTA,
@@ -158,6 +172,8 @@ _LISTS_LAYERS = {
     "gemma3_text",
     "smollm3",
     "gpt_oss",
+    "exaone4",
+    "cohere2",
 }
 
 
@@ -216,6 +232,9 @@ def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
     raw = draw(seed, number * len(families) + families.index(family)).raw
     for key in ("rope_parameters", "rope_scaling", "original_max_position_embeddings"):
         raw.pop(key, None)
+    # transformers divides by 0 if such a config does not list its layers.
+    if family == "exaone4" and raw.get("sliding_window", 1) is None:
+        raw["layer_types"] = [_FULL] * raw["num_hidden_layers"]
     rng = random.Random(f"{seed} {number} {family}")
     if rng.random() < 0.3:
         raw["rope_parameters"] = {
@@ -223,6 +242,8 @@ def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
             "factor": 2.0,
             "rope_theta": raw.get("rope_theta", 1e4),
         }
+    elif family == "hunyuan_v1_dense" and rng.random() < 0.5:
+        raw["rope_scaling"] = {"type": "dynamic", "factor": 2.0, "alpha": rng.choice((1.5, 50))}
     return raw
 
 
@@ -300,6 +321,8 @@ def _scaling(rng: random.Random, family: str, pairs: int, context: int) -> dict[
             "truncate": (True, False, None),
         }
         found |= {key: rng.choice(values) for key, values in options.items() if rng.random() < 0.4}
+    if family == "hunyuan_v1_dense" and kind == "dynamic" and rng.random() < 0.7:
+        found["alpha"] = rng.choice((None, 0, 1.5, 50))
     if family == "ministral3" and rng.random() < 0.5:
         found["llama_4_scaling_beta"] = 0.3
     if rng.random() < 0.5:

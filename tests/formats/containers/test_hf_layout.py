@@ -73,6 +73,9 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                     found[f"{module}.{expert}.{linear}.{kind}"] = (
                         part.t() if part.ndim == 2 else part
                     )
+        elif config.architecture == "cohere2" and module.endswith(("q_proj", "k_proj")):
+            heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
+            found[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), dim=1).flatten(0, 1)
         elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
             half = config.head_dim // 2  # of each head turns, in pairs side by side
             heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
@@ -122,6 +125,8 @@ def _renamed(name: str, kind: str) -> str:
             "post_mlp_layernorm": "mlp_output_layernorm",
         },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "exaone4": _OUTPUT_NORMS,
+        "hunyuan_v1_dense": {"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
         "deepseek_v3": {"mlp.gate.e_score_correction_bias": "mlp.score_correction"},
