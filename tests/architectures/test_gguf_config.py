@@ -229,6 +229,38 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_GEMMA2, "layer_types": ["full_attention"] * 3},
         "sliding-window",
     ),
+    "exaone4-windows": ("exaone4", {"sliding_window": 5}, "64 layers"),
+    "exaone4-wide": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 16},
+        "width",
+    ),
+    "exaone4-full": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "num_hidden_layers": 64,
+            "layer_types": ["full_attention"] * 64,
+        },
+        "sliding-window",
+    ),
+    "exaone4-unrotated": (
+        "exaone4",
+        {"sliding_window": 5, "layer_types": ["full_attention"] * 3},
+        "rotary",
+    ),
+    "cohere2-full": (
+        "cohere2",
+        {"pad_token_id": 0, "layer_types": ["full_attention"] * 3},
+        "sliding-window",
+    ),
+    "cohere2-bias": ("cohere2", {"pad_token_id": 0, "attention_bias": True}, "qkv"),
+    "cohere2-head": ("cohere2", {"pad_token_id": 0, "tie_word_embeddings": False}, "head"),
+    "hunyuan-bias": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+        "qkv",
+    ),
     "gpt-oss-limit": ("gpt_oss", {**GPT_OSS, "swiglu_limit": 6.0}, "limit of SwiGLU"),
     "gpt-oss-alpha": ("gpt_oss", {**GPT_OSS, "swiglu_alpha": 1.5}, "factor of SwiGLU"),
     "gpt-oss-bias": ("gpt_oss", {**GPT_OSS, "attention_bias": False}, "without biases"),

@@ -36,6 +36,9 @@ _ARCHITECTURES = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
 }
 _PERMUTED = {
     gguf.MODEL_ARCH.LLAMA,

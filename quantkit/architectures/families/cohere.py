@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import LAYER_NORM_EPS, Family, GgufArchitecture
 from quantkit.architectures.families.keys import Keys
 from quantkit.base.json_values import Settings
 
@@ -41,6 +41,13 @@ def _write_eps(config: ModelConfig) -> dict[str, Any]:
     return {_EPS: config.norm_eps}
 
 
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    return {
+        _EPS: gguf.number(LAYER_NORM_EPS, *Limits.eps),
+        "logit_scale": gguf.number("logit_scale", *_SCALES),
+    }
+
+
 COHERE2 = Family(
     "cohere2",
     "Cohere2ForCausalLM",
@@ -58,4 +65,20 @@ COHERE2 = Family(
     },
     prepare=_prepare,
     interleaved_rotary=True,
+    gguf=GgufArchitecture(
+        "cohere2",
+        keys=("logit_scale",),
+        interleaved_rotary=True,
+        window_period=4,
+        # Of the published models; llama.cpp does not load a file without a width.
+        default_window=keys.DEFAULT_WINDOW,
+        tied=True,
+        full_width=True,
+        eps_key=LAYER_NORM_EPS,
+        multiplies_logits=True,
+        read=_read_gguf,
+        refused={
+            "the absence of sliding-window layers": lambda config: keys.only_window(config) is None
+        },
+    ),
 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import Family, GgufArchitecture
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK
-from quantkit.base.json_values import Settings
+from quantkit.base.json_values import Settings, format_value
+from quantkit.errors import UnsupportedError
 
 _PATTERN = "sliding_window_pattern"
 _WINDOWS = keys.windows_by_kind(4, _PATTERN)
@@ -47,6 +48,23 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
+# The layers of the published model with windows; llama.cpp knows it by them.
+_WINDOWED_LAYERS = 64
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    # llama.cpp ignores windows of other models, and rotates the positions of all layers.
+    window = "attention.sliding_window"
+    layers = gguf.integer("block_count", 1, Limits.layers)
+    if gguf.values.get(window) and layers != _WINDOWED_LAYERS:
+        raise UnsupportedError(
+            f"llama.cpp does not support sliding windows in {gguf.name} models with {layers} layers",
+            path=gguf.path,
+            found=f"{window} {format_value(gguf.values[window])}",
+        )
+    return {}
+
+
 EXAONE4 = Family(
     "exaone4",
     "Exaone4ForCausalLM",
@@ -57,4 +75,22 @@ EXAONE4 = Family(
         "attention.output_norm": BLOCK + "post_attention_layernorm",
         "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
     },
+    gguf=GgufArchitecture(
+        "exaone4",
+        rope_freqs=True,
+        window_period=4,
+        full_width=True,
+        read=_read_gguf,
+        refused={
+            f"sliding windows with other than {_WINDOWED_LAYERS} layers": lambda config: (
+                keys.only_window(config) is not None and config.num_layers != _WINDOWED_LAYERS
+            ),
+            f"the absence of sliding-window layers among {_WINDOWED_LAYERS}": lambda config: (
+                keys.only_window(config) is None and config.num_layers == _WINDOWED_LAYERS
+            ),
+            "layers without rotary positions in models without windows": lambda config: (
+                keys.only_window(config) is None and not config.layers[0].rotary
+            ),
+        },
+    ),
 )

@@ -22,6 +22,9 @@ YARN_TRUNCATE = "rope.scaling.yarn_truncate"
 """Whether the bounds of YaRN's ramp are rounded to whole dimensions; quantkit's key."""
 QUERY_SCALE = "attention.temperature_scale"
 """``llama_4_scaling_beta``, see `RopeConfig.query_scaling_beta`."""
+RMS_EPS = "attention.layer_norm_rms_epsilon"
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+"""The epsilon of norms that only divide, and of those that also subtract the mean."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
@@ -73,6 +76,8 @@ class GgufArchitecture:
         full_width: whether the widths of all heads must add up to the hidden size.
         wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
             the heads.
+        eps_key: its key of the epsilon of norms.
+        multiplies_logits: whether ``logit_scale`` multiplies logits, instead of dividing them.
         one_rotary_base: whether layers with a window use the base of the others.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
@@ -94,6 +99,8 @@ class GgufArchitecture:
     tied: bool | None = None
     full_width: bool = False
     wide_scale_layers: int | None = None
+    eps_key: str = RMS_EPS
+    multiplies_logits: bool = False
     one_rotary_base: bool = False
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}

@@ -5,12 +5,14 @@ Its description is the code of transformers.
 
 from __future__ import annotations
 
+import struct
+
 from quantkit.architectures.config import Limits
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import Family, GgufArchitecture
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA
-from quantkit.base.json_values import Settings
+from quantkit.base.json_values import Settings, shorten_float32
 
 _ALPHA = "alpha"
 # Far beyond what is published, 1000.
@@ -45,8 +47,10 @@ def _prepare(settings: Settings) -> Settings:
     for source in (settings, rotary):
         if source.has(_THETA):
             theta = source.number(_THETA, MIN_THETA, MAX_THETA)
-    # The base of NTK-aware scaling.
-    values["rope_parameters"] = {_THETA: theta * alpha ** (size / (size - 2))}
+    # The base of NTK-aware scaling, rounded to what all formats can store.
+    scaled_theta = theta * alpha ** (size / (size - 2))
+    (stored_theta,) = struct.unpack("<f", struct.pack("<f", scaled_theta))
+    values["rope_parameters"] = {_THETA: shorten_float32(stored_theta)}
     values["rope_scaling"] = None
     return Settings(values, settings.path)
 
@@ -66,4 +70,5 @@ HUNYUAN_DENSE = Family(
         "attention.q_norm": BLOCK + "self_attn.query_layernorm",
         "attention.k_norm": BLOCK + "self_attn.key_layernorm",
     },
+    gguf=GgufArchitecture("hunyuan-dense"),
 )
