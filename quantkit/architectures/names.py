@@ -55,6 +55,19 @@ _TABLE = """
     mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
     router                   mlp.gate                           -                ffn_gate_inp
     router.score_correction  mlp.score_correction               -                -
+    router.scale             mlp.router_scale                   -                -
+    router.expert_scales     mlp.expert_scales                  -                -
+    expert.norm              mlp.experts_layernorm              -                -
+    expert.output_norm       mlp.experts_output_layernorm       -                -
+    shared_expert.norm       mlp.shared_layernorm               -                -
+    shared_expert.output_norm mlp.shared_output_layernorm       -                -
+    layer_scale              layer_scale                        -                -
+    layer_input.gate         layer_input.gate                   -                -
+    layer_input.projection   layer_input.projection             -                -
+    layer_input.norm         layer_input.norm                   -                -
+    layer_inputs.embedding   model.layer_inputs.embedding       -                -
+    layer_inputs.projection  model.layer_inputs.projection      -                -
+    layer_inputs.norm        model.layer_inputs.norm            -                -
     shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
     expert.gate              mlp.experts.{expert}.gate_proj     -                ffn_gate_exps
     expert.up                mlp.experts.{expert}.up_proj       -                ffn_up_exps
@@ -67,6 +80,7 @@ _TABLE = """
 """
 # Roles outside the layers, whose names have no prefix of a block.
 _OUTSIDE = ("embedding", "norm", "head")
+_OUTSIDE_PREFIX = "layer_inputs."
 
 
 def _column(number: int, block: str) -> dict[str, str]:
@@ -78,7 +92,7 @@ def _column(number: int, block: str) -> dict[str, str]:
         module = row[number]
         if module == "-":
             continue
-        if role in _OUTSIDE:
+        if role in _OUTSIDE or role.startswith(_OUTSIDE_PREFIX):
             modules[role] = module
         else:
             modules[role] = block + module

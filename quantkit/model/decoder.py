@@ -27,11 +27,13 @@ from quantkit.model.attention import (
 from quantkit.model.cache import KVCache
 from quantkit.model.device import check_token_ids
 from quantkit.model.feed_forward import MLP, Experts
+from quantkit.model.layer_inputs import LayerInput, LayerInputs
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.mixers import MIXERS, make_mixer
 from quantkit.model.mixers.mixer import Mixer, Step, make_cached_scan
 from quantkit.model.norms import hidden_norm
 from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations
+from quantkit.model.spans import list_spans
 
 
 class BlockRunner(Protocol):
@@ -167,16 +169,20 @@ class Decoder(nn.Module):
             if self.ops.final_norm is not None and not torch.compiler.is_compiling():
                 return self.ops.final_norm(x)
         else:
-            windows = self.config.windows
+            layer_inputs: Sequence[Tensor] = ()
+            if self.model.layer_inputs is not None:
+                layer_inputs = self.model.layer_inputs(tokens, x)
+            spans = list_spans(self.config)
             attention = self.ops.cached_attention
             if cache is None:
-                step = Step(angles, make_causal_attention(positions, windows))
+                attend = make_causal_attention(positions, spans)
+                step = Step(angles, attend, layer_inputs=layer_inputs)
             else:
                 attend = make_cached_attention(
-                    cache, positions, windows, attention, slots, is_prefill=is_prefill
+                    cache, positions, spans, attention, slots, is_prefill=is_prefill
                 )
                 scan = make_cached_scan(cache, positions, slots, is_prefill=is_prefill)
-                step = Step(angles, attend, scan)
+                step = Step(angles, attend, scan, layer_inputs)
             for block in self.model.layers:
                 x = block(x, step)
         return self.model.norm(x)  # type: ignore[no-any-return]
@@ -216,6 +222,7 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = hidden_norm(config)
+        self.layer_inputs = LayerInputs(config) if config.layer_inputs is not None else None
         self._multiplier = config.embedding_multiplier
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -247,6 +254,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self._layer = layer
         before = config.norms in ("before", "both")
         after = config.norms in ("after", "both")
         self.input_layernorm = hidden_norm(config) if before else None
@@ -254,16 +262,20 @@ class Block(nn.Module):
         self._mixer_name = MIXERS[config.layers[layer].mixer].NAME
         self.add_module(self._mixer_name, make_mixer(config, layer))
         self.attention_output_layernorm = hidden_norm(config) if after else None
-        # Parallel branches share the first norm.
         self.is_parallel = config.parallel_branches
+        # Parallel branches share the first norm, and experts may have norms of their own.
         has_second = before and not self.is_parallel
+        if config.layers[layer].experts and config.experts is not None:
+            has_second = has_second and not config.experts.separate_norms
         self.post_attention_layernorm = hidden_norm(config) if has_second else None
         self.mlp: MLP | Experts
         if config.layers[layer].experts:
             self.mlp = Experts(config)
         else:
-            self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
+            self.mlp = MLP(config, config.intermediate_size_of(layer), bias=config.mlp_bias)
         self.mlp_output_layernorm = hidden_norm(config) if after else None
+        self.layer_input = LayerInput(config) if config.layer_inputs is not None else None
+        self.layer_scale = nn.Parameter(torch.empty(1)) if config.layer_scales else None
         self._multiplier = config.residual_multiplier
 
     @property
@@ -277,7 +289,18 @@ class Block(nn.Module):
         mixer, feed_forward = self.BRANCHES
         mixed = self.finish(mixer, x, self.inner(mixer, x, step))
         source = self.choose_feed_forward_input(x, mixed)
-        return self.finish(feed_forward, mixed, self.inner(feed_forward, source, step))
+        out = self.finish(feed_forward, mixed, self.inner(feed_forward, source, step))
+        return self.complete(out, step)
+
+    def complete(self, x: Tensor, step: Step) -> Tensor:
+        """Add what the layer's own inputs contribute to hidden states [B, T, D] after both
+        branches, and scale them.
+        """
+        if self.layer_input is not None:
+            x = x + self.layer_input(x, step.layer_inputs[self._layer])
+        if self.layer_scale is not None:
+            x = x * self.layer_scale
+        return x
 
     def choose_feed_forward_input(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Choose the hidden states that the feed-forward reads: those before the mixer's branch,

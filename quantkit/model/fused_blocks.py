@@ -28,7 +28,14 @@ from quantkit.model.norms import RMSNorm
 from quantkit.model.rope import Angles
 
 _OUTSIDE = frozenset(
-    {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
+    {
+        "embedding_multiplier",
+        "logit_multiplier",
+        "logit_softcap",
+        "norm_offset",
+        "wide_norms",
+        "window_rope",
+    }
 )
 """Features outside the blocks, and those that a block's weights and angles already include."""
 
@@ -43,7 +50,15 @@ def block_features(config: ModelConfig) -> frozenset[str]:
         inner.add("query_scaling_beta")
     if config.experts is not None:
         # The fields that change the choice or the weights of experts, but `normalized`.
-        for name in ("score_correction", "scores", "normalization_eps", "scaling"):
+        for name in (
+            "score_correction",
+            "scores",
+            "normalization_eps",
+            "scaling",
+            "separate_norms",
+            "expert_scales",
+            "weighted_inputs",
+        ):
             if getattr(config.experts, name) != getattr(ExpertsConfig, name):
                 inner.add(name)
     return config.features - _OUTSIDE | inner
@@ -189,7 +204,11 @@ def _find_linears(block: Block, attention: Attention) -> tuple[tuple[nn.Module, 
     if attention.qkv_proj is not None:
         qkv = (attention.qkv_proj,)
     else:
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv = tuple(
+            linear
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+            if linear is not None
+        )
     if mlp is None:
         return qkv, (attention.o_proj,)
     gate_up: tuple[nn.Module, ...]

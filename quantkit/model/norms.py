@@ -11,11 +11,14 @@ from quantkit.architectures.config import ModelConfig
 class RMSNorm(nn.Module):
     """Root-mean-square norm (1910.07467), computed in float32; `offset` is added to the weight."""
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(
+        self, size: int, eps: float, offset: float = 0.0, *, is_wide: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.offset = offset
+        self.is_wide = is_wide or offset != 0
 
     def forward(self, x: Tensor) -> Tensor:
         squares = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square()
@@ -25,9 +28,21 @@ class RMSNorm(nn.Module):
         """Normalize x [..., N], given the mean of its squares, [..., 1]."""
         normed = x.float() * torch.rsqrt(mean_square + self.eps)
         # Gemma multiplies in float32, Llama rounds first: transformers does the same.
-        if self.offset:
+        if self.is_wide:
             return (normed * (self.weight.float() + self.offset)).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)
+
+
+class UnitNorm(nn.Module):
+    """Root-mean-square norm without a weight, computed in float32."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class CenteredNorm(RMSNorm):
@@ -45,7 +60,12 @@ class CenteredNorm(RMSNorm):
 
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
     """Make an RMS norm of a model, over its hidden states, or over a given number of elements."""
-    return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)
+    return RMSNorm(
+        size or config.hidden_size,
+        config.norm_eps,
+        config.norm_offset,
+        is_wide=config.wide_norms,
+    )
 
 
 def hidden_norm(config: ModelConfig) -> RMSNorm:

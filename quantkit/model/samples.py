@@ -15,6 +15,7 @@ from quantkit.model.decoder import scale_embeddings
 from quantkit.model.load import narrow_to_floats
 from quantkit.model.mixers.mixer import Step
 from quantkit.model.rope import Rotary
+from quantkit.model.spans import list_spans
 
 
 def embed_batches(source: Checkpoint, batches: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -30,5 +31,5 @@ def make_sample_step(config: ModelConfig, length: int, device: torch.device) -> 
     """Make the step in which blocks process samples of a length."""
     positions = torch.arange(length, device=device)
     return Step(
-        Rotary(config).to(device)(positions), make_causal_attention(positions, config.windows)
+        Rotary(config).to(device)(positions), make_causal_attention(positions, list_spans(config))
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.effort import batch_samples
+from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, final_logits, scale_embeddings
 from quantkit.model.head_product import differentiate_logits, multiply_by_head
@@ -49,7 +50,19 @@ class Passes:
         Args:
             reference: the model whose logits are the target.
             length: the tokens of each sample.
+
+        Raises:
+            UnsupportedError: for a model whose layers pass more than hidden states to later ones.
         """
+        config = model.config
+        if config.layer_inputs is not None or any(layer.shares_kv for layer in config.layers):
+            # Gradients would have to go from layers to earlier ones past the hidden states.
+            raise UnsupportedError(
+                "training a model with embeddings for each layer, or shared keys and values, is not"
+                " supported",
+                path=model.path,
+                found=config.architecture,
+            )
         self._model = shares.model.checkpoint
         self._device = device
         self._shares = shares

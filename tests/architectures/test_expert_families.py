@@ -29,7 +29,17 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
-FAMILIES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "lfm2-moe", "qwen3-5-moe"]
+FAMILIES = [
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "olmoe",
+    "gpt-oss",
+    "lfm2-moe",
+    "qwen3-5-moe",
+    "gemma4-experts",
+    "llama4",
+]
 EXPERTS = [case for case in CASES if case.startswith(tuple(FAMILIES))]
 _EVEN = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 
@@ -66,7 +76,7 @@ def test_transformers_reads_what_is_written(case: str, tmp_path: Path) -> None:
 def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
     """A quantized model as its family saves floats."""
     result = open_checkpoint(quantized)
-    if result.config.architecture == "lfm2_moe":
+    if result.config.architecture in ("lfm2_moe", "gemma4_text", "llama4_text"):
         # Most of its names on disk are not canonical.
         return quantkit.convert(
             quantized, folder / "floats", dequantize=True, source_check=False
@@ -98,7 +108,7 @@ def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_pa
     assert (found - _theirs(_as_floats(tmp_path / "made", source, tmp_path))).abs().max() < 1e-4
     assert (found - _logits(tmp_path / "made")).abs().max() < 0.05  # kernels round activations
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
-    assert loads == (case != "gpt-oss")
+    assert loads == (case not in ("gpt-oss", "gemma4-experts"))
     if loads:
         assert (found - _theirs(tmp_path / "made")).abs().max() < 1e-4
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from random_logits import CONFIGS, require_same_logits
 
-FAMILIES = ("cohere2", "exaone4", "hunyuan_v1_dense")
+FAMILIES = ("cohere2", "exaone4", "gemma4_text", "hunyuan_v1_dense", "llama4_text")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("number", range(CONFIGS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_configs_give_the_logits_of_transformers(

@@ -48,6 +48,11 @@ CASES = {
     "cohere2": Case("cohere2-features", 7),
     "exaone4": Case("exaone4-features", 7),
     "hunyuan-dense": Case("hunyuan-dense-features", 7),
+    "gemma4-small": Case("gemma4-small", 11),
+    "gemma4": Case("gemma4-features", 7),
+    # Both the chosen experts and the feed-forward for every token are added up before a norm.
+    "gemma4-experts": Case("gemma4-experts", 10),
+    "llama4": Case("llama4-features", 7),
     "gemma2": Case("gemma2-features", 7),
     "gemma3": Case("gemma3-features", 7),
     "olmo2": Case("olmo2-bias", 10),

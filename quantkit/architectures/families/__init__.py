@@ -27,7 +27,9 @@ FAMILIES: LateTable[Family] = LateTable(
         "gemma": f"{__name__}.gemma:GEMMA",
         "gemma2": f"{__name__}.gemma:GEMMA2",
         "gemma3_text": f"{__name__}.gemma:GEMMA3",
+        "gemma4_text": f"{__name__}.gemma4:GEMMA4",
         "llama": f"{__name__}.llama:LLAMA",
+        "llama4_text": f"{__name__}.llama4:LLAMA4",
         "mistral": f"{__name__}.llama:MISTRAL",
         "ministral3": f"{__name__}.llama:MINISTRAL3",
         "mixtral": f"{__name__}.llama:MIXTRAL",
@@ -126,7 +128,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": end_value,
-        **config.rope.to_hf(config.head_dim),
+        **({} if family.writes_rope else config.rope.to_hf(config.head_dim)),
         **family.write(config),
     }
 

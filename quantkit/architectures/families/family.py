@@ -119,7 +119,10 @@ class Family:
         names: modules on disk by role, if they differ from `names.CANONICAL`.
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
+        loads_split_experts: of a family with `stacked`, whether transformers also loads experts
+            that are a tensor for each linear, as quantized ones are (seen in 5.23).
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
+        writes_rope: whether `keys` write all rotary settings, as older spellings would be wrong.
         runs: whether the decoder computes everything that its configs state.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
         gguf_mark: the key of config.json that only this one has among the families with the same
@@ -134,7 +137,9 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
+    loads_split_experts: bool = False
     interleaved_rotary: bool = False
+    writes_rope: bool = False
     runs: bool = True
     gguf: GgufArchitecture | None = None
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
@@ -165,6 +170,8 @@ def read_config(
     rotary: Sequence[bool] | None = None,
     sparse: Sequence[bool] | None = None,
     mixers: Sequence[str] | None = None,
+    chunks: Sequence[int | None] | None = None,
+    sharing: Sequence[bool] | None = None,
     activations: tuple[str, ...] = ("silu", "swish"),
     activation_key: str = "hidden_act",
     kv_heads_required: bool = True,
@@ -176,6 +183,7 @@ def read_config(
     rope_types: tuple[str, ...] | None = None,
     partial_rotary: float | None = None,
     query_scaling: bool = False,
+    ropes: tuple[RopeConfig, RopeConfig | None] | None = None,
     **features: Any,
 ) -> ModelConfig:
     """Read the keys that all families have.
@@ -185,6 +193,8 @@ def read_config(
         rotary: whether each layer has rotary positions; by default all do.
         sparse: whether each layer has experts; by default all if the model has any.
         mixers: the mixer of each layer; by default all have attention.
+        chunks: of each layer; by default none has any.
+        sharing: whether each layer shares keys and values; by default none does.
         activations: the possible ones of the family's feed-forward.
         kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the
             number of heads.
@@ -195,6 +205,8 @@ def read_config(
             layers with a window.
         rope_types: the only types of rope scaling; None for all.
         partial_rotary, query_scaling: as for `RopeConfig.from_hf`.
+        ropes: rotary positions of layers without and with a window, in families that read them
+            themselves; the second is None if they do not differ.
         features: further fields of `ModelConfig`.
 
     Raises:
@@ -219,9 +231,24 @@ def read_config(
         sparse = [features.get("experts") is not None] * count
     if mixers is None:
         mixers = ["attention"] * count
+    if chunks is None:
+        chunks = [None] * count
+    if sharing is None:
+        sharing = [False] * count
     layers = []
-    for window, is_rotary, is_sparse, mixer in zip(windows, rotary, sparse, mixers, strict=True):
-        layers.append(LayerConfig(window, is_rotary, is_sparse, mixer))
+    for window, is_rotary, is_sparse, mixer, chunk, shares_kv in zip(
+        windows, rotary, sparse, mixers, chunks, sharing, strict=True
+    ):
+        layers.append(
+            LayerConfig(
+                window=window,
+                rotary=is_rotary,
+                experts=is_sparse,
+                mixer=mixer,
+                chunk=chunk,
+                shares_kv=shares_kv,
+            )
+        )
     # Null stands for the number of heads, but transformers replaces an absent key by the number of
     # KV heads of one published model.
     if "num_key_value_heads" not in settings.values and kv_heads_required:
@@ -233,7 +260,9 @@ def read_config(
     starts = settings.ids("bos_token_id")
     ends = settings.ids("eos_token_id")
     window_rope = None
-    if windowed_theta is None:
+    if ropes is not None:
+        rope, window_rope = ropes
+    elif windowed_theta is None:
         rope = RopeConfig.from_hf(
             settings.values,
             settings.path,

@@ -224,7 +224,7 @@ def list_cached_attention(source: StoredCheckpoint) -> tuple[str, ...]:
         return plan_cached_attention(source, passage_of(source).partwise)
     # Latent attention caches one vector for all heads, and not keys and values.
     if config.runnable and config.latent_attention is None:
-        return tuple(attention_name(layer) for layer in config.attention_layers)
+        return tuple(attention_name(layer) for layer in config.caching_layers)
     if config.runnable:
         reason = "it caches latent vectors instead of keys and values (MLA)"
     else:
