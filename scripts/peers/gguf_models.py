@@ -136,6 +136,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 16,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        "llama3",
+        {
+            "intermediate_size_mlp": 512,
+            "intermediate_size": 256,
+            "num_hidden_layers": 5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     "hunyuan": (
         "hunyuan_v1_dense",
         "qwen",

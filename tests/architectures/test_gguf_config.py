@@ -15,7 +15,7 @@ import pytest
 from case_names import case
 from config_cases import config_keys
 from error_parts import raises
-from gguf_config_cases import CASES, EXPERTS, GPT_OSS, YARN
+from gguf_config_cases import CASES, EXPERTS, GPT_OSS, LLAMA4, YARN
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -229,6 +229,12 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_GEMMA2, "layer_types": ["full_attention"] * 3},
         "sliding-window",
     ),
+    "llama4-chunk": ("llama4_text", {**LLAMA4, "attention_chunk_size": 64}, "chunks"),
+    "llama4-layers": ("llama4_text", {**LLAMA4, "no_rope_layer_interval": 2}, "chunks"),
+    "llama4-scale": ("llama4_text", {**LLAMA4, "floor_scale": 64}, "scales of queries"),
+    "llama4-norm": ("llama4_text", {**LLAMA4, "use_qk_norm": False}, "norms of queries"),
+    "llama4-many": ("llama4_text", {**LLAMA4, "num_local_experts": 128}, "norms of queries"),
+    "llama4-experts": ("llama4_text", {**LLAMA4, "moe_layers": [0, 3]}, "irregular"),
     "exaone4-windows": ("exaone4", {"sliding_window": 5}, "64 layers"),
     "exaone4-wide": (
         "exaone4",

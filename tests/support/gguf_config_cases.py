@@ -24,6 +24,15 @@ GPT_OSS = {
 }
 
 
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 5,
+    "num_local_experts": 4,
+}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: VARIANTS[name]
@@ -127,6 +136,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "factor": 1.0,
                 "rope_theta": 10000.0,
             },
+        },
+    ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4-steps": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),

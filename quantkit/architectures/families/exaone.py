@@ -58,7 +58,7 @@ def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
     layers = gguf.integer("block_count", 1, Limits.layers)
     if gguf.values.get(window) and layers != _WINDOWED_LAYERS:
         raise UnsupportedError(
-            f"llama.cpp does not support sliding windows in {gguf.name} models with {layers} layers",
+            f"llama.cpp does not support sliding windows in {gguf.name} models of {layers} layers",
             path=gguf.path,
             found=f"{window} {format_value(gguf.values[window])}",
         )

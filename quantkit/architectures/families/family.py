@@ -70,6 +70,7 @@ class GgufArchitecture:
         long_rope: whether it supports LongRoPE's factors.
         partial_rotary: whether some dimensions of a head may stay unrotated.
         normalized: whether the weights of a token's experts add up to 1; None if it has no experts.
+        dense_layers: whether some layers of a model with experts may have none.
         dense_too: whether files without experts exist as well.
         tied: True if the head always is the embedding, False if it never is, None if files without
             a head exist.
@@ -81,6 +82,8 @@ class GgufArchitecture:
         one_rotary_base: whether layers with a window use the base of the others.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
+        write: keys that only this architecture has, without its name, from a config that is not
+            refused.
     """
 
     name: str
@@ -95,6 +98,7 @@ class GgufArchitecture:
     long_rope: bool = False
     partial_rotary: bool = False
     normalized: bool | None = None
+    dense_layers: bool = False
     dense_too: bool = False
     tied: bool | None = None
     full_width: bool = False
@@ -104,6 +108,7 @@ class GgufArchitecture:
     one_rotary_base: bool = False
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
 
 @dataclass(frozen=True)

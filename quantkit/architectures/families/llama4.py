@@ -10,7 +10,12 @@ from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig, QueryScaleConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import Family, StackedExperts
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    Family,
+    GgufArchitecture,
+    StackedExperts,
+)
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import FULL
@@ -152,6 +157,71 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+# What llama.cpp computes whatever a file states, but for the norms of queries and keys, which it
+# leaves out in models with so many experts.
+_GGUF_QUERY_SCALE = QueryScaleConfig(_STRENGTH, _FLOOR)
+_GGUF_EXPERTS_WITHOUT_NORM = 128
+_GGUF_STEP = "interleave_moe_layer_step"
+
+
+def _find_step(config: ModelConfig) -> int | None:
+    """Find the interval of layers with experts; None if they have none."""
+    sparse = [layer.experts for layer in config.layers]
+    for step in range(1, config.num_layers + 1):
+        if sparse == [(layer + 1) % step == 0 for layer in range(config.num_layers)]:
+            return step
+    return None
+
+
+def _has_gguf_layers(config: ModelConfig) -> bool:
+    """Return whether all but every fourth layer have chunks of 8192 and rotary positions."""
+    for number, layer in enumerate(config.layers):
+        is_chunked = (number + 1) % _INTERVAL != 0
+        if layer.rotary != is_chunked or layer.chunk != (_CHUNK if is_chunked else None):
+            return False
+    return True
+
+
+def _has_gguf_norms(config: ModelConfig) -> bool:
+    assert config.experts is not None
+    return (config.qk_norm is None) == (config.experts.count == _GGUF_EXPERTS_WITHOUT_NORM)
+
+
+def _read_gguf(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    count = gguf.integer("expert_count", 1, Limits.experts)
+    return {
+        "intermediate_size": gguf.integer(EXPERT_KEYS[2], 1, Limits.width),
+        "intermediate_size_mlp": gguf.integer("feed_forward_length", 1, Limits.width),
+        "num_local_experts": count,
+        "interleave_moe_layer_step": gguf.integer(_GGUF_STEP, 1, Limits.layers),
+        "use_qk_norm": count != _GGUF_EXPERTS_WITHOUT_NORM,
+        # As if every layer had all positions; those of Llama 4 follow from its defaults.
+        "layer_types": None,
+    }
+
+
+_LLAMA4_GGUF = GgufArchitecture(
+    "llama4",
+    keys=(*EXPERT_KEYS, _GGUF_STEP),
+    interleaved_rotary=True,
+    rope_freqs=True,
+    normalized=False,
+    dense_layers=True,
+    read=_read_gguf,
+    write=lambda config: {_GGUF_STEP: _find_step(config)},
+    refused={
+        f"chunks other than {_CHUNK} in all but every fourth layer": lambda config: (
+            not _has_gguf_layers(config)
+        ),
+        "other scales of queries": lambda config: config.query_scale != _GGUF_QUERY_SCALE,
+        f"norms of queries with {_GGUF_EXPERTS_WITHOUT_NORM} experts, or none otherwise,": (
+            lambda config: not _has_gguf_norms(config)
+        ),
+        "experts at irregular intervals": lambda config: _find_step(config) is None,
+    },
+)
+
+
 _FEED_FORWARD = BLOCK + "feed_forward."
 _EXPERTS = _FEED_FORWARD + "experts."
 LLAMA4 = Family(
@@ -183,4 +253,5 @@ LLAMA4 = Family(
     ),
     loads_split_experts=True,
     interleaved_rotary=True,
+    gguf=_LLAMA4_GGUF,
 )

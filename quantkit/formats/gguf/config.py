@@ -196,6 +196,7 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
         if key in architecture.keys and value is not None:
             # GGUF's values have types: lengths are integers, the others floats.
             keys[key] = value if key.endswith("length") else float(value)
+    keys |= architecture.write(config)
     keys |= write_rope(config, architecture)
     metadata: dict[str, Any] = {
         "general.architecture": architecture.name,
@@ -448,7 +449,8 @@ def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> N
     for name, has_bias in biases.items():
         if has_bias and name not in architecture.biases:
             refused.append(f"biases of {name}")
-    if config.experts is not None and not all(layer.experts for layer in config.layers):
+    all_sparse = all(layer.experts for layer in config.layers)
+    if config.experts is not None and not (all_sparse or architecture.dense_layers):
         refused.append("layers without experts")
     if architecture.tied is True and not config.tied_embeddings:
         refused.append("a separate head")

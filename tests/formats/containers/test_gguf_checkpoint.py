@@ -75,6 +75,7 @@ _FAMILIES = (
     "cohere2",
     "exaone4",
     "hunyuan-dense",
+    "llama4-steps",
 )
 
 
