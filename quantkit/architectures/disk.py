@@ -14,7 +14,7 @@ from quantkit.architectures.families import FAMILIES
 from quantkit.architectures.families.family import Family, StackedExperts
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import Linear, Parameter, parameters
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
 
 EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
 # One tensor for all experts has no number of an expert in its name.
@@ -112,6 +112,9 @@ def disk_tensors(
             expert separately.
         joins_experts: whether all experts of a layer are one module for each role instead, as in
             mlx-lm.
+
+    Raises:
+        UnsupportedError: if mlx-lm is not known to load such a family.
     """
     if config.tensors is not None:
         separate = set(quantized)
@@ -122,6 +125,11 @@ def disk_tensors(
         return _opaque_tensors(config, separate)
     if joins_experts:
         family = FAMILIES[config.architecture]
+        if not family.in_mlx:
+            raise UnsupportedError(
+                "mlx-lm is not known to load quantized weights of this architecture",
+                found=config.architecture,
+            )
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
         joined = ExpertForm(stacked=_list_mlx_experts(family, gate))
         return _list_family_tensors(config, dict.fromkeys(range(config.num_layers), joined))
@@ -186,6 +194,7 @@ def match_stored_tensors(
             form_names = [name for name in _list_expert_names(form, layer, count) if name in stems]
             if form_names:
                 stored_names[number] = form_names
+        stored_names = _drop_explained_forms(stored_names)
         if len(stored_names) > 1:
             first_form, second_form, *_ = stored_names.values()
             raise CheckpointError(
@@ -205,6 +214,21 @@ def match_stored_tensors(
         if has_canonical and family_router.format(layer=layer) not in stems:
             renamed.add(layer)
     return _orient_experts(_list_family_tensors(config, form_by_layer, renamed), shapes)
+
+
+def _drop_explained_forms(stored_names: Mapping[int, list[str]]) -> dict[int, list[str]]:
+    """Drop forms of which a folder only seems to have tensors: one whose tensors are named as the
+    modules of another form, as gpt-oss's experts are in mlx-lm.
+    """
+    kept = {}
+    for number, names in stored_names.items():
+        is_explained = False
+        for other, other_names in stored_names.items():
+            if other != number and all(f"{name}.weight" in other_names for name in names):
+                is_explained = True
+        if not is_explained:
+            kept[number] = names
+    return kept
 
 
 _UNREAD_EXPERTS = ("nvfp4", "fp8-block")

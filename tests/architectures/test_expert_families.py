@@ -113,6 +113,20 @@ def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_pa
         assert (found - _theirs(tmp_path / "made")).abs().max() < 1e-4
 
 
+def test_experts_of_gpt_oss_are_read_as_mlx_lm_names_them(tmp_path: Path) -> None:
+    """Their modules have the names of the tensors that hold all floats."""
+    source = _saved("gpt-oss", tmp_path / "source", intermediate_size=64)
+    made = quantkit.quantize(
+        source, tmp_path / "made", "int4-g32", to="mlx", method="rtn", accept_quality_loss=True
+    )
+    names = load_file(made.path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.down_proj.weight" in names
+    twin = quantkit.quantize(
+        source, tmp_path / "twin", "int4-g32", method="rtn", accept_quality_loss=True
+    )
+    assert (_logits(made.path, "reference") - _logits(twin.path, "reference")).abs().max() < 0.05
+
+
 MIXES = {
     "attention": (("*self_attn*", INT8),),
     "attention kept": (("*self_attn*", None),),

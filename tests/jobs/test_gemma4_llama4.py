@@ -133,6 +133,10 @@ def test_what_is_not_supported_is_refused_by_name(sources: dict[str, Path], tmp_
         with raises(UnsupportedError, refused):
             quantkit.convert(folder, tmp_path / case, to="gguf")
         with raises(UnsupportedError, kind):
+            quantkit.quantize(
+                folder, tmp_path / f"{case}-mlx", "int4-g32", to="mlx", method="rtn", **UNCHECKED
+            )
+        with raises(UnsupportedError, kind):
             require_served(open_checkpoint(folder).config)
     rounded = quantkit.quantize(
         sources[SMALL], tmp_path / "int4", "int4-g32", method="rtn", **UNCHECKED

@@ -129,6 +129,7 @@ class Family:
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
         writes_rope: whether `keys` write all rotary settings, as older spellings would be wrong.
         runs: whether the decoder computes everything that its configs state.
+        in_mlx: whether its quantized tensors are written by names that mlx-lm is known to load.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
         gguf_mark: the key of config.json that only this one has among the families with the same
             GGUF architecture.
@@ -146,6 +147,7 @@ class Family:
     interleaved_rotary: bool = False
     writes_rope: bool = False
     runs: bool = True
+    in_mlx: bool = True
     gguf: GgufArchitecture | None = None
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 

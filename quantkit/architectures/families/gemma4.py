@@ -333,6 +333,7 @@ GEMMA4 = Family(
         "router.expert_scales": BLOCK + "router.per_expert_scale",
     },
     writes_rope=True,
+    in_mlx=False,
     stacked=(
         StackedExperts(_EXPERTS + "gate_up_proj", ("expert.gate", "expert.up")),
         StackedExperts(_EXPERTS + "down_proj", ("expert.down",)),

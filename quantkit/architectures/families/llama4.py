@@ -247,6 +247,7 @@ LLAMA4 = Family(
         "expert.up": _EXPERTS + "{expert}.up_proj",
         "expert.down": _EXPERTS + "{expert}.down_proj",
     },
+    in_mlx=False,
     stacked=(
         StackedExperts(_EXPERTS + "gate_up_proj", ("expert.gate", "expert.up"), transposed=True),
         StackedExperts(_EXPERTS + "down_proj", ("expert.down",), transposed=True),
