@@ -34,8 +34,12 @@ class LayerConfig:
 
     Attributes:
         window: how many positions attention sees, its own included; None for all.
+        chunk: the length of the chunks of positions whose tokens see each other only; None if all
+            are one.
         rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
+        shares_kv: whether attention takes the keys and values of the latest layer before it that
+            computes some, and has a window if this one has.
         mixer: what moves information from token to token: ``attention``, or ``short_conv``,
             ``gated_delta`` or ``mamba2``, which have no window and no rotary positions; ``none`` in
             a layer that is only a feed-forward.
@@ -47,6 +51,8 @@ class LayerConfig:
     experts: bool = False
     mixer: str = "attention"
     feed_forward: bool = True
+    chunk: int | None = None
+    shares_kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class ExpertsConfig:
             each.
         normalization_eps: added to the sum by which weights are divided.
         scaling: a factor of the weights after that.
+        separate_norms: whether the router, the chosen experts and the shared ones each read hidden
+            states that a norm of their own has normalized, and the outputs of the latter two get
+            another norm each; the router's also has a factor of each dimension.
+        expert_scales: whether the weight of each expert has a learnt factor.
+        weighted_inputs: whether weights multiply the inputs of the chosen experts, instead of their
+            outputs.
     """
 
     count: int
@@ -88,6 +100,33 @@ class ExpertsConfig:
     scores: str = "softmax"
     normalization_eps: float = 0.0
     scaling: float = 1.0
+    separate_norms: bool = False
+    expert_scales: bool = False
+    weighted_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInputsConfig:
+    """A vector of each token for each layer, from an embedding of its own, which the layer adds
+    through a gate (Gemma 4).
+
+    Attributes:
+        size: of a vector.
+        vocab_size: rows of the embedding.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class QueryScaleConfig:
+    """A factor of the queries of layers without rotary positions, which grows with the position:
+    1 + strength log(1 + floor((position + 1) / floor)) (2501.19399, as in Llama 4).
+    """
+
+    strength: float
+    floor: int
 
 
 @dataclass(frozen=True)
@@ -266,12 +305,28 @@ class ModelConfig:
         architecture: the family, by its name in config.json (``model_type``).
         layers: the features of each layer.
         dtype: the float type of the checkpoint: ``float32``, ``float16`` or ``bfloat16``.
-        qk_norm: norms of queries and keys: of each ``head``, over the whole ``width``, or None.
+        qk_norm: norms of queries and keys: of each ``head``, over the whole ``width``, of each head
+            without weights in layers with rotary positions, ``bare``, or None.
         clip_qkv: the absolute value at which queries, keys and values are clipped.
         norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after``
             them, or ``both``.
         norm_offset: an offset of every norm's weight.
-        norm_rounds_last: whether norms multiply by their weight in float32, as with an offset.
+        centered_norms: whether a norm subtracts the mean of the hidden states first (1607.06450);
+            norms of queries and keys never do.
+        parallel_branches: whether the feed-forward has the input of attention, after the same
+            norm, instead of what attention has added to it.
+        qk_norm_after_rotary: whether norms of queries and keys come after their rotation.
+        wide_norms: whether a norm multiplies by its weight in float32, and rounds to the dtype of
+            the model afterwards. Norms with an offset do so in any case.
+        value_norm: whether each head's values get a norm without weights.
+        layer_scales: whether the hidden states after each layer are multiplied by a learnt number.
+        full_head_dim, full_kv_heads: the size of heads, and the number of KV heads, of layers
+            without a window, if they differ from those of the others.
+        layer_inputs: vectors of tokens for each layer, or None.
+        wide_sharing_layers: whether the feed-forward of layers that share keys and values is twice
+            as wide.
+        values_are_keys: whether layers without a window have no projection of values, and take
+            that of keys, before its norm and rotation.
         mlp_gate: whether feed-forwards have a gate.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's
             with its limits; without a gate ``relu2``, the square of what is positive.
@@ -286,6 +341,7 @@ class ModelConfig:
             head begin with theirs. It makes a difference for partial rotary positions only.
         embedding_multiplier, logit_multiplier: factors of embeddings and logits.
         residual_multiplier: the factor of each branch's output.
+        query_scale: of queries in layers without rotary positions; None for no scaling.
         window_rope: rotary positions of layers with a window, if they differ from those of the
             others.
         tensors: all tensors of a model that is known by them only (see `families.opaque`); else
@@ -321,7 +377,17 @@ class ModelConfig:
     clip_qkv: float | None = None
     norms: str = "before"
     norm_offset: float = 0.0
-    norm_rounds_last: bool = False
+    centered_norms: bool = False
+    parallel_branches: bool = False
+    qk_norm_after_rotary: bool = False
+    wide_norms: bool = False
+    value_norm: bool = False
+    layer_scales: bool = False
+    full_head_dim: int | None = None
+    full_kv_heads: int | None = None
+    layer_inputs: LayerInputsConfig | None = None
+    wide_sharing_layers: bool = False
+    values_are_keys: bool = False
     mlp_gate: bool = True
     activation: str = "silu"
     activation_limit: float | None = None
@@ -335,6 +401,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    query_scale: QueryScaleConfig | None = None
     window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
@@ -374,6 +441,31 @@ class ModelConfig:
         return [number for number, layer in enumerate(self.layers) if layer.mixer == "attention"]
 
     @property
+    def caching_layers(self) -> list[int]:
+        """List the numbers of the layers that compute keys and values."""
+        return [layer for layer in self.attention_layers if not self.layers[layer].shares_kv]
+
+    @property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """Find the layer whose keys and values each layer shares; None if it computes its own."""
+        latest: dict[bool, int] = {}
+        sources: list[int | None] = []
+        for number, layer in enumerate(self.layers):
+            has_window = layer.window is not None
+            if layer.shares_kv:
+                sources.append(latest[has_window])
+            else:
+                latest[has_window] = number
+                sources.append(None)
+        return tuple(sources)
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the width of a layer's feed-forward."""
+        if self.wide_sharing_layers and self.layers[layer].shares_kv:
+            return 2 * self.intermediate_size
+        return self.intermediate_size
+
+    @property
     def keeps_states(self) -> bool:
         """Return whether a layer keeps states of a sequence, which cannot go back to an earlier
         token, in place of keys and values of each token.
@@ -399,6 +491,18 @@ class ModelConfig:
         if self.window_rope and self.layers[layer].window is not None:
             return self.window_rope
         return self.rope
+
+    def head_dim_of(self, layer: int) -> int:
+        """Return the size of a layer's heads."""
+        if self.full_head_dim is not None and self.layers[layer].window is None:
+            return self.full_head_dim
+        return self.head_dim
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Return the number of a layer's KV heads."""
+        if self.full_kv_heads is not None and self.layers[layer].window is None:
+            return self.full_kv_heads
+        return self.num_kv_heads
 
     @property
     def features(self) -> frozenset[str]:
@@ -455,18 +559,22 @@ class ModelConfig:
         """Check the config and return it; raises `CheckpointError` if sizes do not fit, or a token
         of the config is not in the vocabulary.
         """
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
-                "attention heads are not a multiple of the KV heads",
-                path=str(path),
-                found=f"{self.num_heads} and {self.num_kv_heads}",
-            )
-        if self.head_dim % 2 or not self.head_dim:
-            raise CheckpointError(
-                "head_dim must be even for rotary embedding", path=str(path), found=self.head_dim
-            )
-        for rope in (self.rope, self.window_rope or self.rope):
-            rope.require_fits(self.head_dim, path)
+        full_head_dim = self.full_head_dim or self.head_dim
+        for kv_heads in (self.num_kv_heads, self.full_kv_heads or self.num_kv_heads):
+            if self.num_heads % kv_heads:
+                raise CheckpointError(
+                    "attention heads are not a multiple of the KV heads",
+                    path=str(path),
+                    found=f"{self.num_heads} and {kv_heads}",
+                )
+        for head_dim in (self.head_dim, full_head_dim):
+            if head_dim % 2 or not head_dim:
+                raise CheckpointError(
+                    "head_dim must be even for rotary embedding", path=str(path), found=head_dim
+                )
+        self.rope.require_fits(full_head_dim, path)
+        if self.window_rope is not None:
+            self.window_rope.require_fits(self.head_dim, path)
         if self.experts is not None and self.experts.per_token > self.experts.count:
             raise CheckpointError(
                 "there are more experts per token than experts",
@@ -516,6 +624,8 @@ _Part = (
     | RopeConfig
     | ExpertsConfig
     | LatentAttentionConfig
+    | LayerInputsConfig
+    | QueryScaleConfig
     | ShortConvConfig
     | GatedDeltaConfig
     | Mamba2Config

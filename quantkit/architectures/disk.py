@@ -186,6 +186,7 @@ def match_stored_tensors(
             form_names = [name for name in _list_expert_names(form, layer, count) if name in stems]
             if form_names:
                 stored_names[number] = form_names
+        stored_names = _drop_explained_forms(stored_names)
         if len(stored_names) > 1:
             first_form, second_form, *_ = stored_names.values()
             raise CheckpointError(
@@ -207,6 +208,21 @@ def match_stored_tensors(
     return _orient_experts(_list_family_tensors(config, form_by_layer, renamed), shapes)
 
 
+def _drop_explained_forms(stored_names: Mapping[int, list[str]]) -> dict[int, list[str]]:
+    """Drop forms of which a folder only seems to have tensors: one whose tensors are named as the
+    modules of another form, as gpt-oss's experts are in mlx-lm.
+    """
+    kept = {}
+    for number, names in stored_names.items():
+        is_explained = False
+        for other, other_names in stored_names.items():
+            if other != number and all(f"{name}.weight" in other_names for name in names):
+                is_explained = True
+        if not is_explained:
+            kept[number] = names
+    return kept
+
+
 _UNREAD_EXPERTS = ("nvfp4", "fp8-block")
 """The schemes of experts with which transformers gives other logits, or fails."""
 
@@ -216,7 +232,8 @@ def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) 
     nothing.
 
     It expects all experts to be quantized by one scheme, in families that store each float expert
-    separately (seen in 5.23). `schemes` are those of quantized modules by canonical name.
+    separately and in some others (seen in 5.23). `schemes` are those of quantized modules by
+    canonical name.
     """
     expert_schemes = set()
     for parameter in parameters(config):
@@ -224,7 +241,8 @@ def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) 
             expert_schemes.add(schemes.get(parameter.module))
     if not schemes or not expert_schemes:
         return None
-    if FAMILIES[config.architecture].stacked:
+    family = FAMILIES[config.architecture]
+    if family.stacked and not family.loads_split_experts:
         if expert_schemes == {None}:
             return None
         return f"quantized experts of {config.architecture}"
@@ -236,6 +254,21 @@ def describe_unread_experts(config: ModelConfig, schemes: Mapping[str, object]) 
     if None in expert_schemes:
         return "float experts along with quantized layers"
     return None
+
+
+def is_unread(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor, by its name on disk, is one that a folder may have and nothing
+    reads: of the keys and values of a layer that takes those of another one.
+    """
+    family = FAMILIES[config.architecture]
+    for number, layer in enumerate(config.layers):
+        if not layer.shares_kv:
+            continue
+        for role in ("attention.k", "attention.v", "attention.k_norm"):
+            module = family.names.get(role, CANONICAL[role]).format(layer=number)
+            if name.startswith(f"{module}."):
+                return True
+    return False
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
@@ -497,11 +530,12 @@ def build_disk_tensors(
     # Rotary dimensions may differ between layers with and without a window.
     orders = []
     for layer in range(config.num_layers):
-        rotary_dim = config.rope_of(layer).rotary_dim
-        if config.leading_rotary:
+        rope = config.rope_of(layer)
+        rotary_dim = rope.rotary_dim
+        if config.leading_rotary or rope.type == "proportional":
             # The decoder reads such heads as they are on disk.
             rotary_dim = None
-        orders.append(rotary_order(config.head_dim, rotary_dim, interleaved=interleaved))
+        orders.append(rotary_order(config.head_dim_of(layer), rotary_dim, interleaved=interleaved))
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         name, stacked = locate_parameter(parameter)

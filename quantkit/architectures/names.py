@@ -64,6 +64,19 @@ _TABLE = """
     mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
     router                   mlp.gate                           -                ffn_gate_inp
     router.score_correction  mlp.score_correction               -                -
+    router.scale             mlp.router_scale                   -                -
+    router.expert_scales     mlp.expert_scales                  -                -
+    expert.norm              mlp.experts_layernorm              -                -
+    expert.output_norm       mlp.experts_output_layernorm       -                -
+    shared_expert.norm       mlp.shared_layernorm               -                -
+    shared_expert.output_norm mlp.shared_output_layernorm       -                -
+    layer_scale              layer_scale                        -                -
+    layer_input.gate         layer_input.gate                   -                -
+    layer_input.projection   layer_input.projection             -                -
+    layer_input.norm         layer_input.norm                   -                -
+    layer_inputs.embedding   model.layer_inputs.embedding       -                -
+    layer_inputs.projection  model.layer_inputs.projection      -                -
+    layer_inputs.norm        model.layer_inputs.norm            -                -
     shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
     expert.latent_in         mlp.latent_in_proj                 -                -
     expert.latent_out        mlp.latent_out_proj                -                -
@@ -78,6 +91,7 @@ _TABLE = """
 """
 # Roles outside the layers, whose names have no prefix of a block.
 _OUTSIDE = ("embedding", "norm", "head")
+_OUTSIDE_PREFIX = "layer_inputs."
 
 
 def _column(number: int, block: str) -> dict[str, str]:
@@ -89,7 +103,7 @@ def _column(number: int, block: str) -> dict[str, str]:
         module = row[number]
         if module == "-":
             continue
-        if role in _OUTSIDE:
+        if role in _OUTSIDE or role.startswith(_OUTSIDE_PREFIX):
             modules[role] = module
         else:
             modules[role] = block + module

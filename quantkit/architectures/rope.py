@@ -16,11 +16,14 @@ _REQUIRED = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor",),
 }
+_OF_SOME_FAMILIES = {"proportional"}
 # The first models with LongRoPE have this name for it.
 _OLD_NAMES = {"su": "longrope"}
 FULL = "full_attention"
@@ -67,6 +70,8 @@ class RopeConfig:
         original_context: the training length, in tokens, before the context was extended.
         short_factor, long_factor: of LongRoPE, for each rotary pair: for sequences up to
             `original_context`, and for longer ones.
+        type: ``proportional`` is that of Gemma 4: a part of each half of a head is rotated, with
+            the frequencies that these dimensions have in a head that is rotated as a whole.
         rotary_dim: the number of rotated dimensions of a head, which come first; None for all.
         query_scaling_beta: queries are multiplied by 1 + beta log(1 + floor(position /
             original_context)), as in Llama 4; None for no scaling.
@@ -104,6 +109,7 @@ class RopeConfig:
         head_dim: int = 0,
         partial: float | None = None,
         query_scaling: bool = False,
+        proportional: bool = False,
     ) -> RopeConfig:
         """Read ``rope_parameters`` or ``rope_theta`` with ``rope_scaling``.
 
@@ -113,6 +119,7 @@ class RopeConfig:
             partial: the rotated part of a head if the file states none; None in families that must
                 rotate all of it.
             query_scaling: whether the family scales queries by position.
+            proportional: whether the family's code computes the type of this name.
 
         Raises:
             UnsupportedError: for a rope type or setting that quantkit does not compute.
@@ -138,13 +145,19 @@ class RopeConfig:
         else:
             kind = "default"
         kind = _OLD_NAMES.get(kind, kind)
-        if kind not in _REQUIRED:
+        supported = set(_REQUIRED)
+        if not proportional:
+            supported -= _OF_SOME_FAMILIES
+        if kind not in supported:
             raise UnsupportedError(
                 "rope type is not supported",
                 path=path_text,
                 found=kind,
-                expected=", ".join(_REQUIRED),
+                expected=", ".join(name for name in _REQUIRED if name in supported),
             )
+        if kind == "proportional" and partial is None:
+            # Without a part, it rotates all dimensions.
+            partial = 1.0
         key = "partial_rotary_factor"
         part_source = rope_settings if key in rope_values else file_settings
         # null is 1, as in transformers
@@ -157,6 +170,9 @@ class RopeConfig:
         else:
             part = default_part
         rotated = int(head_dim * part)
+        if kind == "proportional":
+            # A part of each half, so that the number of them is even.
+            rotated = 2 * int(head_dim * part // 2)
         # Rotation pairs dimensions, so an odd number of them cannot be rotated.
         if part != 1 and (partial is None or rotated < 2 or rotated % 2):
             raise UnsupportedError(

@@ -36,6 +36,7 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
     "deepseek_vl": ("llama", "by default"),
     "deepseek_vl_hybrid": ("llama", "by default"),
     "gemma3": ("gemma3_text", "by default"),
+    "gemma4": ("gemma4_text", "by default"),
     "glm46v": ("glm4v_text", "if stated"),
     "glm4v": ("glm4v_text", "if either states it"),
     "glmga": ("glm4v_text", "if stated"),
@@ -45,6 +46,7 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
     "internvl": ("qwen2", "by default"),
     "janus": ("llama", "by default"),
     "lighton_ocr": ("qwen3", "by default"),
+    "llama4": ("llama4_text", "if stated"),
     "llava": ("llama", "if either states it"),
     "llava_next": ("llama", "if stated"),
     "llava_next_video": ("llama", "if either states it"),
@@ -132,6 +134,11 @@ _TEXTS: dict[str, _Text] = {
         {"bos_token_id": 2, "eos_token_id": 1},
         {"final_logit_softcapping": None},
     ),
+    "gemma4_text": _Text(
+        "gemma4_text",
+        (2304, 9216, 30, 8, 4, 262144, 131072, 1e-6, 256),
+        {"bos_token_id": 2, "eos_token_id": 1},
+    ),
     "glm4v_text": _Text(
         "glm4",
         (4096, 13696, 40, 32, 2, 151552, 32768, 1e-5),
@@ -140,6 +147,7 @@ _TEXTS: dict[str, _Text] = {
         fills=True,
     ),
     "llama": _Text("llama", (4096, 11008, 32, 32, None, 32000, 2048, 1e-6), _ENDS),
+    "llama4_text": _Text("llama4_text", (5120, 8192, 48, 40, 8, 202048, 131072, 1e-5, 128), _ENDS),
     "ministral3": _Text("ministral3", (4096, 14336, 34, 32, 8, 131072, 262144, 1e-5), _ENDS),
     "mistral": _Text("mistral", (4096, 14336, 32, 32, 8, 32000, 131072, 1e-6), _ENDS),
     "qwen2": _Text("qwen2", (4096, 22016, 32, 32, 32, 151936, 32768, 1e-6)),
@@ -202,7 +210,8 @@ def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
     """
     part_values = _find_text_settings(raw)
     text = _TEXTS[_kind(raw)]
-    if part_values.get("use_bidirectional_attention"):
+    # Attention of the kind ``vision`` is causal on text.
+    if part_values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
     merged = {key: raw[key] for key in (*_IDS, *_OF_FILES) if key in raw}
     for key, value in part_values.items():

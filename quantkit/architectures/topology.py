@@ -21,8 +21,11 @@ SPLIT = frozenset(
         "query",
         "query_and_gate",
         "kv",
+        "full_query",
+        "full_kv",
         "heads",
         "intermediate",
+        "wide_intermediate",
         "vocab",
         "expert_intermediate",
         "shared_intermediate",
@@ -183,6 +186,21 @@ def compute_sizes(config: ModelConfig) -> dict[str, int]:
         "head_dim": config.head_dim,
         "one": 1,
     }
+    if _has_full_sizes(config):
+        full_head_dim = config.full_head_dim or config.head_dim
+        counts |= {
+            "full_query": config.num_heads * full_head_dim,
+            "full_kv": (config.full_kv_heads or config.num_kv_heads) * full_head_dim,
+            "full_head_dim": full_head_dim,
+        }
+    if config.wide_sharing_layers:
+        counts["wide_intermediate"] = 2 * config.intermediate_size
+    if config.layer_inputs is not None:
+        counts |= {
+            "layer_input": config.layer_inputs.size,
+            "layer_inputs": config.num_layers * config.layer_inputs.size,
+            "layer_inputs_vocab": config.layer_inputs.vocab_size,
+        }
     if config.experts is not None:
         counts |= {
             "experts": config.experts.count,
@@ -239,24 +257,45 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
     if config.latent_attention:
         mixer += _latent_attention(config)
     elif features.mixer != "none":
-        mixer += _MIXERS[features.mixer](config)
+        mixer += _MIXERS[features.mixer](config, features)
     feed_forward: list[Item] = []
     if features.experts:
         feed_forward += _experts(config)
     elif features.feed_forward:
-        feed_forward += _iter_mlp(config, "mlp", ("intermediate", "hidden"), "mlp.in")
+        is_wide = config.wide_sharing_layers and features.shares_kv
+        size = "wide_intermediate" if is_wide else "intermediate"
+        feed_forward += _iter_mlp(config, "mlp", (size, "hidden"), "mlp.in")
     items: list[Item] = []
     # The norms of the first branch have the same role for every mixer.
     for branch, inside in (("attention", mixer), ("mlp", feed_forward)):
         # A layer may have only one of them.
         if not inside:
             continue
-        if before:
+        if before and not (branch == "mlp" and _has_no_second_norm(config, layer)):
             items.append(Vector(f"{branch}.norm", ("hidden",)))
         items += inside
         if after:
             items.append(Vector(f"{branch}.output_norm", ("hidden",)))
+    if config.layer_inputs is not None:
+        items += _LAYER_INPUT
+    if config.layer_scales:
+        items.append(Vector("layer_scale", ("one",), leaf=""))
     return items
+
+
+def _has_no_second_norm(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has no norm before its feed-forward: parallel branches share the
+    first norm, and experts may have norms of their own.
+    """
+    if config.parallel_branches:
+        return True
+    experts = config.experts
+    return config.layers[layer].experts and experts is not None and experts.separate_norms
+
+
+def _has_full_sizes(config: ModelConfig) -> bool:
+    """Return whether layers without a window have other sizes of attention than the others."""
+    return config.full_head_dim is not None or config.full_kv_heads is not None
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
@@ -265,6 +304,9 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         return [_describe_opaque(tensor) for tensor in config.tensors]
     counts = compute_sizes(config)
     tensors = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
+    if config.layer_inputs is not None:
+        for layer_inputs_item in _LAYER_INPUTS:
+            tensors += _parameters(layer_inputs_item, counts, None)
     # Computed once for equal layers.
     items: dict[LayerConfig, list[Item]] = {}
     for layer, features in enumerate(config.layers):
@@ -285,6 +327,22 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 
 HEAD = Linear("head", ("vocab", "hidden"), "head.in")
+# The vectors of all layers, and what a layer does with its own. They are small, except for the
+# embedding.
+_LAYER_INPUTS: tuple[Linear | Vector, ...] = (
+    Vector("layer_inputs.embedding", ("layer_inputs_vocab", "layer_inputs")),
+    Linear(
+        "layer_inputs.projection", ("layer_inputs", "hidden"), "layer_inputs.in", quantizable=False
+    ),
+    Vector("layer_inputs.norm", ("layer_input",)),
+)
+_LAYER_INPUT: tuple[Linear | Vector, ...] = (
+    Linear("layer_input.gate", ("layer_input", "hidden"), "layer_input.in", quantizable=False),
+    Linear(
+        "layer_input.projection", ("hidden", "layer_input"), "layer_input.out", quantizable=False
+    ),
+    Vector("layer_input.norm", ("hidden",)),
+)
 # Linears of a model of unknown architecture, whose dimensions have no names.
 _OPAQUE = Linear("linear", ("", ""), "")
 _OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
@@ -365,10 +423,12 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
     """Count the layers of each kind with different linears, by the first layer of the kind."""
-    first_layers: dict[tuple[str, bool, bool], int] = {}
+    first_layers: dict[tuple[str, bool, bool, bool, bool], int] = {}
     repeats: dict[int, int] = {}
     for index, layer in enumerate(config.layers):
-        kind = layer.mixer, layer.feed_forward, layer.experts
+        # Layers without a window may have other linears than those with one.
+        is_full = layer.window is None and (config.values_are_keys or _has_full_sizes(config))
+        kind = layer.mixer, layer.feed_forward, layer.experts, is_full, layer.shares_kv
         first = first_layers.setdefault(kind, index)
         repeats[first] = repeats.get(first, 0) + 1
     return repeats
@@ -412,28 +472,39 @@ def group_fused_linears(config: ModelConfig, layer: int) -> dict[str, tuple[str,
     return {fused: tuple(modules) for fused, modules in groups.items()}
 
 
-def _attention(config: ModelConfig) -> Iterator[Item]:
-    query = "query_and_gate" if config.attention_gate else "query"
-    for part, size in (("q", query), ("k", "kv"), ("v", "kv")):
+def _attention(config: ModelConfig, layer: LayerConfig) -> Iterator[Item]:
+    # Layers without a window may have sizes of their own.
+    kind = "full_" if layer.window is None and _has_full_sizes(config) else ""
+    query = f"{kind}query"
+    projected = "query_and_gate" if config.attention_gate else query
+    kv = f"{kind}kv"
+    sizes = [("q", projected)]
+    if not layer.shares_kv:
+        sizes.append(("k", kv))
+        if not (config.values_are_keys and layer.window is None):
+            sizes.append(("v", kv))
+    for part, size in sizes:
         yield Linear(
             role=f"attention.{part}",
             dims=(size, "hidden"),
             site="attention.in",
-            fused="attention.qkv",
+            fused="attention.qkv" if len(sizes) > 1 else None,
             bias=config.qkv_bias,
             # Rotary positions apply to queries and keys only.
             rotary=part != "v",
         )
-    yield Linear("attention.output", ("hidden", "query"), "attention.out", bias=config.output_bias)
-    if config.qk_norm is not None:
+    yield Linear("attention.output", ("hidden", query), "attention.out", bias=config.output_bias)
+    # Bare norms have no weights.
+    if config.qk_norm in ("head", "width"):
         per_head = config.qk_norm == "head"
-        yield Vector("attention.q_norm", ("head_dim" if per_head else "query",))
-        yield Vector("attention.k_norm", ("head_dim" if per_head else "kv",))
+        yield Vector("attention.q_norm", (f"{kind}head_dim" if per_head else query,))
+        if not layer.shares_kv:
+            yield Vector("attention.k_norm", (f"{kind}head_dim" if per_head else kv,))
     if config.sinks:
         yield Vector("attention.sinks", ("heads",), leaf="")
 
 
-def _short_conv(config: ModelConfig) -> Iterator[Item]:
+def _short_conv(config: ModelConfig, layer: LayerConfig) -> Iterator[Item]:
     assert config.short_conv is not None
     bias = config.short_conv.bias
     yield Linear("short_conv.in", ("short_conv_in", "hidden"), "short_conv.in", bias=bias)
@@ -443,7 +514,7 @@ def _short_conv(config: ModelConfig) -> Iterator[Item]:
     yield Linear("short_conv.out", ("hidden", "hidden"), "short_conv.out", bias=bias)
 
 
-def _gated_delta(config: ModelConfig) -> Iterator[Item]:
+def _gated_delta(config: ModelConfig, layer: LayerConfig) -> Iterator[Item]:
     site = "gated_delta.in"
     assert config.gated_delta is not None
     # The last ones are numbers for each head, which decide what a state keeps and what it takes up.
@@ -464,7 +535,7 @@ def _gated_delta(config: ModelConfig) -> Iterator[Item]:
     yield Linear("gated_delta.out", ("hidden", "gated_delta_value"), "gated_delta.out")
 
 
-def _mamba2(config: ModelConfig) -> Iterator[Item]:
+def _mamba2(config: ModelConfig, layer: LayerConfig) -> Iterator[Item]:
     mamba = config.mamba2
     assert mamba is not None
     yield Linear("mamba2.in", ("mamba2_in", "hidden"), "mamba2.in", bias=mamba.bias)
@@ -477,7 +548,7 @@ def _mamba2(config: ModelConfig) -> Iterator[Item]:
     yield Linear("mamba2.out", ("hidden", "mamba2_inner"), "mamba2.out", bias=mamba.bias)
 
 
-_MIXERS: dict[str, Callable[[ModelConfig], Iterator[Item]]] = {
+_MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], Iterator[Item]]] = {
     "attention": _attention,
     "gated_delta": _gated_delta,
     "mamba2": _mamba2,
@@ -514,6 +585,15 @@ def _experts(config: ModelConfig) -> Iterator[Item]:
     )
     if experts.score_correction:
         yield Vector("router.score_correction", ("experts",), leaf="")
+    if experts.expert_scales:
+        yield Vector("router.expert_scales", ("experts",), leaf="")
+    if experts.separate_norms:
+        yield Vector("router.scale", ("hidden",), leaf="")
+        yield Vector("expert.norm", ("hidden",))
+        yield Vector("expert.output_norm", ("hidden",))
+        if experts.shared_size:
+            yield Vector("shared_expert.norm", ("hidden",))
+            yield Vector("shared_expert.output_norm", ("hidden",))
     if experts.shared_gate:
         yield Linear("shared_expert.router", ("one", "hidden"), "mlp.in", quantizable=False)
     # Small, and of every token, so they stay floats like the router.

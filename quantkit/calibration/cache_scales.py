@@ -113,7 +113,7 @@ def _measure_largest(
         maxima = [CacheMaxima("cpu") for _ in checkpoint.config.layers]
         layerwise_hidden(checkpoint, [Batch.from_start(tokens)], maxima=maxima, progress=progress)
         largest: dict[str, Tensor] = {}
-        for layer in checkpoint.config.attention_layers:
+        for layer in checkpoint.config.caching_layers:
             largest[attention_name(layer)] = maxima[layer].largest
         return largest
     # Imports transformers, which is optional.

@@ -105,16 +105,16 @@ def split_model(
             found=f"{size} processes, {config.num_heads} heads",
             expected=f"one of {', '.join(map(str, divisors))}",
         )
-    queries_per_kv_head = config.num_heads // config.num_kv_heads
-    kv_heads: list[int] = []
     # On how many processes each KV head is, so that sums over all of them count it once.
     copies: Counter[int] = Counter()
     for process in range(size):
-        queries = range(process * heads, (process + 1) * heads)
-        process_kv_heads = _kv_heads(queries, queries_per_kv_head)
-        copies.update(process_kv_heads)
-        if process == rank:
-            kv_heads = process_kv_heads
+        copies.update(_kv_heads_of_process(config.num_heads, config.num_kv_heads, process, size))
+    kv_heads = _kv_heads_of_process(config.num_heads, config.num_kv_heads, rank, size)
+    # Layers without a window may have other heads.
+    full_head_dim = config.full_head_dim or head_dim
+    full_kv_heads = _kv_heads_of_process(
+        config.num_heads, config.full_kv_heads or config.num_kv_heads, rank, size
+    )
     model_parameters = parameters(config)
     # Backwards, so that errors name the first tensor of each size.
     split = {}
@@ -134,13 +134,12 @@ def split_model(
             found=size,
             expected=config.vocab_size,
         )
-    kv_ranges = []
-    for head in kv_heads:
-        kv_ranges.append((head * head_dim, (head + 1) * head_dim))
     ranges: dict[str, tuple[tuple[int, int], ...]] = {
         "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
         "query_and_gate": ((2 * rank * heads * head_dim, 2 * (rank + 1) * heads * head_dim),),
-        "kv": _merge_ranges(kv_ranges),
+        "kv": _head_ranges(kv_heads, head_dim),
+        "full_query": ((rank * heads * full_head_dim, (rank + 1) * heads * full_head_dim),),
+        "full_kv": _head_ranges(full_kv_heads, full_head_dim),
         "heads": ((rank * heads, (rank + 1) * heads),),
         "vocab": ((rank * rows, last),),
     }
@@ -148,6 +147,10 @@ def split_model(
     for name, (start, stop) in widths.items():
         ranges[name] = ((start, stop),)
         local_widths[name] = stop - start
+    if "intermediate" in ranges:
+        # Twice the width has twice the range, so that it begins between groups as well.
+        ((start, stop),) = ranges["intermediate"]
+        ranges["wide_intermediate"] = ((2 * start, 2 * stop),)
     for name, tensor in split.items():
         if name not in ranges:
             raise UnsupportedError(
@@ -164,6 +167,7 @@ def split_model(
         config,
         num_heads=heads,
         num_kv_heads=len(kv_heads),
+        full_kv_heads=None if config.full_kv_heads is None else len(full_kv_heads),
         experts=experts,
         intermediate_size=local_widths.get("intermediate", config.intermediate_size),
     )
@@ -171,11 +175,13 @@ def split_model(
     return Split(rank, local_config, ranges, kv_shares, rows)
 
 
-def _kv_heads(queries: range, per_head: int) -> list[int]:
-    """List the KV heads of some queries: each once if all serve equally many, else one for each
-    query.
+def _kv_heads_of_process(num_heads: int, num_kv_heads: int, rank: int, size: int) -> list[int]:
+    """List the KV heads of a process's queries: each once if all serve equally many, else one for
+    each query.
     """
-    heads = [query // per_head for query in queries]
+    count = num_heads // size
+    per_head = num_heads // num_kv_heads
+    heads = [query // per_head for query in range(rank * count, (rank + 1) * count)]
     counts = Counter(heads)
     # Attention takes groups of queries of one size only.
     if len(set(counts.values())) == 1:
@@ -217,6 +223,11 @@ def _inner_range(
             expected=f"at most {units}: {width} in groups of {unit}",
         )
     return rank * units // size * unit, (rank + 1) * units // size * unit
+
+
+def _head_ranges(heads: list[int], head_dim: int) -> tuple[tuple[int, int], ...]:
+    """Find the rows of heads of a size."""
+    return _merge_ranges([(head * head_dim, (head + 1) * head_dim) for head in heads])
 
 
 def _merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

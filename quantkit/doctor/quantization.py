@@ -354,7 +354,7 @@ def check_cache(view: View) -> Iterator[Finding]:
         caching_layers = kv_cache.find_layers_with_attention(view.stored) or set(range(layers))
     else:
         layers = view.config.num_layers
-        caching_layers = set(view.config.attention_layers)
+        caching_layers = set(view.config.caching_layers)
     if folder.complete and scales:
         for layer in kv_cache.layers_without_scales(scales, layers):
             if layer not in caching_layers:

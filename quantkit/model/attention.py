@@ -17,7 +17,7 @@ from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import CachedRows, to_cached_rows
 
 MAX_QUERY_ROWS = 2048
-"""With more positions than this, masks and scores are computed for one chunk of queries at a time,
+"""With more positions than this, masks and scores are computed for some queries at a time,
 because their size grows with the square of the number of positions. That is so in eager steps on a
 CPU without a cache, for layers with a window, a softcap or sinks.
 """
@@ -49,6 +49,19 @@ class ScoreSettings:
 
 PLAIN = ScoreSettings()
 
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of positions, of which `size` follow each other; the first begins at position 0."""
+
+    size: int
+
+
+Span = int | Chunk | None
+"""What a query sees: the positions of a window, those of its chunk up to its own, or all up to its
+own.
+"""
+
 Attend = Callable[[int, Tensor, Tensor, Tensor, ScoreSettings], Tensor]
 """Layer, queries [B, H, T, Dh], keys and values [B, K, T, Dh] to mixed values [B, T, H * Dh]."""
 
@@ -78,22 +91,23 @@ class CachedAttention(Protocol):
 
 
 def make_causal_attention(
-    positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
+    positions: Tensor, spans: Sequence[Span], cache_dtype: torch.dtype | None = None
 ) -> Attend:
     """Build attention without a cache for tokens at rising positions, [T] or [B, T]: each sees
     itself and those of its sequence before it. Keys and values are rounded as a cache of type
     `cache_dtype` stores them; None does not round them.
     """
+    spans = _drop_first_chunks(spans, positions)
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
-    # Layers with the same window share one mask. Chunks of long inputs make their own masks.
-    masks: dict[int | None, Tensor | None] = {}
+    # Layers with the same span share one mask. Parts of long inputs make their own masks.
+    masks: dict[Span, Tensor | None] = {}
     if not long:
-        for window in set(windows):
-            if window is None:
+        for span in set(spans):
+            if span is None:
                 # Selects `is_causal` of torch's fused attention, which needs no mask in memory.
-                masks[window] = None
+                masks[span] = None
             else:
-                masks[window] = _causal_mask(positions, positions, window)
+                masks[span] = _causal_mask(positions, positions, span)
 
     def attend(
         layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: ScoreSettings
@@ -101,9 +115,9 @@ def make_causal_attention(
         if cache_dtype is not None:
             keys = to_cached_rows(keys, cache_dtype).floats(keys.dtype)
             values = to_cached_rows(values, cache_dtype).floats(values.dtype)
-        if long and not (windows[layer] is None and scores.plain):
-            return _mix_values_in_chunks(queries, keys, values, positions, windows[layer], scores)
-        mask = masks.get(windows[layer])
+        if long and not (spans[layer] is None and scores.plain):
+            return _mix_values_in_parts(queries, keys, values, positions, spans[layer], scores)
+        mask = masks.get(spans[layer])
         # Softcaps and sinks are computed step by step, which needs an explicit mask.
         if mask is None and not scores.plain:
             mask = _causal_mask(positions, positions, None)
@@ -115,7 +129,7 @@ def make_causal_attention(
 def make_cached_attention(
     cache: KVCache,
     positions: Tensor,
-    windows: Sequence[int | None],
+    spans: Sequence[Span],
     attention: CachedAttention,
     slots: Tensor | None = None,
     *,
@@ -125,8 +139,9 @@ def make_cached_attention(
     positions of its sequence up to its own. With `is_prefill`, the cache has no earlier positions
     of these sequences, so the tokens attend to each other as in `make_causal_attention`.
     """
+    spans = _drop_first_chunks(spans, positions, cache.length)
     if is_prefill:
-        to_each_other = make_causal_attention(positions, windows)
+        to_each_other = make_causal_attention(positions, spans)
     else:
         to_each_other = None
 
@@ -136,7 +151,11 @@ def make_cached_attention(
         stored = cache.update(layer, positions, keys, values, slots)
         if to_each_other is not None:
             return to_each_other(layer, queries, keys, values, scores)
-        return attention(queries, *stored, positions, slots, windows[layer], scores)
+        span = spans[layer]
+        if isinstance(span, Chunk):
+            # Kernels compute windows only.
+            return attend_with_mask(queries, *stored, positions, slots, span, scores)
+        return attention(queries, *stored, positions, slots, span, scores)
 
     return attend
 
@@ -147,7 +166,7 @@ def attend_with_mask(
     values: CachedRows,
     positions: Tensor,
     slots: Tensor | None,
-    window: int | None,
+    window: Span,
     scores: ScoreSettings = PLAIN,
 ) -> Tensor:
     """Run the `CachedAttention` of torch under a mask: over the whole cache, or on a CPU only over
@@ -207,37 +226,39 @@ def _mix_values(
     return grouped_values.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
-def _mix_values_in_chunks(
+def _mix_values_in_parts(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
-    window: int | None,
+    span: Span,
     scores: ScoreSettings,
 ) -> Tensor:
-    """Mix values into [B, T, H * Dh] for tokens at rising positions, [T] or [B, T]: for one chunk
-    of queries of the heads that share keys at a time, over the keys that any of them sees.
+    """Mix values into [B, T, H * Dh] for tokens at rising positions, [T] or [B, T]: for some
+    queries of the heads that share keys at a time, over the keys that any of them sees.
     """
     batch, kv_heads, count, _ = keys.shape
     heads = queries.shape[1] // kv_heads
-    if window is None:
-        keys_per_chunk = count
+    # How many positions before its own a query sees at most.
+    reach = span.size if isinstance(span, Chunk) else span
+    if reach is None:
+        keys_per_part = count
     else:
-        keys_per_chunk = min(count, window + MAX_QUERY_ROWS)
+        keys_per_part = min(count, reach + MAX_QUERY_ROWS)
     # Scores are float32, 4 bytes each.
-    bytes_per_query = 4 * batch * heads * keys_per_chunk
+    bytes_per_query = 4 * batch * heads * keys_per_part
     size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // bytes_per_query))
     mixed = torch.empty(
         batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device
     )
     for start in range(0, count, size):
         stop = min(start + size, count)
-        # Positions rise by at least one, so no key before this index is within the window.
-        if window is None:
+        # Positions rise by at least one, so no key before this index is within the reach.
+        if reach is None:
             first_key = 0
         else:
-            first_key = max(0, start - window + 1)
-        mask = _causal_mask(positions[..., start:stop], positions[..., first_key:stop], window)
+            first_key = max(0, start - reach + 1)
+        mask = _causal_mask(positions[..., start:stop], positions[..., first_key:stop], span)
         for head in range(kv_heads):
             group = slice(head * heads, (head + 1) * heads)
             shared = slice(head, head + 1)
@@ -254,6 +275,27 @@ def _mix_values_in_chunks(
     return mixed.flatten(2)
 
 
+def _drop_first_chunks(
+    spans: Sequence[Span], positions: Tensor, length: int | None = None
+) -> Sequence[Span]:
+    """Replace chunks by all positions where no token is beyond the first chunk, in which it sees
+    the same; `length` is that of the cache, if there is one.
+    """
+    if not any(isinstance(span, Chunk) for span in spans):
+        return spans
+    count = length
+    # Reading the largest position would synchronize with a GPU and break a compiled graph.
+    if _eager_on_cpu(positions):
+        count = int(positions.max()) + 1
+    if count is None:
+        return spans
+    dropped: list[Span] = []
+    for span in spans:
+        is_first = isinstance(span, Chunk) and count <= span.size
+        dropped.append(None if is_first else span)
+    return dropped
+
+
 def _eager_on_cpu(positions: Tensor) -> bool:
     # Tracers, such as torchax's, are subclasses of Tensor whose values cannot be read.
     if type(positions) is not Tensor or positions.device.type != "cpu":
@@ -261,14 +303,16 @@ def _eager_on_cpu(positions: Tensor) -> bool:
     return not torch.compiler.is_compiling()
 
 
-def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def _causal_mask(queries: Tensor, keys: Tensor, span: Span) -> Tensor:
     """Mark the key positions that each query position sees: bool [T, S] for [T] and [S], or [B, 1,
     T, S] for [B, T] and [S] or [B, S].
     """
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
     visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
+    if isinstance(span, Chunk):
+        visible &= queries.unsqueeze(-1) // span.size == keys.unsqueeze(-2) // span.size
+    elif span is not None:
+        visible &= distance < span
     if visible.dim() == 2:
         return visible
     return visible.unsqueeze(1)

@@ -111,8 +111,13 @@ class KVCache:
         """Allocate the cache; `dtype` is that of keys and values."""
         self.length = length
         self.layers: list[LayerCache] = []
-        shape = slots, config.num_kv_heads, length
-        for layer in range(config.num_layers):
+        # Those that layers do not share with an earlier one.
+        self._own_layers: list[LayerCache] = []
+        self._sources = config.kv_sources
+        for layer, source in enumerate(self._sources):
+            if source is not None:
+                self.layers.append(self.layers[source])
+                continue
             states: list[Tensor] = []
             for state_shape in config.state_shapes(layer):
                 states.append(zeros((slots, *state_shape), torch.float32, device))
@@ -120,14 +125,16 @@ class KVCache:
             if config.layers[layer].mixer != "attention":
                 self.layers.append(LayerStates(states))
             else:
-                keys = _zeros(shape, config.head_dim, dtype, device)
-                values = _zeros(shape, config.head_dim, dtype, device)
+                shape = slots, config.kv_heads_of(layer), length
+                keys = _zeros(shape, config.head_dim_of(layer), dtype, device)
+                values = _zeros(shape, config.head_dim_of(layer), dtype, device)
                 self.layers.append(KeysAndValues(keys, values))
+            self._own_layers.append(self.layers[-1])
 
     def tensors(self) -> list[Tensor]:
         """List all tensors of the cache; in each, slots are the first dimension."""
         tensors: list[Tensor] = []
-        for layer in self.layers:
+        for layer in self._own_layers:
             tensors += layer.tensors()
         return tensors
 
@@ -152,24 +159,26 @@ class KVCache:
         slots: Tensor | None = None,
     ) -> tuple[CachedRows, CachedRows]:
         """Store keys and values [B, KV heads, T, head_dim] at positions [T] or [B, T] of slots [B],
-        None for all slots in order; returns all cached rows of the layer.
+        None for all slots in order; returns all cached rows of the layer. Those of a layer that it
+        shares with an earlier one are stored already.
         """
         cached = self.rows(layer)
-        cached.update(positions, keys, values, slots)
+        if self._sources[layer] is None:
+            cached.update(positions, keys, values, slots)
         return cached.keys, cached.values
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of the first positions of a slot to another; states are left as
         they are.
         """
-        for layer in self.layers:
+        for layer in self._own_layers:
             if isinstance(layer, KeysAndValues):
                 layer.copy_prefix(source, target, length)
 
     def slot_states(self, slot: int) -> list[Tensor]:
         """List the states of a slot, of all layers that have some: views that change with it."""
         states: list[Tensor] = []
-        for layer in self.layers:
+        for layer in self._own_layers:
             if isinstance(layer, LayerStates):
                 states += [tensor[slot] for tensor in layer.tensors()]
         return states

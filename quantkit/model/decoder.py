@@ -27,11 +27,13 @@ from quantkit.model.attention import (
 from quantkit.model.cache import KVCache
 from quantkit.model.device import check_token_ids
 from quantkit.model.feed_forward import MLP, Experts
+from quantkit.model.layer_inputs import LayerInput, LayerInputs
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.mixers import MIXERS, make_mixer
 from quantkit.model.mixers.mixer import Mixer, Step, make_cached_scan
-from quantkit.model.norms import rms_norm
+from quantkit.model.norms import hidden_norm
 from quantkit.model.rope import Angles, Rotary, Rotations, compute_rotations
+from quantkit.model.spans import list_spans
 
 
 class BlockRunner(Protocol):
@@ -167,16 +169,20 @@ class Decoder(nn.Module):
             if self.ops.final_norm is not None and not torch.compiler.is_compiling():
                 return self.ops.final_norm(x)
         else:
-            windows = self.config.windows
+            layer_inputs: Sequence[Tensor] = ()
+            if self.model.layer_inputs is not None:
+                layer_inputs = self.model.layer_inputs(tokens, x)
+            spans = list_spans(self.config)
             attention = self.ops.cached_attention
             if cache is None:
-                step = Step(angles, make_causal_attention(positions, windows))
+                attend = make_causal_attention(positions, spans)
+                step = Step(angles, attend, layer_inputs=layer_inputs)
             else:
                 attend = make_cached_attention(
-                    cache, positions, windows, attention, slots, is_prefill=is_prefill
+                    cache, positions, spans, attention, slots, is_prefill=is_prefill
                 )
                 scan = make_cached_scan(cache, positions, slots, is_prefill=is_prefill)
-                step = Step(angles, attend, scan)
+                step = Step(angles, attend, scan, layer_inputs)
             for block in self.model.layers:
                 x = block(x, step)
         return self.model.norm(x)  # type: ignore[no-any-return]
@@ -215,7 +221,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = rms_norm(config)
+        self.norm = hidden_norm(config)
+        self.layer_inputs = LayerInputs(config) if config.layer_inputs is not None else None
         self._multiplier = config.embedding_multiplier
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -235,8 +242,8 @@ def scale_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer: two residual branches in sequence, a mixer and a feed-forward, or one of
-    them, with norms before them, after them or both.
+    """One decoder layer: two residual branches, a mixer and a feed-forward, in sequence or both on
+    the same states, or one of them alone, with norms before them, after them or both.
 
     A branch has two halves: `inner` computes the inputs of its last linear, or of its experts;
     `finish` applies that module and adds the output to the hidden states. Quantization needs the
@@ -246,6 +253,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         features = config.layers[layer]
+        self._layer = layer
         before = config.norms in ("before", "both")
         after = config.norms in ("after", "both")
         self.branches: list[str] = []
@@ -253,21 +261,28 @@ class Block(nn.Module):
         self._mixer_name = ""
         if features.mixer != "none":
             self.branches.append("mixer")
-            self.input_layernorm = rms_norm(config) if before else None
+            self.input_layernorm = hidden_norm(config) if before else None
             # Registered under its own name, which is part of the canonical names of its tensors.
             self._mixer_name = MIXERS[features.mixer].NAME
             self.add_module(self._mixer_name, make_mixer(config, layer))
-            self.attention_output_layernorm = rms_norm(config) if after else None
+            self.attention_output_layernorm = hidden_norm(config) if after else None
+        self.is_parallel = config.parallel_branches
         self.post_attention_layernorm = self.mlp_output_layernorm = None
         self.mlp: MLP | Experts | None = None
         if features.feed_forward:
             self.branches.append("mlp")
-            self.post_attention_layernorm = rms_norm(config) if before else None
+            # Parallel branches share the first norm, and experts may have norms of their own.
+            has_second = before and not self.is_parallel
+            if features.experts and config.experts is not None:
+                has_second = has_second and not config.experts.separate_norms
+            self.post_attention_layernorm = hidden_norm(config) if has_second else None
             if features.experts:
                 self.mlp = Experts(config)
             else:
-                self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
-            self.mlp_output_layernorm = rms_norm(config) if after else None
+                self.mlp = MLP(config, config.intermediate_size_of(layer), bias=config.mlp_bias)
+            self.mlp_output_layernorm = hidden_norm(config) if after else None
+        self.layer_input = LayerInput(config) if config.layer_inputs is not None else None
+        self.layer_scale = nn.Parameter(torch.empty(1)) if config.layer_scales else None
         self._multiplier = config.residual_multiplier
 
     @property
@@ -285,13 +300,33 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Run both branches on hidden states [B, T, D]."""
-        for branch in self.branches:
-            x = self.finish(branch, x, self.inner(branch, x, step))
+        mixed = x
+        if "mixer" in self.branches:
+            mixed = self.finish("mixer", x, self.inner("mixer", x, step))
+        if "mlp" in self.branches:
+            source = self.choose_feed_forward_input(x, mixed)
+            mixed = self.finish("mlp", mixed, self.inner("mlp", source, step))
+        return self.complete(mixed, step)
+
+    def complete(self, x: Tensor, step: Step) -> Tensor:
+        """Add what the layer's own inputs contribute to hidden states [B, T, D] after its branches,
+        and scale them.
+        """
+        if self.layer_input is not None:
+            x = x + self.layer_input(x, step.layer_inputs[self._layer])
+        if self.layer_scale is not None:
+            x = x * self.layer_scale
         return x
+
+    def choose_feed_forward_input(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Choose the hidden states that the feed-forward reads: those before the mixer's branch,
+        `x`, or those after it, `mixed`. Its output is always added to the latter.
+        """
+        return x if self.is_parallel else mixed
 
     def apply_norm(self, branch: str, x: Tensor) -> Tensor:
         """Compute the inputs [B, T, D] of a branch's first linears from hidden states [B, T, D]."""
-        if branch == "mixer":
+        if branch == "mixer" or self.is_parallel:
             norm = self.input_layernorm
         else:
             norm = self.post_attention_layernorm

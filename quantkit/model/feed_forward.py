@@ -16,6 +16,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.base.memory import malloc_trim
 from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, PreparedLinear, apply_gate
 from quantkit.model.linear import QuantLinear
+from quantkit.model.norms import UnitNorm, hidden_norm
 
 
 class MLP(nn.Module):
@@ -98,6 +99,21 @@ class Experts(nn.Module):
         self.all_reduce: Callable[[Tensor], Tensor] | None = None
         # A kernel that replaces the loop over experts.
         self.bank: ExpertBank | None = None
+        self.expert_scales: nn.Parameter | None = None
+        if experts.expert_scales:
+            self.expert_scales = nn.Parameter(torch.empty(experts.count))
+        self.router_norm: UnitNorm | None = None
+        self.router_scale: nn.Parameter | None = None
+        self.experts_layernorm = self.experts_output_layernorm = None
+        self.shared_layernorm = self.shared_output_layernorm = None
+        if experts.separate_norms:
+            self.router_norm = UnitNorm(config.norm_eps)
+            self.router_scale = nn.Parameter(torch.empty(config.hidden_size))
+            self.experts_layernorm = hidden_norm(config)
+            self.experts_output_layernorm = hidden_norm(config)
+            if experts.shared_size:
+                self.shared_layernorm = hidden_norm(config)
+                self.shared_output_layernorm = hidden_norm(config)
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_experts = MLP(config, experts.shared_size, bias=False)
@@ -105,27 +121,42 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def inner(self, x: Tensor) -> Tensor:
-        """Return the normed hidden states [B, T, D] themselves."""
+        """Return the normed hidden states [B, T, D] themselves, or those before any norm if the
+        experts have norms of their own.
+        """
         return x
 
     def output(self, x: Tensor) -> Tensor:
-        """Compute the branch's output [B, T, D] of normed hidden states [B, T, D]."""
+        """Compute the branch's output [B, T, D] of what `inner` returned, [B, T, D]."""
         weights, chosen = self.route(x)
-        states = x
+        states = x if self.experts_layernorm is None else self.experts_layernorm(x)
         if self.latent_in_proj is not None:
-            states = _product(x, self.latent_in_proj)
+            states = _product(states, self.latent_in_proj)
         out = self.apply_chosen_experts(
             states.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
         ).view(states.shape)
         if self.latent_out_proj is not None:
             # Of each process's part: the sum over processes comes after it.
             out = _product(out, self.latent_out_proj)
+        # Norms of the outputs need those of all processes.
+        if self.experts_output_layernorm is not None:
+            out = self.experts_output_layernorm(self._add_up(out))
         if self.shared_experts is not None:
-            shared = self.shared_experts(x)
+            shared = self.shared_experts(
+                x if self.shared_layernorm is None else self.shared_layernorm(x)
+            )
             if self.shared_expert_gate is not None:
                 shared = shared * torch.sigmoid(_product(x, self.shared_expert_gate))
+            if self.shared_output_layernorm is not None:
+                shared = self.shared_output_layernorm(self._add_up(shared))
             out = out + shared
+        if self.experts_output_layernorm is not None:
+            return out
         # Shared experts are split like routed ones, so one all-reduce adds both.
+        return self._add_up(out)
+
+    def _add_up(self, out: Tensor) -> Tensor:
+        """Add the outputs of the processes that share the experts."""
         if self.all_reduce is None:
             return out
         return self.all_reduce(out)
@@ -154,16 +185,31 @@ class Experts(nn.Module):
             weights = weights / total
         if self.config.scaling != 1:
             weights = weights * self.config.scaling
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales.float()[chosen]
         return weights, chosen
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute the router's logits of tokens [..., D], float32 [..., E]."""
         if self.config.float32_router:
             x = x.float()
+        if self.router_norm is not None and self.router_scale is not None:
+            # In this order, as Gemma 4's code rounds.
+            x = self.router_norm(x) * self.router_scale.to(x.dtype) * x.shape[-1] ** -0.5
         return _product(x, self.gate).float()
 
     def apply_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum the outputs of the chosen experts [N, K] for rows [N, D], weighted: [N, D]."""
+        if self.config.weighted_inputs:
+            # A row for each expert, which it sums with a weight of 1.
+            count = chosen.shape[-1]
+            inputs = rows.repeat_interleave(count, dim=0) * weights.to(rows.dtype).view(-1, 1)
+            ones = torch.ones_like(weights).view(-1, 1)
+            outputs = self._sum_chosen_experts(inputs, ones, chosen.view(-1, 1))
+            return outputs.view(-1, count, rows.shape[-1]).sum(1)
+        return self._sum_chosen_experts(rows, weights, chosen)
+
+    def _sum_chosen_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if self.bank is not None and not self._needs_gradients(rows):
             return self.bank(rows, weights, chosen)
         out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)

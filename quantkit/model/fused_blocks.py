@@ -44,12 +44,22 @@ _CHOICES = (
     "normalization_eps",
     "scaling",
     "latent_size",
+    "separate_norms",
+    "expert_scales",
+    "weighted_inputs",
 )
 """The fields of a mixture that change the choice, the weights or the inputs of experts, except
 `normalized`, which kernels support.
 """
 _OUTSIDE = frozenset(
-    {"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"}
+    {
+        "embedding_multiplier",
+        "logit_multiplier",
+        "logit_softcap",
+        "norm_offset",
+        "wide_norms",
+        "window_rope",
+    }
 )
 """Features outside the blocks, and those that a block's weights and angles already include."""
 
@@ -225,6 +235,9 @@ def _find_mixer_linears(mixer: Mixer) -> tuple[tuple[nn.Module, ...], tuple[nn.M
     if isinstance(mixer, Attention):
         if mixer.qkv_proj is not None:
             return (mixer.qkv_proj,), (mixer.o_proj,)
+        if mixer.k_proj is None or mixer.v_proj is None:
+            # Of other layers, or the keys.
+            return None
         return (mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)
     if isinstance(mixer, (ShortConv, Mamba2)):
         return (mixer.in_proj,), (mixer.out_proj,)

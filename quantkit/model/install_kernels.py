@@ -40,6 +40,7 @@ from quantkit.model.fused_blocks import FusedBlocks, fuse_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, float_linear, kernel_failure
 from quantkit.model.mixers.attention import Attention
 from quantkit.model.mixers.mixer import Step, make_cached_scan
+from quantkit.model.norms import CenteredNorm
 from quantkit.model.rope import compute_rotations
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import CACHED_ELEMENTS, row_chunks
@@ -112,6 +113,9 @@ def install_kernels(model: Decoder, allowed: Sequence[Backend] = BACKENDS) -> No
                 return
             # Rows of one sequence that are separate in a step would read the same state.
             ragged = max_tokens is None and not model.config.keeps_states
+            # Kernels compute no chunks, and torch's attention copies the keys of each row.
+            if any(layer.chunk is not None for layer in model.config.layers):
+                ragged = False
             model.ops = replace(model.ops, cached_attention=attention, ragged=ragged)
         blocks = fuse_blocks(model, kernel=offered.block)
         if blocks is not None and not _passes(
@@ -143,10 +147,15 @@ def _install_step(model: Decoder, kernels: StepKernels) -> DecoderOps:
     weight = norm.weight.detach().float()
     if norm.offset:
         weight = weight + norm.offset
+
+    def normalize(states: Tensor) -> Tensor:
+        return kernels.rms_norm(states, weight, norm.eps)
+
     return replace(
         model.ops,
         rotations=compute_angles,
-        final_norm=lambda states: kernels.rms_norm(states, weight, norm.eps),
+        # Kernels subtract no mean.
+        final_norm=None if isinstance(norm, CenteredNorm) else normalize,
         find_likeliest=kernels.find_likeliest,
     )
 
@@ -217,7 +226,6 @@ def _same_linear(
 def _same_step(model: Decoder, kernels: StepKernels) -> bool:
     """Compare rotations, norms and drawing with torch's, for one row and for many."""
     ops = _install_step(model, kernels)
-    assert ops.final_norm is not None
     # Far apart, and beyond the original context.
     positions = torch.arange(_MANY_TOKENS) * (1 + (model.config.rope.original_context or 0))
     states = _draw_normal(model, _MANY_TOKENS, model.config.hidden_size)
@@ -231,7 +239,9 @@ def _same_step(model: Decoder, kernels: StepKernels) -> bool:
             if not is_within(own, torchs, torch.full_like(torchs, _FLOAT_ERROR)):
                 return False
         normed = model.model.norm(states[:count])
-        if not _is_close(ops.final_norm(states[:count]), normed, _FLOAT_ERROR):
+        if ops.final_norm is not None and not _is_close(
+            ops.final_norm(states[:count]), normed, _FLOAT_ERROR
+        ):
             return False
         tokens, checked_tokens = kernels.find_likeliest(logits[:count])
         likeliest = logits[:count].argmax(-1)
@@ -251,33 +261,54 @@ def _same_attention(
         many = _MANY_TOKENS
     else:
         many = min(max_tokens, _MANY_TOKENS)
-    layers = [model.config.layers[number] for number in model.config.attention_layers]
-    config = replace(model.config, layers=tuple(layers[:1]))
-    first_block = model.model.layers[model.config.attention_layers[0]]
+    # By size and number of heads, the layers that have them.
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for number in model.config.attention_layers:
+        kind = model.config.head_dim_of(number), model.config.kv_heads_of(number)
+        kinds.setdefault(kind, []).append(number)
+    for layers in kinds.values():
+        if not _same_attention_of_layers(model, attention, dtypes, many, layers):
+            return False
+    return True
+
+
+def _same_attention_of_layers(
+    model: Decoder,
+    attention: CachedAttention,
+    dtypes: set[torch.dtype],
+    many: int,
+    layers: Sequence[int],
+) -> bool:
+    """Compare attention with torch's for layers with the same heads; see `_same_attention`."""
+    first_block = model.model.layers[layers[0]]
     assert isinstance(first_block, Block) and isinstance(first_block.mixer, Attention)
+    config = replace(model.config, layers=(model.config.layers[layers[0]],))
     scores = first_block.mixer.scores
+    head_dim = config.head_dim_of(0)
     windows: set[int | None] = set()
-    for layer in layers:
-        windows.add(layer.window and min(layer.window, _ATTENTION_WINDOW))
+    for number in layers:
+        window = model.config.layers[number].window
+        windows.add(window and min(window, _ATTENTION_WINDOW))
     if scores.scale is None:
-        scale = 1 / math.sqrt(config.head_dim)
+        scale = 1 / math.sqrt(head_dim)
     else:
         scale = scores.scale
     # Scores of normal queries and keys have this standard deviation. The queries are stretched so
-    # that a softcap changes the largest scores by much.
-    deviation = scale * math.sqrt(config.head_dim)
-    stretch = max(1.0, _SCORE_DEVIATION * (scores.softcap or 0.0) / deviation)
+    # that a softcap changes the largest scores by much, and shrunk if a query would see one key
+    # alone, as scores that are not divided would let it.
+    deviation = scale * math.sqrt(head_dim)
+    stretch = max(min(deviation, 1.0), _SCORE_DEVIATION * (scores.softcap or 0.0)) / deviation
     every = torch.arange(_POSITIONS, device=model.device)
     # Not in order, and one slot is unused.
     slots = torch.tensor([2, 0], device=model.device)
-    rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
+    rows = 3, config.kv_heads_of(0), _POSITIONS, head_dim
     for cached in (model.dtype, torch.int8):
         cache = KVCache(config, 3, _POSITIONS, cached, model.device)
         keys, values = cache.update(
             0, every, _draw_normal(model, *rows), _draw_normal(model, *rows, seed=1)
         )
         for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
-            queries = _draw_normal(model, 2, config.num_heads, tokens, config.head_dim, seed=2)
+            queries = _draw_normal(model, 2, config.num_heads, tokens, head_dim, seed=2)
             queries = (queries * stretch).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             arguments = keys, values, positions, slots, window, scores
@@ -288,7 +319,7 @@ def _same_attention(
                 # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries:
                 # a few of its steps.
                 share += 4 * torch.finfo(dtype).eps
-            vectors = -1, config.head_dim
+            vectors = -1, head_dim
             if not _is_close(actual.reshape(vectors), right.reshape(vectors), share):
                 return False
     return True
@@ -310,7 +341,7 @@ def _same_experts(model: Decoder, experts: Experts, float_rounding: float) -> bo
     for count in (1, _MANY_TOKENS):
         rows = samples[:count]
         weights, chosen = experts.route(rows)
-        actual = bank(rows, weights, chosen)
+        actual = experts.apply_chosen_experts(rows, weights, chosen)
         # Without a bank, the loop over experts runs.
         experts.bank = None
         right = experts.apply_chosen_experts(rows, weights, chosen).double()

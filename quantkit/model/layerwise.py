@@ -7,7 +7,7 @@ each weight is read once for all of them. The results have the same bits as if e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from quantkit.formats.kv_scales import layer_scales
 from quantkit.model.attention import Attend, ScoreSettings, make_causal_attention
 from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
 from quantkit.model.decoder import Block, final_logits, scale_embeddings
-from quantkit.model.linear import float32_linears
+from quantkit.model.layer_inputs import LayerInputs
+from quantkit.model.linear import embedding_rows, float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.mixers.attention import Attention
 from quantkit.model.mixers.mixer import Recurrence, Step, scan_from_start
-from quantkit.model.norms import rms_norm
+from quantkit.model.norms import hidden_norm
 from quantkit.model.rope import Rotary
 from quantkit.model.rounded_inputs import round_inputs
+from quantkit.model.spans import list_spans
 from quantkit.model.tensor_parallel import TensorParallel
 
 TOKENS_THROUGH_A_BLOCK = 2048
@@ -68,7 +70,7 @@ class _Pack:
         lengths: list[Tensor] = []
         for batch in batches:
             self._attends.append(
-                make_causal_attention(batch.positions, config.windows, cache_dtype)
+                make_causal_attention(batch.positions, list_spans(config), cache_dtype)
             )
             batch_positions = batch.positions.repeat(batch.tokens.shape[0])
             positions.append(batch_positions)
@@ -150,20 +152,23 @@ def layerwise_hidden(
         states.append(scale_embeddings(embedded, config.embedding_multiplier))
     # Often the largest weight; the blocks do not need it.
     del embedding
+    if config.layer_inputs is not None:
+        _add_layer_inputs(checkpoint, packs, states)
     for layer in range(config.num_layers):
         progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
             # An offloaded block is made for the sequence lengths of one pack, and has no weights in
             # memory but norms.
             block = build_offloaded_block(checkpoint, layer, pack.lengths, observe)
-            if isinstance(block.mixer, Attention):
+            # Another layer's keys and values are rounded already.
+            if isinstance(block.mixer, Attention) and block.mixer.source is None:
                 if scales is not None:
                     block.mixer.as_cached = Fp8Rounding(scales[layer], "cpu")
                 elif maxima is not None:
                     block.mixer.as_cached = maxima[layer]
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _run_block(block, states[index], pack.step)
-    norm = rms_norm(config)
+    norm = hidden_norm(config)
     norm.weight = _float32(checkpoint, "model.norm.weight")
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
@@ -174,19 +179,39 @@ def layerwise_hidden(
     return batch_states
 
 
+def _add_layer_inputs(
+    checkpoint: Checkpoint, packs: Sequence[_Pack], states: Sequence[Tensor]
+) -> None:
+    """Compute the vectors of each layer for all packs, whose embedded tokens are `states`."""
+    config = checkpoint.config
+    with meta_init():
+        module = LayerInputs(config)
+    module.projection.weight = _float32(checkpoint, "model.layer_inputs.projection.weight")
+    module.norm.weight = _float32(checkpoint, "model.layer_inputs.norm.weight")
+    embedding = checkpoint.load("model.layer_inputs.embedding.weight")
+    for pack, state in zip(packs, states, strict=True):
+        rows = embedding_rows(pack.tokens, embedding).float()
+        pack.step = replace(pack.step, layer_inputs=module.combine(rows, state))
+
+
 def _run_block(block: Block, states: Tensor, step: Step) -> Tensor:
     """Run a block on hidden states [1, N, D]. The feed-forward, whose inner width is several times
     D, processes at most `TOKENS_THROUGH_A_BLOCK` of them at a time.
     """
-    for branch in block.branches:
-        pieces: Sequence[Tensor] = [states]
-        if branch == "mlp":
-            pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
+    mixed = states
+    if "mixer" in block.branches:
+        mixed = block.finish("mixer", states, block.inner("mixer", states, step))
+    if "mlp" in block.branches:
+        sources = block.choose_feed_forward_input(states, mixed)
         outputs: list[Tensor] = []
-        for piece in pieces:
-            outputs.append(block.finish(branch, piece, block.inner(branch, piece, step)))
-        states = torch.cat(outputs, dim=1)
-    return states
+        for piece, source in zip(
+            torch.split(mixed, TOKENS_THROUGH_A_BLOCK, dim=1),
+            torch.split(sources, TOKENS_THROUGH_A_BLOCK, dim=1),
+            strict=True,
+        ):
+            outputs.append(block.finish("mlp", piece, block.inner("mlp", source, step)))
+        mixed = torch.cat(outputs, dim=1)
+    return block.complete(mixed, step)
 
 
 @torch.inference_mode()

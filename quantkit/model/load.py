@@ -139,7 +139,8 @@ def load_model(
     for layer, scale in enumerate(scales or ()):
         block = model.model.layers[layer]
         assert isinstance(block, Block)
-        if isinstance(block.mixer, Attention):
+        # Another layer's keys and values are rounded already.
+        if isinstance(block.mixer, Attention) and block.mixer.source is None:
             block.mixer.as_cached = cache_rounding.Fp8Rounding(scale, device)
     # Before the vocabulary is connected, because self-tests run on the process's own embedding and
     # head.

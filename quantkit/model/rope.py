@@ -27,12 +27,21 @@ class Angles:
         windowed: cosine and sine of layers with a window, if their rotary positions differ, or
             None.
         query_scale: a factor of queries, float32 [..., T], or None.
+        unrotated_query_scale: the same of layers without rotary positions, if it is not that of
+            the others.
     """
 
     cosine: Tensor
     sine: Tensor
     windowed: tuple[Tensor, Tensor] | None = None
     query_scale: Tensor | None = None
+    unrotated_query_scale: Tensor | None = None
+
+    def query_scale_of(self, layer: LayerConfig) -> Tensor | None:
+        """Select the factor of a layer's queries."""
+        if self.unrotated_query_scale is not None and not layer.rotary:
+            return self.unrotated_query_scale
+        return self.query_scale
 
     def of(self, layer: LayerConfig) -> tuple[Tensor, Tensor]:
         """Select cosine and sine for a layer with rotary positions."""
@@ -51,11 +60,12 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._rope = config.rope
-        self.whole = _make_frequencies(config, config.rope)
+        self._query_scale = config.query_scale
+        self.whole = _make_frequencies(config, config.rope, config.full_head_dim or config.head_dim)
         if config.window_rope is None:
             self.windowed = None
         else:
-            self.windowed = _make_frequencies(config, config.window_rope)
+            self.windowed = _make_frequencies(config, config.window_rope, config.head_dim)
 
     def forward(
         self,
@@ -76,17 +86,20 @@ class Rotary(nn.Module):
         else:
             windowed = self.windowed(positions, lengths, compute)
         cosine, sine = self.whole(positions, lengths, compute)
+        unrotated: Tensor | None = None
+        if self._query_scale is not None:
+            floors = torch.floor((positions.float() + 1) / self._query_scale.floor)
+            unrotated = 1 + self._query_scale.strength * torch.log1p(floors)
         beta = self._rope.query_scaling_beta
         context = self._rope.original_context
-        if beta is None or context is None:
-            return Angles(cosine, sine, windowed)
-        # Llama 4's scaling of queries: it grows at each multiple of the original context.
-        query_scale = 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
-        return Angles(cosine, sine, windowed, query_scale)
+        query_scale: Tensor | None = None
+        if beta is not None and context is not None:
+            # As Llama 4's, it grows at each multiple of the original context.
+            query_scale = 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+        return Angles(cosine, sine, windowed, query_scale, unrotated)
 
 
-def _make_frequencies(config: ModelConfig, rope: RopeConfig) -> Frequencies:
-    head_dim = config.head_dim
+def _make_frequencies(config: ModelConfig, rope: RopeConfig, head_dim: int) -> Frequencies:
     # Then only the rotated dimensions have angles, see `rotate`.
     if config.leading_rotary and rope.rotary_dim is not None:
         head_dim = rope.rotary_dim
@@ -107,7 +120,9 @@ class Frequencies(nn.Module):
         self._context = max_context
         self._attention_scale = _attention_scale(rope)
         self.register_buffer(
-            "inverse_frequencies", inverse_frequencies(rope, self._dim), persistent=False
+            "inverse_frequencies",
+            inverse_frequencies(rope, self._dim, head_dim),
+            persistent=False,
         )
         if rope.long_factor is None:
             longer = None
@@ -196,11 +211,18 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
 
 
-def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, dim: int, head_dim: int) -> Tensor:
     """Compute the angle per position of each pair of dimensions, float32 [dim / 2] on the CPU.
 
     The device is explicit because modules are made on the meta device.
+
+    Args:
+        dim: the number of rotated dimensions of a head.
+        head_dim: its size.
     """
+    if rope.type == "proportional":
+        pairs = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu")
+        return 1.0 / rope.theta ** (pairs / head_dim) / rope.factor
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     # Up to the original context, LongRoPE uses its short factors.
     if rope.short_factor is not None:

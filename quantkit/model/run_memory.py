@@ -103,12 +103,15 @@ def count_cache_bytes_per_token(config: ModelConfig, dtype: DType) -> int:
     """Count the bytes of the keys and values of a token of one sequence, in all layers with
     attention.
     """
-    row_bytes = config.head_dim * dtype.itemsize
-    if dtype is DType.INT8:
-        # The scale of a row.
-        row_bytes += DType.FLOAT32.itemsize
-    # Keys and values.
-    return 2 * len(config.attention_layers) * config.num_kv_heads * row_bytes
+    total = 0
+    for layer in config.caching_layers:
+        row_bytes = config.head_dim_of(layer) * dtype.itemsize
+        if dtype is DType.INT8:
+            # The scale of a row.
+            row_bytes += DType.FLOAT32.itemsize
+        # Keys and values.
+        total += 2 * config.kv_heads_of(layer) * row_bytes
+    return total
 
 
 def count_state_bytes(config: ModelConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ from quantkit.passes.passage import Inputs
 from quantkit.passes.routing import list_expert_rows
 from quantkit.passes.site import WEIGHT, Brought, Site, Visitor
 
+_LAYER_INPUTS = "model.layer_inputs"
 _SHARED_EXPERTS = "mlp.shared_experts."
 
 
@@ -125,6 +127,8 @@ class DecoderParts:
         block = ".".join(module.split(".")[:3])
         if block.startswith("model.layers.") or block in (EMBEDDING, "model.norm"):
             return block
+        if block == _LAYER_INPUTS or block.startswith(f"{_LAYER_INPUTS}."):
+            return _LAYER_INPUTS
         return None
 
     def is_listed(self, part: str) -> bool:
@@ -136,10 +140,10 @@ class DecoderParts:
         return [name]
 
     def load(self, part: str) -> None:
-        """Load the weights of a part, in float32; those of the embedding in the source's type."""
+        """Load the weights of a part, in float32; those of embeddings in the source's type."""
         self.loaded.add(part)
         for name in self._parameters[part]:
-            if part == EMBEDDING:
+            if name in (f"{EMBEDDING}.weight", f"{_LAYER_INPUTS}.embedding.weight"):
                 rows = narrow_to_floats(self._source.load(name)).to(self.device)
                 parameter = nn.Parameter(rows, requires_grad=False)
             else:
@@ -165,7 +169,8 @@ class DecoderParts:
         attention: list[Attention] = []
         for block in self.model.model.layers:
             assert isinstance(block, Block)
-            if isinstance(block.mixer, Attention):
+            # Another layer's keys and values are recorded there.
+            if isinstance(block.mixer, Attention) and block.mixer.source is None:
                 attention.append(block.mixer)
         for mixer in attention:
             mixer.as_cached = _Recording(recorder, attention_name(mixer.layer))
@@ -237,17 +242,36 @@ class _SampleDecoder(nn.Module):
         """Compute hidden states [B, T, D] after the final norm, in float32, for tokens [B, T]."""
         # A list, which each block empties: the frames of a call keep its arguments in memory.
         states = [scale_embeddings(self.model.embed_tokens(input_ids).float(), self._multiplier)]
+        layer_inputs: list[Tensor] = []
+        if self.model.layer_inputs is not None:
+            layer_inputs = self.model.layer_inputs(input_ids, states[0])
+        # Arguments of their own, so that gradients pass through them.
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for block in self.model.layers:
-            states.append(block(states, self._step))
+            states.append(block(states, self._step, layer_inputs, shared))
         return (self.model.norm(states.pop()),)
 
 
-def _run_block(block: Block, states: list[Tensor], step: Step) -> Tensor:
-    """Run a block on the hidden states [B, T, D] that it takes from a list."""
+def _run_block(
+    block: Block,
+    states: list[Tensor],
+    step: Step,
+    layer_inputs: list[Tensor],
+    shared: dict[int, tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Run a block on the hidden states [B, T, D] that it takes from a list; for the other arguments
+    see `Step`.
+    """
+    step = replace(step, layer_inputs=layer_inputs, shared=shared)
     x = states.pop()
-    for branch in block.branches:
-        x = block.finish(branch, x, block.inner(branch, x, step))
-    return x
+    mixed = x
+    if "mixer" in block.branches:
+        mixed = block.finish("mixer", x, block.inner("mixer", x, step))
+    # Frees the block's input, unless the feed-forward needs it.
+    x = block.choose_feed_forward_input(x, mixed)
+    if "mlp" in block.branches:
+        mixed = block.finish("mlp", mixed, block.inner("mlp", x, step))
+    return block.complete(mixed, step)
 
 
 class _Recording(nn.Module):

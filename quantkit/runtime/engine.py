@@ -229,7 +229,7 @@ class Engine:
             self.slots,
             self.chunk_rows,
             any_prefix=any_prefix,
-            windows=any(config.windows),
+            windows=any(layer.window or layer.chunk for layer in config.layers),
             max_unscaled_length=config.max_unscaled_context if config.follows_length else None,
             switches_once=config.rope_switch is not None,
             list_lengths=None if self._states is None else self._states.lengths,

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.mesh import ALONE, Mesh
+from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Backbone, Block, final_logits
 from quantkit.model.head_product import differentiate_logits, multiply_by_head
 from quantkit.model.load import BLOCK_PREFIX, float_parameter
-from quantkit.model.norms import RMSNorm, rms_norm
+from quantkit.model.norms import RMSNorm, hidden_norm
 from quantkit.model.tensor_parallel import ParallelLinear
 from quantkit.passes.decoder_parts import DecoderParts
 from quantkit.passes.passage import Passage
@@ -48,7 +49,17 @@ def make_decoder_engine(
 
     Raises:
         RequestError: if the processes of a mesh cannot share the model.
+        UnsupportedError: for a model whose layers pass more than hidden states to later ones.
     """
+    config = model.config
+    if config.layer_inputs is not None or any(layer.shares_kv for layer in config.layers):
+        # Gradients would have to go from layers to earlier ones past the hidden states.
+        raise UnsupportedError(
+            "training a model with embeddings for each layer, or shared keys and values, is not"
+            " supported",
+            path=model.path,
+            found=config.architecture,
+        )
     shares = Shares(model, mesh)
     decoder = SharedDecoder(shares, samples.tokens.shape[1], device)
     places: dict[str, Place] = {}
@@ -163,7 +174,7 @@ class DecoderHead:
         )
 
     def _load_norm(self) -> RMSNorm:
-        norm = rms_norm(self._config)
+        norm = hidden_norm(self._config)
         norm.weight = float_parameter(self._checkpoint, FINAL_NORM, self._device, torch.float32)
         return norm
 

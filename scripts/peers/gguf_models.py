@@ -118,6 +118,50 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     MXFP4: ("gpt_oss", "gpt-4o", {**_GPT_OSS, "rope_parameters": {**_YARN, "truncate": True}}),
     "glm": ("glm", "glm4", {}),
     "glm4": ("glm4", "glm4", {"tie_word_embeddings": True}),
+    "cohere2": ("cohere2", "llama3", {"logit_scale": 0.5, "sliding_window": 64}),
+    "exaone4": (
+        "exaone4",
+        "llama3",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_parameters": _LLAMA3},
+    ),
+    # llama.cpp knows the model with windows by its layers.
+    "exaone4-windows": (
+        "exaone4",
+        "llama3",
+        {
+            "sliding_window": 64,
+            "num_hidden_layers": 64,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "head_dim": 16,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        "llama3",
+        {
+            "intermediate_size_mlp": 512,
+            "intermediate_size": 256,
+            "num_hidden_layers": 5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        "qwen",
+        {
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
     "ministral3": (
         "ministral3",
         "tekken",

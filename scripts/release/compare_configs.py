@@ -131,7 +131,9 @@ def _build(folder: Path) -> Any:
             AutoConfig.from_pretrained(folder), dtype=torch.float32
         ).eval()
     generator = torch.Generator().manual_seed(1)
-    middle = 0 if model.config.model_type.startswith("gemma") else 1  # whose norms add 1
+    kind = model.config.model_type
+    # Gemma's norms add 1, but not Gemma 4's.
+    middle = 0 if kind.startswith("gemma") and not kind.startswith("gemma4") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -144,6 +146,9 @@ def _build(folder: Path) -> Any:
             # Zeros, which would hide a correction that is lost.
             if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            # Ones, for the same reason.
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

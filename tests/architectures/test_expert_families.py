@@ -40,9 +40,11 @@ FAMILIES = [
     "qwen3-next",
     "granitemoehybrid-moe",
     "nemotron-h-moe",
+    "gemma4-experts",
+    "llama4",
 ]
 # Their experts are one tensor on disk, which transformers does not read quantized.
-STACKED = ("gpt-oss", "granitemoehybrid-moe")
+STACKED = ("gpt-oss", "granitemoehybrid-moe", "gemma4-experts")
 EXPERTS = [case for case in CASES if case.startswith(tuple(FAMILIES))]
 _EVEN = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 
@@ -79,7 +81,13 @@ def test_transformers_reads_what_is_written(case: str, tmp_path: Path) -> None:
 def _as_floats(quantized: Path, source: Path, folder: Path) -> Path:
     """A quantized model as its family saves floats."""
     result = open_checkpoint(quantized)
-    if result.config.architecture in ("lfm2_moe", "granitemoehybrid", "nemotron_h"):
+    if result.config.architecture in (
+        "lfm2_moe",
+        "granitemoehybrid",
+        "nemotron_h",
+        "gemma4_text",
+        "llama4_text",
+    ):
         # Most of its names on disk are not canonical.
         return quantkit.convert(
             quantized, folder / "floats", dequantize=True, source_check=False
@@ -114,6 +122,20 @@ def test_rounded_models_are_those_of_transformers(case: str, scheme: str, tmp_pa
     assert loads == (case not in STACKED)
     if loads:
         assert (found - _theirs(tmp_path / "made")).abs().max() < 1e-4
+
+
+def test_experts_of_gpt_oss_are_read_as_mlx_lm_names_them(tmp_path: Path) -> None:
+    """Their modules have the names of the tensors that hold all floats."""
+    source = _saved("gpt-oss", tmp_path / "source", intermediate_size=64)
+    made = quantkit.quantize(
+        source, tmp_path / "made", "int4-g32", to="mlx", method="rtn", accept_quality_loss=True
+    )
+    names = load_file(made.path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.down_proj.weight" in names
+    twin = quantkit.quantize(
+        source, tmp_path / "twin", "int4-g32", method="rtn", accept_quality_loss=True
+    )
+    assert (_logits(made.path, "reference") - _logits(twin.path, "reference")).abs().max() < 0.05
 
 
 MIXES = {

@@ -15,7 +15,7 @@ import pytest
 from case_names import case
 from config_cases import config_keys
 from error_parts import raises
-from gguf_config_cases import CASES, EXPERTS, GPT_OSS, YARN
+from gguf_config_cases import CASES, EXPERTS, GPT_OSS, LLAMA4, YARN
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
@@ -228,6 +228,44 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "gemma2",
         {**_GEMMA2, "layer_types": ["full_attention"] * 3},
         "sliding-window",
+    ),
+    "llama4-chunk": ("llama4_text", {**LLAMA4, "attention_chunk_size": 64}, "chunks"),
+    "llama4-layers": ("llama4_text", {**LLAMA4, "no_rope_layer_interval": 2}, "chunks"),
+    "llama4-scale": ("llama4_text", {**LLAMA4, "floor_scale": 64}, "scales of queries"),
+    "llama4-norm": ("llama4_text", {**LLAMA4, "use_qk_norm": False}, "norms of queries"),
+    "llama4-many": ("llama4_text", {**LLAMA4, "num_local_experts": 128}, "norms of queries"),
+    "llama4-experts": ("llama4_text", {**LLAMA4, "moe_layers": [0, 3]}, "irregular"),
+    "exaone4-windows": ("exaone4", {"sliding_window": 5}, "64 layers"),
+    "exaone4-wide": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 16},
+        "width",
+    ),
+    "exaone4-full": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "num_hidden_layers": 64,
+            "layer_types": ["full_attention"] * 64,
+        },
+        "sliding-window",
+    ),
+    "exaone4-unrotated": (
+        "exaone4",
+        {"sliding_window": 5, "layer_types": ["full_attention"] * 3},
+        "rotary",
+    ),
+    "cohere2-full": (
+        "cohere2",
+        {"pad_token_id": 0, "layer_types": ["full_attention"] * 3},
+        "sliding-window",
+    ),
+    "cohere2-bias": ("cohere2", {"pad_token_id": 0, "attention_bias": True}, "qkv"),
+    "cohere2-head": ("cohere2", {"pad_token_id": 0, "tie_word_embeddings": False}, "head"),
+    "hunyuan-bias": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+        "qkv",
     ),
     "gpt-oss-limit": ("gpt_oss", {**GPT_OSS, "swiglu_limit": 6.0}, "limit of SwiGLU"),
     "gpt-oss-alpha": ("gpt_oss", {**GPT_OSS, "swiglu_alpha": 1.5}, "factor of SwiGLU"),

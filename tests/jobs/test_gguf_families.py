@@ -1,5 +1,5 @@
-"""GLM-4, Ministral 3 and gpt-oss as GGUF and back: the same model, the same greedy tokens; the
-experts of gpt-oss in MXFP4 byte for byte.
+"""GLM-4, Ministral 3, gpt-oss and others as GGUF and back: the same model, the same greedy tokens;
+the experts of gpt-oss in MXFP4 byte for byte.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from gguf_config_cases import GPT_OSS, YARN
+from gguf_config_cases import GPT_OSS, LLAMA4, YARN
 from quantized_folders import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -38,6 +38,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
     ),
     "gpt-oss": ("gpt_oss", _OSS),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "pad_token_id": 0, "sliding_window": 11}),
+    "exaone4": (
+        "exaone4",
+        {
+            "head_dim": 8,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "num_experts_per_tok": 2},
+    ),
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 500.0,
+            },
+        },
+    ),
 }
 PROMPT = "Once upon a time"
 NEW = 24

@@ -77,6 +77,31 @@ _LONGROPE = {
 _GEMMA = {"head_dim": 16, "pad_token_id": 0}
 
 
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+
+
+_LLAMA4 = {
+    "head_dim": 16,
+    "attention_chunk_size": 7,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+}
+
+
+_COHERE = {"pad_token_id": 0, "sliding_window": 7, "logit_scale": 1.5}
+
+
+_HUNYUAN = {"head_dim": 16, "pad_token_id": 0}
+
+
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 
 
@@ -250,6 +275,117 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4-small": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 100,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4-features": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 4,
+            "final_logit_softcapping": 1.5,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "llama4": ("llama4_text", {**_LLAMA4, "num_hidden_layers": 4}),
+    "llama4-features": (
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "attention_bias": True,
+            "attention_chunk_size": 5,
+            "attn_scale": 0.5,
+            "floor_scale": 6,
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "no_rope_layers": [1, 0, 1],
+            "moe_layers": [0, 2],
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": dict(ROPES["llama3"]),
+        },
+    ),
+    "llama4-bare": (
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "attn_temperature_tuning": False,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+        },
+    ),
+    "cohere2": ("cohere2", {**_COHERE, "num_hidden_layers": 4}),
+    "cohere2-features": (
+        "cohere2",
+        {
+            **_COHERE,
+            "attention_bias": True,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "logit_scale": 0.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 7, "num_hidden_layers": 4, "head_dim": 16}),
+    "exaone4-full": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": dict(ROPES["llama3"]),
+        },
+    ),
+    "exaone4-features": (
+        "exaone4",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": dict(ROPES["llama3"]),
+        },
+    ),
+    "hunyuan-dense": ("hunyuan_v1_dense", _HUNYUAN),
+    "hunyuan-dense-features": (
+        "hunyuan_v1_dense",
+        {
+            **_HUNYUAN,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 30.0,
+                "factor": 1.0,
+                "rope_theta": 500.0,
             },
         },
     ),

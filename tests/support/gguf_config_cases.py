@@ -24,6 +24,15 @@ GPT_OSS = {
 }
 
 
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 5,
+    "num_local_experts": 4,
+}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: VARIANTS[name]
@@ -99,6 +108,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss-default": ("gpt_oss", {**GPT_OSS, "rope_parameters": {"rope_theta": 150000.0}}),
+    "cohere2": ("cohere2", {"pad_token_id": 0, "num_hidden_layers": 5, "logit_scale": 0.7}),
+    "cohere2-pattern": (
+        "cohere2",
+        {
+            "pad_token_id": 0,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "layer_norm_eps": 1e-3,
+        },
+    ),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 8},
+    ),
+    "exaone4-windows": ("exaone4", {"sliding_window": 5, "num_hidden_layers": 64}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"head_dim": 16, "pad_token_id": 0}),
+    "hunyuan-dense-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4-steps": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),

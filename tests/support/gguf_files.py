@@ -36,6 +36,10 @@ _ARCHITECTURES = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
 }
 _PERMUTED = {
     gguf.MODEL_ARCH.LLAMA,
@@ -54,9 +58,7 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        # Only the experts of gpt-oss have inputs before outputs, and gate and up in turn.
-        interleaved = config.model_type == "gpt_oss"
-        for own, part in _apart(name, value.detach().float(), interleaved).items():
+        for own, part in _apart(name, value.detach().float(), config.model_type).items():
             stem, _, leaf = own.rpartition(".")
             leaf = leaf if leaf in ("weight", "bias") else "weight"
             mapped = names.get_name(own if leaf not in own else stem)
@@ -65,15 +67,17 @@ def tensors_of(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     return {name: value.contiguous().numpy() for name, value in found.items()}
 
 
-def _apart(name: str, value: Tensor, interleaved: bool) -> dict[str, Tensor]:
+def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
     """Experts as the converter has them: gate and up apart."""
+    # Those of gpt-oss have gate and up in turn, and those of Llama 4 inputs before outputs as well.
+    interleaved = kind == "gpt_oss"
     stem = name.removesuffix(".weight")
     base, experts, role = stem.rpartition("experts.")
     if not experts or "_proj" not in role:
         return {name: value}
     leaf = "bias" if role.endswith("_bias") else "weight"
     role = role.removesuffix("_bias")
-    if interleaved and leaf == "weight":
+    if kind in ("gpt_oss", "llama4_text") and leaf == "weight":
         value = value.transpose(1, 2)
     if role != "gate_up_proj":
         return {f"{base}{experts}{role}.{leaf}": value}

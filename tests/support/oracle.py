@@ -52,7 +52,8 @@ def make(kind: str, **changes: Any) -> Any:
     )  # which adds to settings of ropes
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
-    middle = 0 if kind.startswith("gemma") else 1  # whose norms add 1
+    # Gemma's norms add 1, but not Gemma 4's.
+    middle = 0 if kind.startswith("gemma") and not kind.startswith("gemma4") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -64,6 +65,8 @@ def make(kind: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias")):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -40,6 +40,14 @@ _DEEPSEEK = {
 }
 
 
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": (
@@ -174,6 +182,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [0],
         },
     ),
+    "cohere2": ("cohere2", {"attention_bias": True, "pad_token_id": 0}),
+    "exaone4": ("exaone4", {"tie_word_embeddings": True}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"head_dim": 8, "pad_token_id": 0}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -185,6 +196,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 8, "pad_token_id": 0}),
     "gemma2": ("gemma2", {"head_dim": 8, "pad_token_id": 0}),
     "gemma3": ("gemma3_text", {"head_dim": 8, "pad_token_id": 0}),
+    "gemma4": ("gemma4_text", {**_GEMMA4, "attention_k_eq_v": True, "attention_bias": True}),
+    "gemma4-small": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 100,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 64,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4}),
     "phi3": ("phi3", {"pad_token_id": 0}),

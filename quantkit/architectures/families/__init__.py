@@ -28,7 +28,9 @@ FAMILIES: LateTable[Family] = LateTable(
         "gemma": f"{__name__}.gemma:GEMMA",
         "gemma2": f"{__name__}.gemma:GEMMA2",
         "gemma3_text": f"{__name__}.gemma:GEMMA3",
+        "gemma4_text": f"{__name__}.gemma4:GEMMA4",
         "llama": f"{__name__}.llama:LLAMA",
+        "llama4_text": f"{__name__}.llama4:LLAMA4",
         "mistral": f"{__name__}.llama:MISTRAL",
         "ministral3": f"{__name__}.llama:MINISTRAL3",
         "mixtral": f"{__name__}.llama:MIXTRAL",
@@ -46,6 +48,9 @@ FAMILIES: LateTable[Family] = LateTable(
         "lfm2_moe": f"{__name__}.lfm2:LFM2_MOE",
         "gpt_oss": f"{__name__}.mixtures:GPT_OSS",
         "deepseek_v3": f"{__name__}.mixtures:DEEPSEEK_V3",
+        "cohere2": f"{__name__}.cohere:COHERE2",
+        "exaone4": f"{__name__}.exaone:EXAONE4",
+        "hunyuan_v1_dense": f"{__name__}.hunyuan:HUNYUAN_DENSE",
         "qwen2": f"{__name__}.qwen:QWEN2",
         "qwen2_moe": f"{__name__}.qwen:QWEN2_MOE",
         "qwen3": f"{__name__}.qwen:QWEN3",
@@ -127,7 +132,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": end_value,
-        **config.rope.to_hf(config.head_dim),
+        **({} if family.writes_rope else config.rope.to_hf(config.head_dim)),
         **family.write(config),
     }
 

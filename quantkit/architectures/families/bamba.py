@@ -67,7 +67,7 @@ BAMBA = Family(
     ),
     options={"partial_rotary": 0.5, "leading_rotary": True},
     prepare=_prepare,
-    names_for_mlx=False,
+    in_mlx=False,
     names={
         "norm": "model.final_layernorm",
         "mlp.norm": BLOCK + "pre_ff_layernorm",

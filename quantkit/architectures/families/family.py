@@ -22,6 +22,9 @@ YARN_TRUNCATE = "rope.scaling.yarn_truncate"
 """Whether the bounds of YaRN's ramp are rounded to whole dimensions; quantkit's key."""
 QUERY_SCALE = "attention.temperature_scale"
 """``llama_4_scaling_beta``, see `RopeConfig.query_scaling_beta`."""
+RMS_EPS = "attention.layer_norm_rms_epsilon"
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+"""The epsilon of norms that only divide, and of those that also subtract the mean."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
@@ -67,15 +70,20 @@ class GgufArchitecture:
         long_rope: whether it supports LongRoPE's factors.
         partial_rotary: whether some dimensions of a head may stay unrotated.
         normalized: whether the weights of a token's experts add up to 1; None if it has no experts.
+        dense_layers: whether some layers of a model with experts may have none.
         dense_too: whether files without experts exist as well.
         tied: True if the head always is the embedding, False if it never is, None if files without
             a head exist.
         full_width: whether the widths of all heads must add up to the hidden size.
         wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
             the heads.
+        eps_key: its key of the epsilon of norms.
+        multiplies_logits: whether ``logit_scale`` multiplies logits, instead of dividing them.
         one_rotary_base: whether layers with a window use the base of the others.
         refused: features that llama.cpp does not compute, by their description in errors.
         read: keys of config.json that follow from a file's own keys and the size of its heads.
+        write: keys that only this architecture has, without its name, from a config that is not
+            refused.
     """
 
     name: str
@@ -90,13 +98,17 @@ class GgufArchitecture:
     long_rope: bool = False
     partial_rotary: bool = False
     normalized: bool | None = None
+    dense_layers: bool = False
     dense_too: bool = False
     tied: bool | None = None
     full_width: bool = False
     wide_scale_layers: int | None = None
+    eps_key: str = RMS_EPS
+    multiplies_logits: bool = False
     one_rotary_base: bool = False
     refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
 
 @dataclass(frozen=True)
@@ -112,13 +124,16 @@ class Family:
         names: modules on disk by role, if they differ from `names.CANONICAL`.
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
+        loads_split_experts: of a family with `stacked`, whether transformers also loads experts
+            that are a tensor for each linear, as quantized ones are (seen in 5.23).
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
         renamed: the beginning of names on disk that transformers replaces when it loads them, and
             that of its modules.
         prediction: what names of layers for multi-token prediction begin with, which transformers
             leaves out when it loads the model.
-        names_for_mlx: whether mlx-lm has its tensors by the names that quantkit writes for it.
+        writes_rope: whether `keys` write all rotary settings, as older spellings would be wrong.
         runs: whether the decoder computes everything that its configs state.
+        in_mlx: whether mlx-lm is known to load quantized tensors by the names that quantkit writes.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
         gguf_mark: the key of config.json that only this one has among the families with the same
             GGUF architecture.
@@ -132,11 +147,13 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
+    loads_split_experts: bool = False
     interleaved_rotary: bool = False
     renamed: tuple[str, str] | None = None
     prediction: str | None = None
-    names_for_mlx: bool = True
+    writes_rope: bool = False
     runs: bool = True
+    in_mlx: bool = True
     gguf: GgufArchitecture | None = None
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
@@ -167,6 +184,8 @@ def read_config(
     sparse: Sequence[bool] | None = None,
     mixers: Sequence[str] | None = None,
     feed_forwards: Sequence[bool] | None = None,
+    chunks: Sequence[int | None] | None = None,
+    sharing: Sequence[bool] | None = None,
     activations: tuple[str, ...] = ("silu", "swish"),
     activation_key: str = "hidden_act",
     kv_heads_required: bool = True,
@@ -178,6 +197,7 @@ def read_config(
     rope_types: tuple[str, ...] | None = None,
     partial_rotary: float | None = None,
     query_scaling: bool = False,
+    ropes: tuple[RopeConfig, RopeConfig | None] | None = None,
     **features: Any,
 ) -> ModelConfig:
     """Read the keys that all families have.
@@ -188,6 +208,8 @@ def read_config(
         sparse: whether each layer has experts; by default all if the model has any.
         mixers: the mixer of each layer; by default all have attention.
         feed_forwards: whether each layer has a feed-forward; by default all do.
+        chunks: of each layer; by default none has any.
+        sharing: whether each layer shares keys and values; by default none does.
         activations: the possible ones of the family's feed-forward.
         kv_heads_required: whether ``num_key_value_heads`` must be present; null stands for the
             number of heads.
@@ -198,6 +220,8 @@ def read_config(
             layers with a window.
         rope_types: the only types of rope scaling; None for all.
         partial_rotary, query_scaling: as for `RopeConfig.from_hf`.
+        ropes: rotary positions of layers without and with a window, in families that read them
+            themselves; the second is None if they do not differ.
         features: further fields of `ModelConfig`.
 
     Raises:
@@ -224,6 +248,10 @@ def read_config(
         mixers = ["attention"] * count
     if feed_forwards is None:
         feed_forwards = [True] * count
+    if chunks is None:
+        chunks = [None] * count
+    if sharing is None:
+        sharing = [False] * count
     layers = []
     for layer in range(count):
         layers.append(
@@ -233,6 +261,8 @@ def read_config(
                 experts=sparse[layer],
                 mixer=mixers[layer],
                 feed_forward=feed_forwards[layer],
+                chunk=chunks[layer],
+                shares_kv=sharing[layer],
             )
         )
     # Null stands for the number of heads, but transformers replaces an absent key by the number of
@@ -246,7 +276,9 @@ def read_config(
     starts = settings.ids("bos_token_id")
     ends = settings.ids("eos_token_id")
     window_rope = None
-    if windowed_theta is None:
+    if ropes is not None:
+        rope, window_rope = ropes
+    elif windowed_theta is None:
         rope = RopeConfig.from_hf(
             settings.values,
             settings.path,

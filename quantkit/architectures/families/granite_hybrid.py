@@ -122,7 +122,7 @@ GRANITE_HYBRID = Family(
     ),
     options={"kv_heads_required": False},
     prepare=_prepare,
-    names_for_mlx=False,
+    in_mlx=False,
     names={
         "router": _STACK + "router.layer",
         "mlp.down": _SHARED_OUT,

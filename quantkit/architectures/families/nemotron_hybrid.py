@@ -253,14 +253,14 @@ NEMOTRON_H = Family(
         "activation_key": "mlp_hidden_act",
         "activation": "relu2",
         "mlp_gate": False,
-        "norm_rounds_last": True,
+        "wide_norms": True,
         # Of transformers, if the key is absent.
         "head_dim": 128,
     },
     prepare=_prepare,
     renamed=("backbone.", "model."),
     prediction="mtp.",
-    names_for_mlx=False,
+    in_mlx=False,
     names={
         "embedding": "backbone.embeddings",
         "norm": "backbone.norm_f",

@@ -169,5 +169,5 @@ QWEN3_NEXT = replace(
     prepare=lambda settings: settings,
     names=QWEN2_MOE.names,
     prediction="mtp.",
-    names_for_mlx=False,
+    in_mlx=False,
 )

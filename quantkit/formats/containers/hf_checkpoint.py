@@ -17,6 +17,7 @@ from quantkit.architectures.disk import (
     Place,
     describe_unread_experts,
     disk_name,
+    is_unread,
     match_stored_tensors,
 )
 from quantkit.architectures.families import (
@@ -153,6 +154,7 @@ class HFCheckpoint:
                 dtypes = {tensor.dtype for tensor in self._stored.values()}
                 if len(dtypes) == 1 and dtypes <= {*FLOATS}:
                     self.config = self.config.with_dtype(dtypes.pop().value)
+            self._drop_unread_tensors()
             # After the config's float type is settled: dequantized weights are rounded to it.
             self._dequantize(raw)
         tensors = {tensor.name: tensor for tensor in self._found_tensors()}
@@ -611,6 +613,16 @@ class HFCheckpoint:
         self.notes.append(
             f"{self.path}: the embedding is stored as {head}, to which the config ties it"
         )
+
+    def _drop_unread_tensors(self) -> None:
+        """Drop stored keys and values of layers that take those of another one."""
+        if not any(layer.shares_kv for layer in self.config.layers):
+            return
+        for name in list(self._stored):
+            plain_name = name if self._text is None else self._text.plain(name)
+            if plain_name is not None and is_unread(self.config, plain_name):
+                del self._stored[name]
+                del self._files[name]
 
     def _drop_tied_head(self) -> None:
         """Drop a tied model's stored head, which must equal the embedding."""

@@ -38,14 +38,12 @@ _KEYS = frozenset(
         "attention.key_length",
         "attention.value_length",
         "attention.causal",
-        "attention.layer_norm_rms_epsilon",
         "attention.sliding_window",
         "attention.sliding_window_pattern",
         "tensor_data_layout",
         *ROPE_KEYS,
     }
 )
-_EPS = "attention.layer_norm_rms_epsilon"
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 _SOFTMAX = 1
@@ -130,7 +128,7 @@ def build_config(
             keys, "attention.head_count_kv", Limits.heads, heads
         ),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.number(_EPS, *Limits.eps),
+        "rms_norm_eps": keys.number(architecture.eps_key, *Limits.eps),
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
@@ -176,7 +174,7 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        _EPS: float(config.norm_eps),
+        architecture.eps_key: float(config.norm_eps),
         **_write_windows(config, architecture),
     }
     experts = config.experts
@@ -192,10 +190,13 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
         "residual_scale": config.residual_multiplier,
         "logit_scale": 1 / config.logit_multiplier,
     }
+    if architecture.multiplies_logits:
+        optional_values["logit_scale"] = config.logit_multiplier
     for key, value in optional_values.items():
         if key in architecture.keys and value is not None:
             # GGUF's values have types: lengths are integers, the others floats.
             keys[key] = value if key.endswith("length") else float(value)
+    keys |= architecture.write(config)
     keys |= write_rope(config, architecture)
     metadata: dict[str, Any] = {
         "general.architecture": architecture.name,
@@ -266,7 +267,7 @@ def _read_architecture_keys(
         "expert_weights_scale": 1.0,
         "expert_weights_norm": architecture.normalized,
     }
-    supported_keys = {*_KEYS, *architecture.keys}
+    supported_keys = {*_KEYS, *architecture.keys, architecture.eps_key}
     for key, value in values.items():
         if key not in supported_keys and value and value != default_values.get(key):
             raise UnsupportedError(
@@ -448,7 +449,8 @@ def _require_supported(config: ModelConfig, architecture: GgufArchitecture) -> N
     for name, has_bias in biases.items():
         if has_bias and name not in architecture.biases:
             refused.append(f"biases of {name}")
-    if config.experts is not None and not all(layer.experts for layer in config.layers):
+    all_sparse = all(layer.experts for layer in config.layers)
+    if config.experts is not None and not (all_sparse or architecture.dense_layers):
         refused.append("layers without experts")
     if architecture.tied is True and not config.tied_embeddings:
         refused.append("a separate head")

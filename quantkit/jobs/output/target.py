@@ -222,7 +222,7 @@ def require_names(source: StoredCheckpoint, target: Target) -> None:
     model_type: object = config.architecture
     if config.tensors is not None:
         model_type = source.extra_config.get("model_type")
-    elif FAMILIES[config.architecture].names_for_mlx:
+    elif FAMILIES[config.architecture].in_mlx:
         return
     reason = target.method.explain_unread_model(model_type)
     if reason is not None:
@@ -249,7 +249,7 @@ def list_cached_attention(source: StoredCheckpoint) -> tuple[str, ...]:
         return plan_cached_attention(source, passage_of(source).partwise)
     # Latent attention caches one vector for all heads, and not keys and values.
     if config.runnable and config.latent_attention is None:
-        return tuple(attention_name(layer) for layer in config.attention_layers)
+        return tuple(attention_name(layer) for layer in config.caching_layers)
     if config.runnable:
         reason = "it caches latent vectors instead of keys and values (MLA)"
     else:

@@ -92,7 +92,8 @@ class CertifiedText:
         """
         # The source, and the result with each cache.
         num_runs = 1 + len(select_caches(config))
-        attention_width = max(config.num_heads * config.head_dim, config.hidden_size)
+        head_dim = max(config.head_dim, config.full_head_dim or 0)
+        attention_width = max(config.num_heads * head_dim, config.hidden_size)
         states = num_runs * config.hidden_size + _STATES_OF_ATTENTION * attention_width
         length = self.windows.shape[1]
         # Hidden states and logits are float32; logits are computed in parts of limited size.
@@ -104,10 +105,13 @@ class CertifiedText:
         """Count the operations of all passes that grow with the square of the length."""
         count, length = self.windows.shape
         # A causal mask lets a token attend to half of the tokens on average; a window to fewer.
-        attended = sum(min(length / 2, layer.window or length) for layer in config.layers)
-        width = config.num_heads * config.head_dim
+        attended = 0.0
+        for number, layer in enumerate(config.layers):
+            attended += min(length / 2, layer.window or length) * config.head_dim_of(number)
         # Scores and weighted values: two products, of a multiplication and an addition each.
-        return int((1 + len(select_caches(config))) * count * length * attended * 4 * width)
+        return int(
+            (1 + len(select_caches(config))) * count * length * attended * 4 * config.num_heads
+        )
 
     def count_tokens(self, config: ModelConfig) -> int:
         """Count the tokens that go through a model in all passes."""

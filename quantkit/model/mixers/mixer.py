@@ -6,8 +6,8 @@ B batch, T new positions, D hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -59,13 +59,23 @@ def make_cached_scan(
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs that all blocks share in one pass through the decoder: the angles of the tokens'
-    positions, attention, and the scan of layers with states.
+    """The inputs that all blocks share in one pass through the decoder.
+
+    Attributes:
+        angles: of the tokens' positions.
+        attend: attention.
+        scan: of layers with states.
+        layer_inputs: the vectors [B, T, P] of each layer, in models that have some; see
+            `LayerInputs`.
+        shared: the keys and values [B, K, T, Dh] of layers before, by their numbers, which later
+            layers take.
     """
 
     angles: Angles
     attend: Attend
     scan: Scan = scan_from_start
+    layer_inputs: Sequence[Tensor] = ()
+    shared: MutableMapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Mixer(nn.Module, ABC):

@@ -12,7 +12,7 @@ from typing import Any
 VOCABULARY = 96
 _ABSENT = object()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_NESTED = ("gemma3_text", "olmo3")  # whose rotary settings differ by kind of layer
+_NESTED = ("gemma3_text", "gemma4_text", "olmo3")  # whose rotary settings differ by kind of layer
 _PARTIAL = (
     "glm",
     "glm4",
@@ -142,6 +142,26 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "sliding_window_pattern": (_ABSENT, 2, 3)},
+    "gemma4_text": {
+        "head_dim": (8, 16),
+        "global_head_dim": (8, 16, 32),
+        "num_global_key_value_heads": (_ABSENT, None, 1, 2),
+        "attention_k_eq_v": _FLAG,
+        "attention_bias": _FLAG,
+        "sliding_window": (_ABSENT, 5, 9),
+        "final_logit_softcapping": _SOFTCAP,
+        "hidden_activation": (_ABSENT, "gelu_pytorch_tanh"),
+        "hidden_act": (_ABSENT,),
+        "hidden_size_per_layer_input": (0, 0, 8, 12),
+        "vocab_size_per_layer_input": (VOCABULARY, VOCABULARY + 3),
+        "num_kv_shared_layers": (_ABSENT, 0, 1, 2),
+        "use_double_wide_mlp": _FLAG,
+        "use_bidirectional_attention": (_ABSENT, None, "vision"),
+        "enable_moe_block": _FLAG,
+        "num_experts": (4, 6),
+        "top_k_experts": (1, 2),
+        "moe_intermediate_size": (24,),
+    },
     "bamba": {
         **_MAMBA,
         **_BIASES,
@@ -195,6 +215,20 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window": (_ABSENT, 5),
         "attention_bias": _FLAG,
     },
+    "exaone4": {
+        "head_dim": (8, 16),
+        "sliding_window": (_ABSENT, None, 5, 9),
+        "sliding_window_pattern": (_ABSENT, 2, 3),
+    },
+    "cohere2": {
+        "attention_bias": _FLAG,
+        "head_dim": (_ABSENT, 16),
+        "layer_norm_eps": (_ABSENT, 1e-5, 1e-3),
+        "logit_scale": (_ABSENT, 0.25, 3.0),
+        "sliding_window": (_ABSENT, 5, 9),
+        "sliding_window_pattern": (_ABSENT, 2, 3),
+    },
+    "hunyuan_v1_dense": {"attention_bias": _FLAG, "head_dim": (8, 16)},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {
         **_DELTA,
@@ -208,6 +242,22 @@ FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         **_MIXTURE,
         **_SPARSE,
         "shared_expert_intermediate_size": (40,),
+    },
+    "llama4_text": {
+        "head_dim": (8, 16),
+        "attention_bias": _FLAG,
+        "attention_chunk_size": (_ABSENT, 3, 4, 8),
+        "no_rope_layers": (_ABSENT, None, [], [1, 0, 1, 1], [0, 0, 1, 0]),
+        "no_rope_layer_interval": (_ABSENT, 2),
+        "attn_temperature_tuning": _FLAG,
+        "floor_scale": (_ABSENT, 3, 8),
+        "attn_scale": (_ABSENT, 0.5),
+        "use_qk_norm": _FLAG,
+        "intermediate_size_mlp": (40, 48),
+        "num_local_experts": (4, 6),
+        "num_experts_per_tok": (_ABSENT, 1, 2),
+        "interleave_moe_layer_step": (_ABSENT, 1, 2),
+        "moe_layers": (_ABSENT, None, [], [0], [1, 3]),
     },
     "lfm2": {
         **_CONVOLUTION,
@@ -234,8 +284,11 @@ _LISTS_LAYERS = {
     "olmo3",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "smollm3",
     "gpt_oss",
+    "exaone4",
+    "cohere2",
 }
 
 
@@ -276,6 +329,12 @@ def draw(seed: int, number: int) -> Trial:
     # Files of the mixture always list their layers.
     if family == "lfm2_moe" or (family == "lfm2" and rng.random() < 0.7):
         raw["layer_types"] = [rng.choice((_FULL, "conv")) for _ in range(raw["num_hidden_layers"])]
+    if family == "llama4_text" and rng.random() < 0.3:
+        kinds = (_FULL, "chunked_attention")
+        raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
+    elif family == "llama4_text" and isinstance(raw["no_rope_layers"], list):
+        # A type is listed for each entry.
+        raw["no_rope_layers"] = raw["no_rope_layers"][: raw["num_hidden_layers"]]
     if family.startswith(("qwen3_5", "qwen3_next")) and rng.random() < 0.6:
         kinds = (_FULL, "linear_attention")
         raw["layer_types"] = [rng.choice(kinds) for _ in range(raw["num_hidden_layers"])]
@@ -301,13 +360,37 @@ def draw_runnable(seed: int, number: int, family: str) -> dict[str, Any]:
     raw = draw(seed, number * len(families) + families.index(family)).raw
     for key in ("rope_parameters", "rope_scaling", "original_max_position_embeddings"):
         raw.pop(key, None)
+    # transformers divides by 0 if such a config does not list its layers.
+    if family == "exaone4" and raw.get("sliding_window", 1) is None:
+        raw["layer_types"] = [_FULL] * raw["num_hidden_layers"]
     rng = random.Random(f"{seed} {number} {family}")
-    if rng.random() < 0.3:
+    if family == "gemma4_text":
+        raw["num_kv_shared_layers"] = _count_shared_layers(raw)
+        raw["rope_parameters"] = {
+            _FULL: rng.choice(
+                (
+                    {"rope_type": "default", "rope_theta": 500.0},
+                    {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                    {
+                        "rope_type": "proportional",
+                        "rope_theta": 500.0,
+                        "partial_rotary_factor": 0.8,
+                        "factor": 2.0,
+                    },
+                )
+            ),
+            _SLIDING: {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e4))},
+        }
+        if rng.random() < 0.2:
+            del raw["rope_parameters"]
+    elif rng.random() < 0.3:
         raw["rope_parameters"] = {
             "rope_type": "linear",
             "factor": 2.0,
             "rope_theta": raw.get("rope_theta", 1e4),
         }
+    elif family == "hunyuan_v1_dense" and rng.random() < 0.5:
+        raw["rope_scaling"] = {"type": "dynamic", "factor": 2.0, "alpha": rng.choice((1.5, 50))}
     return raw
 
 
@@ -323,6 +406,22 @@ def _draw_branches(rng: random.Random, count: int) -> dict[str, Any]:
     names = rng.choice((older, newer))
     key = rng.choice(("layers_block_type", "layers_block_type", "layer_types"))
     return {**found, key: [names[letter] for letter in letters]}
+
+
+def _count_shared_layers(raw: dict[str, Any]) -> int:
+    """How many of the last layers of a Gemma 4 may share keys and values, at most as many as drawn:
+    one layer of each kind before them computes some.
+    """
+    count = raw["num_hidden_layers"]
+    wanted = raw.get("num_kv_shared_layers", 0)
+    # transformers shares none without embeddings for each layer.
+    if not raw["hidden_size_per_layer_input"]:
+        return 0
+    # The last layer has no window.
+    kinds = [*raw.get("layer_types", [_SLIDING] * count)[:-1], _FULL]
+    while set(kinds[: count - wanted]) != set(kinds):
+        wanted -= 1
+    return wanted
 
 
 def _rotary(rng: random.Random, family: str, head_dim: int, context: int) -> dict[str, Any]:
@@ -399,6 +498,8 @@ def _scaling(rng: random.Random, family: str, pairs: int, context: int) -> dict[
             "truncate": (True, False, None),
         }
         found |= {key: rng.choice(values) for key, values in options.items() if rng.random() < 0.4}
+    if family == "hunyuan_v1_dense" and kind == "dynamic" and rng.random() < 0.7:
+        found["alpha"] = rng.choice((None, 0, 1.5, 50))
     if family == "ministral3" and rng.random() < 0.5:
         found["llama_4_scaling_beta"] = 0.3
     if rng.random() < 0.5:

@@ -72,6 +72,10 @@ _FAMILIES = (
     "glm4",
     "ministral3-yarn",
     "gpt-oss",
+    "cohere2",
+    "exaone4",
+    "hunyuan-dense",
+    "llama4-steps",
 )
 
 

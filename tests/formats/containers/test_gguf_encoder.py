@@ -40,6 +40,8 @@ FAMILIES = [
     "glm4",
     "ministral3",
     "gpt-oss",
+    "cohere2",
+    "hunyuan-dense",
 ]
 
 

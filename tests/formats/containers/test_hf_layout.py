@@ -92,6 +92,21 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
             bank = name.replace("block_sparse_moe.output_linear.weight", "mlp.experts")
             for expert, matrix in enumerate(tensor):
                 found[f"{bank}.{expert}.down_proj.weight"] = matrix
+        elif module.endswith(".experts"):
+            inputs_first = config.architecture == "llama4_text"
+            for expert, matrix in enumerate(tensor):
+                parts = {"down_proj": matrix.t() if inputs_first else matrix}
+                if leaf == "gate_up_proj":
+                    halves = (matrix.t() if inputs_first else matrix).chunk(2)
+                    parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+                for linear, part in parts.items():
+                    layer = ".".join(module.split(".")[:3])
+                    found[f"{layer}.mlp.experts.{expert}.{linear}.weight"] = part
+        elif config.architecture in ("cohere2", "llama4_text") and module.endswith(
+            ("q_proj", "k_proj")
+        ):
+            heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
+            found[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), dim=1).flatten(0, 1)
         elif config.architecture[:3] == "glm" and module.endswith(("q_proj", "k_proj")):
             half = config.head_dim // 2  # of each head turns, in pairs side by side
             heads = torch.unflatten(tensor, 0, (-1, config.head_dim))
@@ -100,7 +115,10 @@ def _expected(folder: Path, checkpoint: HFCheckpoint) -> dict[str, Tensor]:
                 (turned[:, ::2], first, turned[:, 1::2], second), dim=1
             ).flatten(0, 1)
         else:
-            found[_renamed(name, config.architecture)] = tensor
+            kind = config.architecture
+            if kind == "gemma4_text" and config.experts is not None:
+                kind = "gemma4_text with experts"
+            found[_renamed(name, kind)] = tensor
     return found
 
 
@@ -167,6 +185,38 @@ def _renamed(name: str, kind: str) -> str:
             "post_mlp_layernorm": "mlp_output_layernorm",
         },
         "gemma2": {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"},
+        "exaone4": _OUTPUT_NORMS,
+        "hunyuan_v1_dense": {"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
+        "gemma4_text with experts": {
+            "post_feedforward_layernorm_1": "mlp.shared_output_layernorm",
+            "post_feedforward_layernorm_2": "mlp.experts_output_layernorm",
+            "pre_feedforward_layernorm_2": "mlp.experts_layernorm",
+            "pre_feedforward_layernorm": "mlp.shared_layernorm",
+            **_OUTPUT_NORMS,
+            ".mlp.gate_proj": ".mlp.shared_experts.gate_proj",
+            ".mlp.up_proj": ".mlp.shared_experts.up_proj",
+            ".mlp.down_proj": ".mlp.shared_experts.down_proj",
+            "router.proj": "mlp.gate",
+            "router.scale": "mlp.router_scale",
+            "router.per_expert_scale": "mlp.expert_scales",
+            "layer_scalar": "layer_scale",
+        },
+        "llama4_text": {
+            "feed_forward.router": "mlp.gate",
+            "feed_forward.shared_expert.": "mlp.shared_experts.",
+            "feed_forward": "mlp",
+        },
+        "gemma4_text": {
+            **_OUTPUT_NORMS,
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "layer_scalar": "layer_scale",
+            "per_layer_input_gate": "layer_input.gate",
+            "post_per_layer_input_norm": "layer_input.norm",
+            "embed_tokens_per_layer": "layer_inputs.embedding",
+            "per_layer_model_projection": "layer_inputs.projection",
+            "per_layer_projection_norm": "layer_inputs.norm",
+            "per_layer_projection": "layer_input.projection",
+        },
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
         "bamba": {
