@@ -168,6 +168,7 @@ def test_a_separate_head_does_not_count_in_an_average_that_was_requested(
         {"scheme": "fp8"},
         {"scheme": "int8", "activations": "int8"},
         {"to": "gptq"},
+        {"to": "compressed-tensors"},
     ],
     ids=str,
 )
@@ -186,7 +187,8 @@ def test_each_format_gets_what_it_holds(tiny_model: Callable[[str], Path], tmp_p
     forms = ["gptq", "compressed-tensors", "gguf"]
     result = _quantize(tiny_model("llama"), tmp_path / "all", to=forms)
     assert _schemes(result.path / "gptq") == {EMBEDDING: None, _HEAD: None}
-    assert _schemes(result.path / "compressed-tensors") == {EMBEDDING: _INT8, _HEAD: _INT8}
+    # Who names this format uses other readers, which do not load a quantized embedding.
+    assert _schemes(result.path / "compressed-tensors") == {EMBEDDING: None, _HEAD: None}
     (file,) = (result.path / "gguf").glob("*.gguf")
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
     assert types["token_embd.weight"] == types["output.weight"] == "Q8_0"

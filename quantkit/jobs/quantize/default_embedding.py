@@ -12,6 +12,7 @@ from quantkit.base.memory import size_text
 from quantkit.base.messages import Message, Option
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, choose_codec
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.registry import Target
 from quantkit.jobs.quantize.options import QuantizeOptions
 from quantkit.jobs.quantize.scheme_map import find_embedding_override, find_head_override
@@ -87,8 +88,8 @@ def choose_embedding(
     so for models of our own decoder, with schemes whose inputs are not rounded: the others are made
     for runtimes that need floats here. A recipe from a file, an option that names one of them, an
     average number of bits where the head is a matrix of its own, and a format without codes of
-    embeddings leave them as they are. One scale for each token becomes
-    what the format prefers.
+    embeddings leave them as they are; so does compressed-tensors if an option names it, because its
+    other readers load no such embedding. One scale for each token becomes what the format prefers.
 
     Returns:
         The recipe, and a note if something is quantized that no option names.
@@ -105,6 +106,8 @@ def choose_embedding(
         return Recipe(recipe.default, tuple(overrides)), []
     rounds_inputs = options.activations not in (None, "none") or recipe.default.of_small_floats
     if override is not None or isinstance(options.scheme, Recipe) or rounds_inputs:
+        return recipe, []
+    if options.to is not None and isinstance(target.method, CompressedTensors):
         return recipe, []
     head_override = find_head_override(recipe)
     if not config.runnable or (config.tied_embeddings and head_override is not None):
