@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,15 @@ from quantkit.model.decoder import Block, Decoder
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
 from quantkit.model.mixers.attention import Attention
-from quantkit.model.mixers.gated_delta import GatedDelta
-from quantkit.model.mixers.mamba2 import Mamba2
 from quantkit.model.mixers.mixer import Mixer
-from quantkit.model.mixers.short_conv import ShortConv
 from quantkit.model.norms import RMSNorm
 from quantkit.model.rope import Angles
 from quantkit.tensors.cached_rows import CachedRows
+
+if TYPE_CHECKING:
+    from quantkit.model.mixers.gated_delta import GatedDelta
+    from quantkit.model.mixers.mamba2 import Mamba2
+    from quantkit.model.mixers.short_conv import ShortConv
 
 _CHOICES = (
     "score_correction",
@@ -239,13 +242,17 @@ def _find_mixer_linears(mixer: Mixer) -> tuple[tuple[nn.Module, ...], tuple[nn.M
             # Of other layers, or the keys.
             return None
         return (mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)
-    if isinstance(mixer, (ShortConv, Mamba2)):
-        return (mixer.in_proj,), (mixer.out_proj,)
-    if isinstance(mixer, GatedDelta):
-        if mixer.delta.joined:
-            return (mixer.in_proj_qkvz, mixer.in_proj_ba), (mixer.out_proj,)
-        inputs = mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a
-        return inputs, (mixer.out_proj,)
+    # By name, so that only the mixers of the model are imported.
+    kind = mixer.config.mixer
+    if kind in ("short_conv", "mamba2"):
+        of_one_input = cast("ShortConv | Mamba2", mixer)
+        return (of_one_input.in_proj,), (of_one_input.out_proj,)
+    if kind == "gated_delta":
+        rule = cast("GatedDelta", mixer)
+        if rule.delta.joined:
+            return (rule.in_proj_qkvz, rule.in_proj_ba), (rule.out_proj,)
+        inputs = rule.in_proj_qkv, rule.in_proj_z, rule.in_proj_b, rule.in_proj_a
+        return inputs, (rule.out_proj,)
     return None
 
 
@@ -282,36 +289,14 @@ def _collect_mixer_weights(
     mixer: Mixer | None, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
 ) -> MixerWeights:
     """Collect what a kernel needs of a mixer in addition to its linears."""
-    if isinstance(mixer, ShortConv):
-        (fused,) = inputs
-        weight = _to_convolution(mixer.conv)
-        return ShortConvWeights(fused, weight, _floats(mixer.conv.bias), out)
-    if isinstance(mixer, GatedDelta):
-        return GatedDeltaWeights(
-            inputs=inputs,
-            convolution=_to_convolution(mixer.conv1d),
-            rate_bias=mixer.dt_bias.detach().float(),
-            decay=-mixer.A_log.detach().float().exp(),
-            norm=mixer.norm.weight.detach().float(),
-            out=out,
-            key_heads=mixer.delta.key_heads,
-            value_heads=mixer.delta.value_heads,
-        )
-    if isinstance(mixer, Mamba2):
-        (fused,) = inputs
-        return Mamba2Weights(
-            inputs=fused,
-            convolution=_to_convolution(mixer.conv1d),
-            convolution_bias=_floats(mixer.conv1d.bias),
-            step_bias=mixer.dt_bias.detach().float(),
-            decay=-mixer.A_log.detach().float().exp(),
-            skip=mixer.D.detach().float(),
-            step_limits=torch.tensor(mixer.mamba.step_limits, dtype=torch.float32),
-            norm=mixer.norm.weight.detach().float(),
-            out=out,
-            heads=mixer.mamba.heads,
-            groups=mixer.mamba.groups,
-        )
+    assert mixer is not None
+    kind = mixer.config.mixer
+    if kind == "short_conv":
+        return _collect_short_conv(cast("ShortConv", mixer), inputs[0], out)
+    if kind == "gated_delta":
+        return _collect_gated_delta(cast("GatedDelta", mixer), inputs, out)
+    if kind == "mamba2":
+        return _collect_mamba2(cast("Mamba2", mixer), inputs[0], out)
     assert isinstance(mixer, Attention)
     return AttentionWeights(
         qkv=inputs,
@@ -319,6 +304,44 @@ def _collect_mixer_weights(
         k_norm=_norm(mixer.k_norm),
         sinks=_floats(mixer.sinks),
         out=out,
+    )
+
+
+def _collect_short_conv(
+    mixer: ShortConv, inputs: PreparedLinear, out: PreparedLinear
+) -> ShortConvWeights:
+    weight = _to_convolution(mixer.conv)
+    return ShortConvWeights(inputs, weight, _floats(mixer.conv.bias), out)
+
+
+def _collect_gated_delta(
+    mixer: GatedDelta, inputs: tuple[PreparedLinear, ...], out: PreparedLinear
+) -> GatedDeltaWeights:
+    return GatedDeltaWeights(
+        inputs=inputs,
+        convolution=_to_convolution(mixer.conv1d),
+        rate_bias=mixer.dt_bias.detach().float(),
+        decay=-mixer.A_log.detach().float().exp(),
+        norm=mixer.norm.weight.detach().float(),
+        out=out,
+        key_heads=mixer.delta.key_heads,
+        value_heads=mixer.delta.value_heads,
+    )
+
+
+def _collect_mamba2(mixer: Mamba2, inputs: PreparedLinear, out: PreparedLinear) -> Mamba2Weights:
+    return Mamba2Weights(
+        inputs=inputs,
+        convolution=_to_convolution(mixer.conv1d),
+        convolution_bias=_floats(mixer.conv1d.bias),
+        step_bias=mixer.dt_bias.detach().float(),
+        decay=-mixer.A_log.detach().float().exp(),
+        skip=mixer.D.detach().float(),
+        step_limits=torch.tensor(mixer.mamba.step_limits, dtype=torch.float32),
+        norm=mixer.norm.weight.detach().float(),
+        out=out,
+        heads=mixer.mamba.heads,
+        groups=mixer.mamba.groups,
     )
 
 
