@@ -330,23 +330,31 @@ def test_what_was_killed_three_times_continues_and_holds_the_same_bytes(
 def test_an_interrupted_call_ends_at_once_and_sends_nothing_more(hub: Hub, model: Path) -> None:
     """Also while the hub does not answer."""
 
-    goes_on, answered = threading.Event(), list[str]()
-    # Several files are sent at the same time. A second signal would reach whatever runs after the
-    # interrupted call, which is pytest itself.
-    interrupted = threading.Lock()
+    # In a process of its own: a signal here could reach pytest, wherever it is.
+    code = "import sys, quantkit; quantkit.push(sys.argv[1], sys.argv[2])"
+    started, goes_on, answered = threading.Event(), threading.Event(), list[str]()
 
     def answer(request: str) -> None:
         if request.startswith("PUT"):
-            if interrupted.acquire(blocking=False):
-                signal.raise_signal(signal.SIGINT)
+            started.set()
             goes_on.wait(60)
             answered.append(request)
 
     hub.answer = answer
-    with pytest.raises(KeyboardInterrupt):
-        quantkit.push(model, NAME)
-    assert answered == []
-    goes_on.set()
+    address = huggingface_hub.constants.ENDPOINT
+    env = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(model), NAME], stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            assert started.wait(60)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            assert answered == []
+        finally:
+            goes_on.set()
+            process.kill()
+    assert process.returncode == -signal.SIGINT, errors
     assert not any("/commit/" in one for one in hub.requests)
 
 

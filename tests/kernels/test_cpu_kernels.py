@@ -407,8 +407,8 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(
         None,
         None,
     ]
-    settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0, 0, True)
-    blocks = ops.prepare_blocks([(attention, feed_forward, settings)] * 2)
+    settings = (4, 2, 0, None, None, None, False, "silu", None, 1e-5, 1.0, 0, True)
+    blocks = ops.prepare_blocks([("attention", attention, feed_forward, settings)] * 2)
     x, angles = torch.randn(2, 3, 64), list(torch.randn(4, 3, 16))
     rows = (
         []
