@@ -35,9 +35,9 @@ _TABLE = """
     attention.kv_down_norm   self_attn.kv_a_layernorm           -                -
     attention.kv_up          self_attn.kv_b_proj                -                -
     attention.qkv_down       self_attn.qkv_a_proj               -                -
-    short_conv.in            conv.in_proj                       -                -
-    short_conv.filter        conv.conv                          -                -
-    short_conv.out           conv.out_proj                      -                -
+    short_conv.in            conv.in_proj                       -                shortconv.in_proj
+    short_conv.filter        conv.conv                          -                shortconv.conv
+    short_conv.out           conv.out_proj                      -                shortconv.out_proj
     gated_delta.qkv          linear_attn.in_proj_qkv            -                -
     gated_delta.qkvz         linear_attn.in_proj_qkvz           -                -
     gated_delta.write_decay  linear_attn.in_proj_ba             -                -

@@ -116,6 +116,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3": ("smollm3", "llama3", {}),
     "gptoss": ("gpt_oss", "gpt-4o", {**_GPT_OSS, "rope_parameters": {**_YARN, "truncate": True}}),
     MXFP4: ("gpt_oss", "gpt-4o", {**_GPT_OSS, "rope_parameters": {**_YARN, "truncate": True}}),
+    "lfm2": (
+        "lfm2",
+        "llama3",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm": ("glm", "glm4", {}),
     "glm4": ("glm4", "glm4", {"tie_word_embeddings": True}),
     "cohere2": ("cohere2", "llama3", {"logit_scale": 0.5, "sliding_window": 64}),

@@ -262,6 +262,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "cohere2-bias": ("cohere2", {"pad_token_id": 0, "attention_bias": True}, "qkv"),
     "cohere2-head": ("cohere2", {"pad_token_id": 0, "tie_word_embeddings": False}, "head"),
+    "lfm2-bias": ("lfm2", {"layer_types": ["conv"] * 3, "conv_bias": True}, "convolutions"),
     "hunyuan-bias": (
         "hunyuan_v1_dense",
         {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},

@@ -48,6 +48,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True},
+    ),
     "llama4": (
         "llama4_text",
         {**LLAMA4, "interleave_moe_layer_step": 2, "num_experts_per_tok": 2},

@@ -181,8 +181,8 @@ def test_training_passes_gradients_through_convolutions(
 def test_what_xla_and_gguf_do_not_have_is_refused_by_name(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    with raises(UnsupportedError, "lfm2"):
-        quantkit.convert(sources["lfm2"], tmp_path / "gguf", to="gguf")
+    with raises(UnsupportedError, "lfm2_moe"):
+        quantkit.convert(sources["lfm2-moe"], tmp_path / "gguf", to="gguf")
 
 
 def test_a_config_is_written_as_it_is_read(sources: dict[str, Path]) -> None:

@@ -270,8 +270,8 @@ def test_what_transformers_scales_by_tensors_of_its_own_is_a_note(
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("lfm2", {"to": "gguf"}, UnsupportedError, "GGUF.*lfm2"),
-    ("lfm2", {"to": "gguf", "scheme": "q4_k_m"}, UnsupportedError, "GGUF.*lfm2"),
+    ("falcon_h1", {"to": "gguf"}, UnsupportedError, "GGUF.*falcon_h1"),
+    ("falcon_h1", {"to": "gguf", "scheme": "q4_k_m"}, UnsupportedError, "GGUF.*falcon_h1"),
     ("llama", {"to": "gguf", "via": "transformers"}, UnsupportedError, 'via="own"'),
     ("falcon_h1", {"to": "mlx"}, UnsupportedError, "mlx.*falcon_h1"),
     ("falcon_h1", {"to": ["gptq", "mlx"]}, UnsupportedError, "mlx.*falcon_h1"),

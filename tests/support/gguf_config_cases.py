@@ -138,6 +138,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "llama4": ("llama4_text", LLAMA4),
     "llama4-steps": (
         "llama4_text",

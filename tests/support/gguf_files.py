@@ -40,6 +40,7 @@ _ARCHITECTURES = {
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 _PERMUTED = {
     gguf.MODEL_ARCH.LLAMA,
@@ -88,6 +89,8 @@ def _apart(name: str, value: Tensor, kind: str) -> dict[str, Tensor]:
 def _changed(value: Tensor, name: str, arch: gguf.MODEL_ARCH, config: Any) -> Tensor:
     if "gemma" in config.model_type and name.endswith("norm.weight"):
         return value + 1
+    if name.endswith("conv.conv.weight"):
+        return value.squeeze(1)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((heads[one] for one in heads if f"{one}." in name), None)
     if count is None or arch not in _PERMUTED:

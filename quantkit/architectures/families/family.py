@@ -75,6 +75,8 @@ class GgufArchitecture:
         tied: True if the head always is the embedding, False if it never is, None if files without
             a head exist.
         full_width: whether the widths of all heads must add up to the hidden size.
+        layer_without_kv: the name in ``layer_types`` of layers without KV heads, which have another
+            mixer; files list the KV heads of each layer then. None if all layers have attention.
         wide_scale_layers: the number of layers at which attention is scaled by the hidden size over
             the heads.
         eps_key: its key of the epsilon of norms.
@@ -102,6 +104,7 @@ class GgufArchitecture:
     dense_too: bool = False
     tied: bool | None = None
     full_width: bool = False
+    layer_without_kv: str | None = None
     wide_scale_layers: int | None = None
     eps_key: str = RMS_EPS
     multiplies_logits: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig, ShortConvConfig
-from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.family import RMS_EPS, Family, GgufArchitecture
 from quantkit.architectures.families.keys import Keys, layer_count
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import FULL
@@ -157,6 +157,32 @@ _NAMES = {
     "mlp.up": _FEED_FORWARD + "w3",
     "mlp.down": _FEED_FORWARD + "w2",
 }
+_GGUF_SIZE = "shortconv.l_cache"
+
+
+def _write_gguf(config: ModelConfig) -> dict[str, Any]:
+    assert config.short_conv is not None
+    return {_GGUF_SIZE: config.short_conv.size}
+
+
+_LFM2_GGUF = GgufArchitecture(
+    "lfm2",
+    keys=(_GGUF_SIZE,),
+    names={"norm": "token_embd_norm"},
+    layer_without_kv=_CONVOLUTION,
+    read=lambda gguf, head_dim: {
+        "norm_eps": gguf.number(RMS_EPS, *Limits.eps),
+        "conv_L_cache": gguf.integer(_GGUF_SIZE, 1, Limits.convolution),
+        # The width in the file is the adjusted one.
+        "block_auto_adjust_ff_dim": False,
+    },
+    write=_write_gguf,
+    refused={
+        "biases of convolutions": lambda config: (
+            config.short_conv is not None and config.short_conv.bias
+        )
+    },
+)
 _OPTIONS = {"qk_norm": "head", "tied_by_default": True, "default_theta": 1e6}
 
 LFM2 = Family(
@@ -169,6 +195,7 @@ LFM2 = Family(
     options=_OPTIONS,
     prepare=_prepare_dense,
     names=_NAMES,
+    gguf=_LFM2_GGUF,
 )
 
 LFM2_MOE = Family(

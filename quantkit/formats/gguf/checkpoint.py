@@ -40,6 +40,7 @@ from quantkit.formats.gguf.names import (
     gguf_tensors,
     has_merged_qkv,
     keeps_float32,
+    stored_shape,
 )
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.formats.kv_cache import KvCache
@@ -245,7 +246,7 @@ class GgufCheckpoint:
     def _view(self, tensor: DiskTensor) -> View:
         """Locate a tensor, in the expected shape; of blocks, their bytes."""
         view = self._files[tensor.name].view(tensor.name)
-        # Files may have leading sizes of 1; the last size is that of the bytes of blocks.
+        # Files may have other sizes of 1; the last size is that of the bytes of blocks.
         shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
 
@@ -297,7 +298,7 @@ class GgufCheckpoint:
         return _DEFAULT
 
     def _check(self) -> None:
-        expected = {name: tensor.shape for name, tensor in self._disk.items()}
+        expected = {name: stored_shape(tensor) for name, tensor in self._disk.items()}
         is_tied = self.config.tied_embeddings
         specs = {}
         for name, tensor in self._stored.items():

@@ -44,6 +44,7 @@ _KEYS = frozenset(
         *ROPE_KEYS,
     }
 )
+_KV_HEADS = "attention.head_count_kv"
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 _SOFTMAX = 1
@@ -89,6 +90,12 @@ def build_config(
     if not keys.flag("attention.causal", True):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
     window, windowed = _windows(keys, architecture, layers)
+    layer_types = [SLIDING if has_window else FULL for has_window in windowed]
+    kv_heads = _read_kv_heads(keys, architecture, heads, layers)
+    for layer, count in enumerate(kv_heads):
+        if count == 0:
+            assert architecture.layer_without_kv is not None
+            layer_types[layer] = architecture.layer_without_kv
     shortest_factors: dict[str, tuple[float, ...]] = {}
     for name, values in factors.items():
         shortest_factors[name] = tuple(map(shorten_float32, values))
@@ -124,9 +131,8 @@ def build_config(
         "intermediate_size": _read_uniform_size(keys, "feed_forward_length", Limits.width),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _read_uniform_size(
-            keys, "attention.head_count_kv", Limits.heads, heads
-        ),
+        # Without any layer with attention, no number is used.
+        "num_key_value_heads": max(kv_heads) or heads,
         "head_dim": head_dim,
         "rms_norm_eps": keys.number(architecture.eps_key, *Limits.eps),
         "max_position_embeddings": context,
@@ -134,7 +140,7 @@ def build_config(
         "torch_dtype": dtype,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": [SLIDING if has_window else FULL for has_window in windowed],
+        "layer_types": layer_types,
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": list(eos_ids) or None,
         "attention_bias": has_qkv_bias,
@@ -171,7 +177,7 @@ def build_metadata(config: ModelConfig) -> dict[str, Any]:
         "block_count": config.num_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
+        _KV_HEADS: _list_kv_heads(config, architecture),
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         architecture.eps_key: float(config.norm_eps),
@@ -292,6 +298,38 @@ def _read_uniform_size(keys: Settings, key: str, high: int, default: int | None 
             found=format_value(value),
         )
     return Settings({key: value[0]}, keys.path, keys.name).integer(key, 1, high)
+
+
+def _read_kv_heads(
+    keys: Settings, architecture: GgufArchitecture, heads: int, layers: int
+) -> list[int]:
+    """Read the number of KV heads of each layer: 0 in layers with another mixer than attention, and
+    the same in all others.
+    """
+    listed = keys.values.get(_KV_HEADS)
+    if architecture.layer_without_kv is None or not isinstance(listed, list):
+        return [_read_uniform_size(keys, _KV_HEADS, Limits.heads, heads)] * layers
+    counts = keys.integers(_KV_HEADS, 0, Limits.heads)
+    if len(counts) != layers or len(set(counts) - {0}) > 1:
+        raise CheckpointError(
+            f"{keys.name}.{_KV_HEADS} does not match the layers",
+            path=keys.path,
+            found=format_value(listed),
+            expected=f"0 or one number for each of {layers}",
+        )
+    return counts
+
+
+def _list_kv_heads(config: ModelConfig, architecture: GgufArchitecture) -> int | list[int]:
+    """List the KV heads of each layer as `_read_kv_heads` reads them; one number where all layers
+    have attention.
+    """
+    if architecture.layer_without_kv is None:
+        return config.num_kv_heads
+    counts: list[int] = []
+    for layer in config.layers:
+        counts.append(config.num_kv_heads if layer.mixer == "attention" else 0)
+    return counts
 
 
 def _windows(

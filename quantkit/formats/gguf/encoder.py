@@ -24,7 +24,12 @@ from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, assign_file_numbers, plan_units
-from quantkit.formats.gguf.names import get_norm_offset, gguf_tensors, keeps_float32
+from quantkit.formats.gguf.names import (
+    get_norm_offset,
+    gguf_tensors,
+    keeps_float32,
+    stored_shape,
+)
 from quantkit.formats.gguf.tensor_reader import read_canonical_tensor, view_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
@@ -108,7 +113,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         for tensor, first, spec in plan_units(planned, gguf_tensors(config)):
             # Experts are appended one by one, which buffers less.
             at_once = len(tensor.parts) if tensor.stacked is None else 1
-            stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
+            stored = GgufTensor(tensor.name, _type(tensor, spec), stored_shape(tensor))
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
         self._metadata: dict[str, Any] = {**kinds, **metadata}
@@ -221,6 +226,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
                 value = value.float() + offset
             if stored.type is GgmlType.F32:
                 value = value.float()
+            if unit.tensor.shape != stored.shape:
+                value = value.reshape(shape)
             yield tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
         if part + unit.at_once >= len(unit.tensor.places):
             yield padding(stored.nbytes)

@@ -92,12 +92,19 @@ def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskT
 
 def keeps_float32(tensor: DiskTensor) -> bool:
     """Return whether llama.cpp wants a tensor in float32 whatever the model's type: norms, biases,
-    routers.
+    routers, filters of convolutions.
     """
     # Routers are `ffn_gate_inp`, and `ffn_gate_inp_shexp` for shared experts.
     return len(tensor.shape) == 1 or tensor.name.endswith(
-        (".bias", "_inp.weight", "_inp_shexp.weight")
+        (".bias", "_inp.weight", "_inp_shexp.weight", "shortconv.conv.weight")
     )
+
+
+def stored_shape(tensor: DiskTensor) -> tuple[int, ...]:
+    """Return the shape in a file: filters of convolutions [C, 1, K] are matrices."""
+    if tensor.stacked is None and len(tensor.shape) == 3 and tensor.shape[1] == 1:
+        return tensor.shape[0], tensor.shape[2]
+    return tensor.shape
 
 
 def get_norm_offset(config: ModelConfig, tensor: DiskTensor) -> float:

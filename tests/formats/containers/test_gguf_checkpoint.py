@@ -76,6 +76,7 @@ _FAMILIES = (
     "exaone4",
     "hunyuan-dense",
     "llama4-steps",
+    "lfm2",
 )
 
 
